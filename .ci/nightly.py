@@ -1,11 +1,11 @@
 """The long lanes, one after the other: what takes hours and `make test` leaves out.
 
-Each lane is a command whose output goes to nightly/<lane>.log. A lane that fails does not stop the others; the table at
-the end says how each went, and the exit code is 1 if one failed.
+Each lane is a command whose output goes to nightly/<lane>.log. A lane that fails does not stop the
+others; the table at the end says how each went, and the exit code is 1 if one failed.
 
     python .ci/nightly.py                        every lane
     python .ci/nightly.py --lanes fuzz,soak      some of them
-    python .ci/nightly.py --scale 0.01           a rehearsal: a hundredth of the time for what takes a time
+    python .ci/nightly.py --scale 0.01  a rehearsal: a hundredth of the time for what takes a time
 """
 
 from __future__ import annotations
@@ -44,25 +44,34 @@ def lanes(scale: float) -> list[Lane]:
     found = [
         Lane("contract", "the contract of every kernel, what compiles in full",
              (*PYTEST, "tests/contract"), {"LZ_TEST_JIT": "all", "LZ_TEST_FULL": "1"}),
-        Lane("seeds", "no sound kernel fails in twenty seeds", (*PYTEST, "-m", "stress", "tests/faults"),
+        Lane("seeds", "no sound kernel fails in twenty seeds",
+             (*PYTEST, "-m", "stress", "tests/faults"),
              {"LZ_TEST_SEEDS": "20"}, hours=8.0),
-        Lane("certificates", "every case and layout of every contract", (*LZ, "verify", "--level", "1", "--full"),
+        Lane("certificates", "every case and layout of every contract",
+             (*LZ, "verify", "--level", "1", "--full"),
              hours=8.0),
-        Lane("stress", "a hundred threads at full size", (*PYTEST, "-n", "0", "-m", "stress", "tests/stress"),
+        Lane("stress", "a hundred threads at full size",
+             (*PYTEST, "-n", "0", "-m", "stress", "tests/stress"),
              {"LZ_STRESS": "full"}),
         Lane("models", "models of transformers and diffusers, what compiles and exports too",
              (*PYTEST, "tests/hf", "tests/pipelines", "tests/models"), {"LZ_TEST_FULL": "1"}),
-        Lane("sizes", "families of models at more batches and lengths", (*LZ, "gate", "--stages", "models", "--full")),
-        Lane("ladder", "a real model, layer by layer and its logits", (*LZ, "verify", "--level", "4", "--full")),
+        Lane("sizes", "families of models at more batches and lengths",
+             (*LZ, "gate", "--stages", "models", "--full")),
+        Lane("ladder", "a real model, layer by layer and its logits",
+             (*LZ, "verify", "--level", "4", "--full")),
         Lane("gate", "declarations, files, speed, readiness",
-             (*LZ, "gate", "--stages", "static,schema,performance,readiness", "--out", str(LOGS / "gate"))),
+             (*LZ, "gate", "--stages", "static,schema,performance,readiness", "--out",
+              str(LOGS / "gate"))),
         Lane("soak", f"{soak:g} minutes of faults, forks and changes",
-             (*LZ, "soak", "--minutes", f"{soak:g}", "--out", str(LOGS / "soak.json")), hours=soak / 60 + 1)]
+             (*LZ, "soak", "--minutes", f"{soak:g}", "--out", str(LOGS / "soak.json")),
+             hours=soak / 60 + 1)]
     for script in sorted((ROOT / "fuzz").glob("*.py")):
         if '"--seconds"' in script.read_text(encoding="utf-8"):            # those that are commands
             guided = "import atheris" in script.read_text(encoding="utf-8")
-            found.append(Lane(f"fuzz-{script.stem}", f"{fuzz} seconds for each target of {script.name}",
-                              (sys.executable, str(script.relative_to(ROOT)), "--seconds", str(fuzz)), hours=8.0,
+            found.append(Lane(f"fuzz-{script.stem}",
+                              f"{fuzz} seconds for each target of {script.name}",
+                              (sys.executable, str(script.relative_to(ROOT)), "--seconds",
+                               str(fuzz)), hours=8.0,
                               needs="atheris" if guided else ""))
     return found
 
@@ -87,7 +96,8 @@ def run(lane: Lane) -> Outcome:
     with path.open("w", encoding="utf-8") as log:
         log.write(f"$ {said}\n")
         log.flush()
-        process = subprocess.Popen(lane.command, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT,
+        process = subprocess.Popen(lane.command, cwd=ROOT, env=environ, stdout=log,
+                                   stderr=subprocess.STDOUT,
                                    start_new_session=True)
         try:
             code = process.wait(lane.hours * HOUR)
@@ -99,8 +109,10 @@ def run(lane: Lane) -> Outcome:
             state, end = "interrupted", ""
         finally:
             _end(process)
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return Outcome(lane, state, time.monotonic() - started, f"{end}{lines[-1] if len(lines) > 1 else 'no output'}")
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+             if line.strip()]
+    return Outcome(lane, state, time.monotonic() - started,
+                   f"{end}{lines[-1] if len(lines) > 1 else 'no output'}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -119,14 +131,18 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     rows = [("lane", "verdict", "minutes", "last line")]
     rows += [(o.lane.name, o.state, f"{o.seconds / 60:.1f}", o.last[:100]) for o in outcomes]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2]),
+    return "\n".join("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]),
+                                row[2].rjust(widths[2]),
                                 row[3]]).rstrip() for row in rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lanes", default="", help="their names, separated by commas; default: all")
-    parser.add_argument("--scale", type=float, default=1.0, help="of what takes a time: fuzzing and the soak")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lanes", default="",
+                        help="their names, separated by commas; default: all")
+    parser.add_argument("--scale", type=float, default=1.0,
+                        help="of what takes a time: fuzzing and the soak")
     parser.add_argument("--list", action="store_true", help="name the lanes and end")
     asked = parser.parse_args(words)
     if not asked.scale > 0:
@@ -149,7 +165,8 @@ def main(words: Sequence[str] | None = None) -> int:
     table = summary(outcomes)
     (LOGS / "summary.txt").write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}\n\nlogs: {LOGS.relative_to(ROOT)}/")
-    return 130 if outcomes[-1].state == "interrupted" else int(any(o.state == "FAILED" for o in outcomes))
+    return (130 if outcomes[-1].state == "interrupted"
+            else int(any(o.state == "FAILED" for o in outcomes)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""What lz.accelerate gains: a decode step of one layer, or a whole model that generates, against transformers as it is.
+"""What lz.accelerate gains: a decode step of one layer, or a whole model that generates, against
+transformers as it is.
 
     python benchmarks/accelerated.py --layer llama-3-8b --context 4096          on a CUDA device
     python benchmarks/accelerated.py --model smollm2 --dtype bfloat16 --threads 1
     python benchmarks/accelerated.py --model smollm2 --threads 1 --sample
     python benchmarks/accelerated.py --architecture gemma3 --threads 1
 
-One layer: seeded weights in the shape of the model's layers; a token after `--context` others, by transformers as it
-is, by torch.compile(mode="reduce-overhead") with a static cache, and by lz.accelerate. In every round each decodes
-`--tokens` tokens, in an order that is shuffled; a time is that of the host or of the device, whichever is longer.
-A whole model: prompt and decoding through `generate`, stock and accelerated in turns; with --sample by temperature,
-top-k and top-p, also with lz.sample for the draw. An architecture: the same, of a small model with seeded weights.
+One layer: seeded weights in the shape of the model's layers; a token after `--context` others, by
+transformers as it is, by torch.compile(mode="reduce-overhead") with a static cache, and by
+lz.accelerate. In every round each decodes `--tokens` tokens, in an order that is shuffled; a time
+is that of the host or of the device, whichever is longer. A whole model: prompt and decoding
+through `generate`, stock and accelerated in turns; with --sample by temperature, top-k and top-p,
+also with lz.sample for the draw. An architecture: the same, of a small model with seeded weights.
 Results are compared first. Prints a table, writes JSON (--out).
 """
 
@@ -35,10 +37,11 @@ LAYERS: dict[str, dict[str, Any]] = {
                    "num_key_value_heads": 8},
     "llama-3-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
                     "num_key_value_heads": 8},
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}}
-_SMALL = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8,
-          "num_attention_heads": 12, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
-          "pad_token_id": 0}
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+             "num_key_value_heads": 2}}
+_SMALL = {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048,
+          "num_hidden_layers": 8, "num_attention_heads": 12, "max_position_embeddings": 4096,
+          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _GROUPED = {**_SMALL, "num_key_value_heads": 4}
 _MANY = {**_GROUPED, "intermediate_size": 1024, "num_experts_per_tok": 2}
 _GEMMA = {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 256}
@@ -46,18 +49,22 @@ _GEMMA = {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_wind
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _GROUPED),
     "mistral": ("Mistral", {**_GROUPED, "sliding_window": 96}),
-    "qwen2": ("Qwen2", {**_GROUPED, "use_sliding_window": True, "sliding_window": 96, "max_window_layers": 4}),
+    "qwen2": ("Qwen2", {**_GROUPED, "use_sliding_window": True, "sliding_window": 96,
+                        "max_window_layers": 4}),
     "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 64}),
     "phi3": ("Phi3", {**_GROUPED, "sliding_window": 96}),
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3": ("Gemma3", _GEMMA),
     "mixtral": ("Mixtral", {**_MANY, "num_local_experts": 8}),
-    "qwen2-moe": ("Qwen2Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+    "qwen2-moe": ("Qwen2Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4,
+                               "moe_intermediate_size": 512,
                                "shared_expert_intermediate_size": 1024}),
-    "qwen3-moe": ("Qwen3Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+    "qwen3-moe": ("Qwen3Moe", {**_MANY, "num_experts": 16, "num_experts_per_tok": 4,
+                               "moe_intermediate_size": 512,
                                "head_dim": 64}),
-    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 768, "n_layer": 8, "n_head": 12, "n_positions": 4096,
-                      "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}),
+    "gpt2": ("GPT2", {"vocab_size": 16384, "n_embd": 768, "n_layer": 8, "n_head": 12,
+                      "n_positions": 4096, "bos_token_id": 1, "eos_token_id": 2,
+                      "pad_token_id": 0}),
     "phi": ("Phi", {**_SMALL, "intermediate_size": 3072}),
     "neox": ("GPTNeoX", {**_SMALL, "intermediate_size": 3072})}
 MOST_APART = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
@@ -89,7 +96,8 @@ class Way:
 
 def shared_copy(model: Any) -> Any:
     """The same weights, modules of its own."""
-    return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
+    return copy.deepcopy(model,
+                         {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
 
 
 def one_layer(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,14 +107,16 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(0)
     room = args.context + args.tokens + 64
-    config = LlamaConfig(**LAYERS[args.layer], num_hidden_layers=1, vocab_size=1024, max_position_embeddings=2 * room,
+    config = LlamaConfig(**LAYERS[args.layer], num_hidden_layers=1, vocab_size=1024,
+                         max_position_embeddings=2 * room,
                          rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     with torch.device(args.device):
         ours = LlamaModel(config).eval().to(getattr(torch, args.dtype))
     stock, compiled = shared_copy(ours), shared_copy(ours)
     report = accelerate(ours, measure=False)
     print(report, flush=True)
-    prompt = torch.randint(0, 1024, (args.batch, args.context), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(0, 1024, (args.batch, args.context),
+                           generator=torch.Generator().manual_seed(1))
     prompt = prompt.to(args.device)
     tokens = [torch.full((args.batch, 1), n % 1024, device=args.device) for n in range(args.tokens)]
 
@@ -114,9 +124,11 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
         cache = model(prompt, use_cache=True).past_key_values
 
         def again() -> None:
-            cache.crop(-(cache.get_seq_length() - args.context)) if cache.get_seq_length() > args.context else None
+            cache.crop(-(cache.get_seq_length()
+                         - args.context)) if cache.get_seq_length() > args.context else None
 
-        return Way(lambda token: model(token, past_key_values=cache, use_cache=True).last_hidden_state, again)
+        return Way(lambda token: model(token, past_key_values=cache,
+                                       use_cache=True).last_hidden_state, again)
 
     def static() -> Way:
         cache = StaticCache(config=config, max_cache_len=room)
@@ -127,7 +139,8 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
             torch.compiler.cudagraph_mark_step_begin()
             return run(token, past_key_values=cache, use_cache=True).last_hidden_state
 
-        return Way(step, lambda: [layer.cumulative_length.fill_(args.context) for layer in cache.layers] and None)
+        return Way(step, lambda: [layer.cumulative_length.fill_(args.context)
+                                  for layer in cache.layers] and None)
 
     ways = {"transformers": growing(stock), "lz.accelerate": growing(ours)}
     if args.compile:
@@ -145,27 +158,35 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
         for name in chance.sample(list(ways), len(ways)):
             taken[name].append(ways[name].sample(tokens))
     weights = sum(p.nbytes for p in ours.layers[0].parameters())
-    rows = {name: {"us": statistics.median(map(max, found)), "host_us": statistics.median(f[0] for f in found),
+    rows = {name: {"us": statistics.median(map(max, found)),
+                   "host_us": statistics.median(f[0] for f in found),
                    "device_us": statistics.median(f[1] for f in found), "apart": apart[name]}
             for name, found in taken.items()}
     base = rows["transformers"]["us"]
-    print(f"\none {args.layer} layer, {args.dtype}, batch {args.batch}, context {args.context}, {args.device}; "
-          f"{weights / 1e6:.0f} MB of weights\n{'':30}{'us a token':>12}{'device':>10}{'gain':>8}{'apart':>10}")
+    print(
+        f"\none {args.layer} layer, {args.dtype}, batch {args.batch}, context {args.context}, "
+        f"{args.device}; {weights / 1e6:.0f} MB of "
+        f"weights\n{'':30}{'us a token':>12}{'device':>10}{'gain':>8}{'apart':>10}")
     for name, row in rows.items():
-        print(f"{name:30}{row['us']:12.1f}{row['device_us']:10.1f}{base / row['us']:7.2f}x{row['apart']:10.1e}")
+        print(
+            f"{name:30}{row['us']:12.1f}{row['device_us']:10.1f}{base / row['us']:7.2f}x{row['apart']:10.1e}")
     agree = all(row["apart"] <= MOST_APART[args.dtype] for row in rows.values())
     print("results agree" if agree else f"RESULTS DIFFER by more than {MOST_APART[args.dtype]}")
-    return {"layer": args.layer, "context": args.context, "batch": args.batch, "dtype": args.dtype, "rows": rows,
-            "weight_bytes": weights, "report": report.to_json(), "agree": agree}
+    return {"layer": args.layer, "context": args.context, "batch": args.batch, "dtype": args.dtype,
+            "rows": rows, "weight_bytes": weights, "report": report.to_json(), "agree": agree}
 
 
 def seeded(name: str) -> Any:
-    """A small model of an architecture, its weights large enough that tokens and not rounding decide what it says."""
+    """A small model of an architecture, its weights large enough that tokens and not rounding
+    decide what it says.
+    """
     import transformers
 
     prefix, config = ARCHITECTURES[name]
-    configured = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
-    made = getattr(transformers, f"{prefix}ForCausalLM", None) or getattr(transformers, f"{prefix}LMHeadModel")
+    configured = (getattr(transformers, f"{prefix}TextConfig", None)
+                  or getattr(transformers, f"{prefix}Config"))
+    made = (getattr(transformers, f"{prefix}ForCausalLM", None)
+            or getattr(transformers, f"{prefix}LMHeadModel"))
     torch.manual_seed(0)
     model = made(configured(**config)).eval()
     for p in model.parameters():
@@ -181,7 +202,8 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     if args.architecture:
         name, ours = args.architecture, seeded(args.architecture).to(args.device, dtype)
-        ids = torch.randint(3, 16384, (args.batch, args.context), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(3, 16384, (args.batch, args.context),
+                            generator=torch.Generator().manual_seed(1))
         ids = ids.to(args.device)
     else:
         from layerzero.integrations.gguf_model import packaged_model, read_gguf
@@ -190,8 +212,9 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
         name, found = "SmolLM2-135M", read_gguf(packaged_model())
         ours = build_llama(found.config, found.weights).to(args.device, dtype)
         ours.set_attn_implementation("sdpa")
-        text = ("Once upon a time there was a little robot who wanted to learn about the sea, and so it went to the "
-                "shore. ")
+        text = (
+            "Once upon a time there was a little robot who wanted to learn about the sea, and so "
+            "it went to the shore. ")
         ids = torch.tensor([found.tokenize(text * 40)[:args.context]], device=args.device)
     ours.generation_config.pad_token_id = 0
     stock = shared_copy(ours)
@@ -208,7 +231,8 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
     def generate(model: Any, new: int) -> tuple[float, Tensor]:
         torch.manual_seed(0)
         began = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, **how)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                             min_new_tokens=new, **how)
         if ids.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - began, out
@@ -219,18 +243,24 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.rounds):
         for way in chance.sample(list(models), len(models)):
             prompt = generate(models[way], 1)[0]
-            taken[way].append((prompt, (generate(models[way], args.tokens)[0] - prompt) / (args.tokens - 1)))
+            taken[way].append((prompt, (generate(models[way], args.tokens)[0] - prompt)
+                               / (args.tokens - 1)))
     last = list(models)[-1]
-    ratios = {what: statistics.median(a[i] / b[i] for a, b in zip(taken["transformers"], taken[last]))
+    ratios = {what: statistics.median(a[i] / b[i]
+                                      for a, b in zip(taken["transformers"], taken[last]))
               for i, what in enumerate(("prompt", "decode"))}
-    rows = {way: {"prompt_s": statistics.median(t[0] for t in found), "tokens_per_s": 1 / statistics.median(
+    rows = {way: {"prompt_s": statistics.median(t[0] for t in found),
+                  "tokens_per_s": 1 / statistics.median(
         t[1] for t in found)} for way, found in taken.items()}
     same = float((texts["transformers"] == texts["lz.accelerate"]).float().mean())
-    print(f"\n{name}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, prompt of {ids.shape[1]} "
-          f"tokens, {args.tokens} new\n{'':20}{'prompt, ms':>12}{'tokens/s':>10}")
+    print(
+        f"\n{name}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, prompt of "
+        f"{ids.shape[1]} tokens, {args.tokens} new\n{'':20}{'prompt, ms':>12}{'tokens/s':>10}")
     for way, row in rows.items():
         print(f"{way:20}{row['prompt_s'] * 1e3:12.1f}{row['tokens_per_s']:10.1f}")
-    print(f"prompt {ratios['prompt']:.2f}x, decode {ratios['decode']:.2f}x as fast; {same:.0%} of the tokens the same")
+    print(
+        f"prompt {ratios['prompt']:.2f}x, decode {ratios['decode']:.2f}x as fast; {same:.0%} of "
+        "the tokens the same")
     return {"model": name, "dtype": args.dtype, "threads": torch.get_num_threads(), "rows": rows,
             "ratios": ratios, "same_tokens": same, "report": report.to_json()}
 
@@ -243,22 +273,28 @@ def main() -> int:
     what.add_argument("--architecture", choices=ARCHITECTURES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=MOST_APART)
-    parser.add_argument("--context", type=int, default=0, help="tokens before; 4096 for a layer, 128 for a model")
+    parser.add_argument("--context", type=int, default=0,
+                        help="tokens before; 4096 for a layer, 128 for a model")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32, help="decoded in each round")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for the report's own measurement")
+    parser.add_argument("--seconds", type=float, default=3.0,
+                        help="for the report's own measurement")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--sample", action="store_true", help="draw tokens, where greedy is the default")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "local" / "accelerated.json")
+    parser.add_argument("--sample", action="store_true",
+                        help="draw tokens, where greedy is the default")
+    parser.add_argument("--no-compile", dest="compile", action="store_false",
+                        help="without torch.compile")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "local"
+                        / "accelerated.json")
     args = parser.parse_args()
     args.context = args.context or (4096 if args.layer else 128)
     if args.threads:
         torch.set_num_threads(args.threads)
     with torch.no_grad():
         found = one_layer(args) if args.layer else whole_model(args)
-    found["environment"] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if args.device == "cuda"
+    found["environment"] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()
+                            if args.device == "cuda"
                             else "cpu", "python": sys.version.split()[0]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")

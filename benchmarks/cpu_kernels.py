@@ -1,11 +1,14 @@
 """Our own CPU kernels beside torch's, on the sizes of a Llama-like layer.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py           some minutes; a table, and a JSON under results/local
-    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --quick   shows that everything runs, its numbers say little
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py
+        some minutes; a table, and a JSON under results/local
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --quick
+        shows that everything runs, its numbers say little
 
-All contestants of a case take turns in short rounds, in an order that is shuffled each time. What counts is the
-median over the rounds of the ratio of two neighbours in time, which a busy machine disturbs least. "read" is how long
-torch takes to sum up the keys and values once: no kernel can be much faster than that.
+All contestants of a case take turns in short rounds, in an order that is shuffled each time. What
+counts is the median over the rounds of the ratio of two neighbours in time, which a busy machine
+disturbs least. "read" is how long torch takes to sum up the keys and values once: no kernel can be
+much faster than that.
 """
 
 from __future__ import annotations
@@ -57,23 +60,28 @@ def cases(quick: bool) -> Iterator[Case]:
                 continue
             calls = max(1, 4096 // keys)
             heads = {"b": 1, "hq": 32, "hkv": 8, "sk": keys, "d": 128}
-            yield Case(f"decode, context {keys}", "attention_decode", ("torch.sdpa", "torch.sdpa_flash_packed"),
-                       dtype, {**heads, "sq": 1}, few or rounds, calls)
+            yield Case(f"decode, context {keys}", "attention_decode",
+                       ("torch.sdpa", "torch.sdpa_flash_packed"), dtype, {**heads, "sq": 1},
+                       few or rounds, calls)
             if keys == 4096:
                 yield Case(f"4 tokens, context {keys}", "attention_decode", ("torch.sdpa",), dtype,
                            {**heads, "sq": 4}, few or 30, 1)
-                yield Case(f"decode without GQA, context {keys}", "attention_decode_mha", ("torch.sdpa",), dtype,
-                           {**heads, "sq": 1, "hq": 8}, few or 30, 1)
+                yield Case(f"decode without GQA, context {keys}", "attention_decode_mha",
+                           ("torch.sdpa",), dtype, {**heads, "sq": 1, "hq": 8}, few or 30, 1)
         for rows in (1, 16, 512):
             size, calls = {"rows": (rows,), "hidden": 4096}, max(2, 64 // rows)
-            yield Case(f"rms_norm {rows} x 4096", "rms_norm", ("torch.rms_norm",), dtype, size, few or 60, calls)
-            yield Case(f"add_rms_norm {rows} x 4096", "add_rms_norm", ("torch.add_rms_norm",), dtype, size,
+            yield Case(f"rms_norm {rows} x 4096", "rms_norm", ("torch.rms_norm",), dtype, size,
+                       few or 60, calls)
+            yield Case(f"add_rms_norm {rows} x 4096", "add_rms_norm", ("torch.add_rms_norm",),
+                       dtype, size,
                        few or 60, calls)
         for tokens in (1, 16, 512):
             for style in ("rotate_half", "interleaved"):
                 yield Case(f"rope {style}, {tokens} tokens", "rope",
-                           ("torch.rope", "torch.rope_buffered" if style == "rotate_half" else "torch.rope_complex"),
-                           dtype, {"b": 1, "hq": 32, "hkv": 8, "s": tokens, "d": 128, "style": style},
+                           ("torch.rope", "torch.rope_buffered" if style == "rotate_half"
+                            else "torch.rope_complex"),
+                           dtype, {"b": 1, "hq": 32, "hkv": 8, "s": tokens, "d": 128,
+                                   "style": style},
                            few or 60, max(2, 64 // tokens))
 
 
@@ -98,11 +106,13 @@ def contestants(case: Case, known: Mapping[str, Kernel]) -> list[Contestant]:
 def _contestant(op: Op, kernel: Kernel, values: Mapping[str, Any]) -> Contestant:
     run = bind(op, kernel, loading.load(kernel), (), values[op.variant] if op.variant else "").run
     names = [p.name for p in op.params]
-    return Contestant(kernel.id, f"out = run({', '.join(names)})", {"run": run, **{n: values[n] for n in names}})
+    return Contestant(kernel.id, f"out = run({', '.join(names)})",
+                      {"run": run, **{n: values[n] for n in names}})
 
 
 def measure(case: Case, people: list[Contestant], seed: int) -> dict[str, Any]:
-    loops: dict[str, Callable[[int], tuple[int, int, Any]]] = {c.name: compiled(c.call, c.scope) for c in people}
+    loops: dict[str, Callable[[int], tuple[int, int, Any]]] = {c.name: compiled(c.call, c.scope)
+                                                               for c in people}
     samples: dict[str, list[float]] = {name: [] for name in loops}
     order, chance = list(loops), random.Random(seed)
     for loop in loops.values():
@@ -113,11 +123,14 @@ def measure(case: Case, people: list[Contestant], seed: int) -> dict[str, Any]:
             began, ended, _ = loops[name](case.calls)
             samples[name].append((ended - began) / case.calls)
     ours = f"native.{case.ours}"
-    return {"case": case.name, "dtype": case.dtype, "us": {n: Spread.of([x / 1e3 for x in s]).to_json()
+    return {"case": case.name, "dtype": case.dtype,
+            "us": {n: Spread.of([x / 1e3 for x in s]).to_json()
                                                            for n, s in samples.items()},
-            "times_faster_than": {n: round(statistics.median(b / a for a, b in zip(samples[ours], samples[n])), 2)
-                                  for n in samples if n not in (ours, READ)},
-            "over_read": round(statistics.median(a / b for a, b in zip(samples[ours], samples[READ])), 2)
+            "times_faster_than": {
+                n: round(statistics.median(b / a for a, b in zip(samples[ours], samples[n])), 2)
+                for n in samples if n not in (ours, READ)},
+            "over_read": round(statistics.median(a / b
+                                                 for a, b in zip(samples[ours], samples[READ])), 2)
             if READ in samples else None}
 
 
@@ -146,8 +159,8 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"threads": threads, "quick": args.quick, "torch": torch.__version__,
                                "python": platform.python_version(), "cores": os.cpu_count(),
-                               "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
-                               "rows": rows}, indent=1))
+                               "load_average": os.getloadavg() if hasattr(os, "getloadavg")
+                               else None, "rows": rows}, indent=1))
     print(f"written to {out}", file=sys.stderr)
 
 

@@ -1,9 +1,10 @@
-"""Our CUDA kernels on a GPU: are they right, how fast are they beside our Triton kernels and torch, and which
-configuration is fastest.
+"""Our CUDA kernels on a GPU: are they right, how fast are they beside our Triton kernels and torch,
+and which configuration is fastest.
 
     python benchmarks/cuda_kernels.py [--only decode,paged,gemv,sample] [--match TEXT,...] [--quick] [--check [N]]
 
-Times are taken as benchmarks/triton_kernels.py takes them: a replayed CUDA graph, the L2 cache swept.
+Times are taken as benchmarks/triton_kernels.py takes them: a replayed CUDA graph, the L2 cache
+swept.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 
 DECODE = ((8, 2), (8, 3), (4, 3), (4, 2))                    # warps, stages
-GEMV = ((16, 4, 8), (16, 4, 5), (16, 8, 8), (8, 4, 8), (8, 8, 8), (8, 4, 8, 1, 2), (24, 4, 6), (16, 4, 4, 1, 1, 2),
-        (8, 4, 6, 1, 1, 2), (8, 8, 6, 1, 1, 2), (16, 8, 4, 1, 1, 2), (16, 4, 8, 2), (16, 2, 6, 2), (16, 4, 6, 2))
-SAMPLE = ((4, 512), (8, 512), (4, 1024), (8, 1024), (2, 1024), (8, 256), (4, 512, 2048), (8, 512, 512))
+GEMV = ((16, 4, 8), (16, 4, 5), (16, 8, 8), (8, 4, 8), (8, 8, 8), (8, 4, 8, 1, 2), (24, 4, 6),
+        (16, 4, 4, 1, 1, 2), (8, 4, 6, 1, 1, 2), (8, 8, 6, 1, 1, 2), (16, 8, 4, 1, 1, 2),
+        (16, 4, 8, 2), (16, 2, 6, 2), (16, 4, 6, 2))
+SAMPLE = ((4, 512), (8, 512), (4, 1024), (8, 1024), (2, 1024), (8, 256), (4, 512, 2048),
+          (8, 512, 512))
 
 
 def bench_decode() -> None:
-    for name, b, t, k, hkv in (("B1 K1024", 1, 1, 1024, 8), ("B1 K4096", 1, 1, 4096, 8), ("B8 K4096", 8, 1, 4096, 8),
-                               ("B32 K4096", 32, 1, 4096, 8), ("B1 K32768", 1, 1, 32768, 8),
-                               ("B4 Q8 K8192", 4, 8, 8192, 8), ("B1 MQA K8192", 1, 1, 8192, 1)):
+    for name, b, t, k, hkv in (("B1 K1024", 1, 1, 1024, 8), ("B1 K4096", 1, 1, 4096, 8),
+                               ("B8 K4096", 8, 1, 4096, 8), ("B32 K4096", 32, 1, 4096, 8),
+                               ("B1 K32768", 1, 1, 32768, 8), ("B4 Q8 K8192", 4, 8, 8192, 8),
+                               ("B1 MQA K8192", 1, 1, 8192, 1)):
         q, key, value = rand(b, 32, t, 128), rand(b, hkv, k, 128), rand(b, hkv, k, 128)
         if 32 // hkv * t > decode.MAX_ROWS:
             continue
         mask = torch.ones(t, k, dtype=torch.bool, device="cuda").tril(k - t)
-        want = F.scaled_dot_product_attention(q.float(), key.float(), value.float(), mask, enable_gqa=True)
+        want = F.scaled_dot_product_attention(q.float(), key.float(), value.float(), mask,
+                                              enable_gqa=True)
 
         def ours(made: decode.Config | None, q: Any = q, key: Any = key, value: Any = value,
                  t: int = t) -> Callable[[], Any]:
@@ -47,32 +52,41 @@ def bench_decode() -> None:
 
         options = [("default", ours(None))]
         for (warps, stages), splits in itertools.product(DECODE, (1, 2, 4, 8)):
-            if 32 <= b * hkv * splits <= 600 and splits * warps * 16 <= 2 * k and (t == 1 or stages > 2):
+            if (32 <= b * hkv * splits <= 600 and splits * warps * 16 <= 2 * k
+                and (t == 1 or stages > 2)):
                 made = decode.Config(warps, stages, splits)
                 options.append((str(tuple(made)), ours(made)))
         race(f"decode {name}", options, [
             ("triton", lambda q=q, key=key, value=value, t=t: triton_decode.dense(
                 q, key, value, t > 1, None, "bottom_right")),
-            ("sdpa", lambda q=q, key=key, value=value: F.scaled_dot_product_attention(q, key, value, enable_gqa=True))],
+            ("sdpa",
+             lambda q=q, key=key, value=value: F.scaled_dot_product_attention(q, key, value,
+                                                                              enable_gqa=True))],
             want)
 
 
 def bench_paged() -> None:
-    for name, b, k, page in (("B1 K4096", 1, 4096, 16), ("B8 K4096", 8, 4096, 16), ("B32 K4096", 32, 4096, 16),
-                             ("B32 K512-4096", 32, 4096, 16), ("B32 K512-4096 pages of 64", 32, 4096, 64)):
+    for name, b, k, page in (("B1 K4096", 1, 4096, 16), ("B8 K4096", 8, 4096, 16),
+                             ("B32 K4096", 32, 4096, 16),
+                             ("B32 K512-4096", 32, 4096, 16),
+                             ("B32 K512-4096 pages of 64", 32, 4096, 64)):
         pages = b * k // page
         key, value = rand(pages, page, 8, 128), rand(pages, page, 8, 128)
         table = torch.randperm(pages, device="cuda").to(torch.int32).view(b, -1)
         lengths = torch.full((b,), k, device="cuda", dtype=torch.int32)
         if "-" in name:                            # ragged
-            lengths = torch.linspace(512, 4096, b, device="cuda").to(torch.int32)[torch.randperm(b, device="cuda")]
+            lengths = torch.linspace(512, 4096, b,
+                                     device="cuda").to(torch.int32)[
+                                         torch.randperm(b, device="cuda")]
         seen = (torch.arange(k, device="cuda") < lengths[:, None])[:, None, None, :]
         q = rand(b, 32, 128)
-        dense_k, dense_v = (t[table.long()].view(b, k, 8, 128).transpose(1, 2).contiguous() for t in (key, value))
-        want = F.scaled_dot_product_attention(q[:, :, None].float(), dense_k.float(), dense_v.float(), seen,
-                                              enable_gqa=True)[:, :, 0]
+        dense_k, dense_v = (t[table.long()].view(b, k, 8, 128).transpose(1, 2).contiguous()
+                            for t in (key, value))
+        want = F.scaled_dot_product_attention(q[:, :, None].float(), dense_k.float(),
+                                              dense_v.float(), seen, enable_gqa=True)[:, :, 0]
 
-        def ours(made: decode.Config | None, q: Any = q, key: Any = key, value: Any = value, table: Any = table,
+        def ours(made: decode.Config | None, q: Any = q, key: Any = key, value: Any = value,
+                 table: Any = table,
                  lengths: Any = lengths) -> Callable[[], Any]:
             return lambda: decode.paged(q, key, value, table, lengths, chosen=made)
 
@@ -81,23 +95,28 @@ def bench_paged() -> None:
             if 32 <= b * 8 * splits <= 1100:
                 made = decode.Config(warps, stages, splits)
                 options.append((str(tuple(made)), ours(made)))
-        race(f"paged {name}", options, [("triton", lambda a=(q, key, value, table, lengths): triton_decode.paged(*a))],
+        race(f"paged {name}", options,
+             [("triton", lambda a=(q, key, value, table, lengths): triton_decode.paged(*a))],
              want)
 
 
 def bench_gemv() -> None:
     from layerzero.backends.cuda import gemv
 
-    for rows, k, n in ((1, 4096, 14336), (1, 14336, 4096), (1, 4096, 6144), (8, 4096, 14336), (16, 4096, 14336)):
+    for rows, k, n in ((1, 4096, 14336), (1, 14336, 4096), (1, 4096, 6144), (8, 4096, 14336),
+                       (16, 4096, 14336)):
         x, w = rand(rows, k), rand(n, k) / k ** 0.5
         for format, group in (("int4", 128), ("int8", 0), ("fp8_e4m3", 0)):
-            stored, scales = quantize_op.reference(w.float(), format, "block" if group else "channel", group or k)[:2]
+            stored, scales = quantize_op.reference(w.float(), format, "block" if group
+                                                   else "channel", group or k)[:2]
             want = x.double() @ ours_in_triton._dequantized(stored, scales, format, group or k).t()
             given = (x, stored, scales, None, None, format, group)
-            options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=given: gemv.launch(*a))]
+            options: list[tuple[str, Callable[[], Any]]] = [("default",
+                                                             lambda a=given: gemv.launch(*a))]
             options += [(str(tuple(made)), lambda a=given, made=made: gemv.launch(*a, chosen=made))
                         for made in (gemv.Config(*c) for c in GEMV)]
-            others = [("triton", lambda a=given: triton_gemv.launch(*a)), ("F.linear", lambda x=x, w=w: F.linear(x, w))]
+            others = [("triton", lambda a=given: triton_gemv.launch(*a)),
+                      ("F.linear", lambda x=x, w=w: F.linear(x, w))]
             race(f"gemv {rows}x{k}->{n} {format}", options, others, want)
 
 
@@ -107,19 +126,23 @@ def bench_sample() -> None:
     for batch, dtype in ((64, torch.float32), (64, BF16), (1, torch.float32)):
         for name, given in (("top_p 0.9", {"top_p": 0.9}), ("top_k 50", {"top_k": 50}),
                             ("k50 p0.9 t0.8", {"top_k": 50, "top_p": 0.9, "temperature": 0.8}),
-                            ("min_p 0.05", {"min_p": 0.05}), ("no filter", {}), ("greedy", {"temperature": 0.0})):
+                            ("min_p 0.05", {"min_p": 0.05}), ("no filter", {}),
+                            ("greedy", {"temperature": 0.0})):
             logits = rand(batch, 128256, dtype=dtype) * 3
             uniform = torch.rand(batch, device="cuda", dtype=torch.float64)
             by = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
             want = sample_op.reference(logits, **given, uniforms=uniform)
             fixed = (logits, by["temperature"], by["top_k"], by["top_p"], by["min_p"])
             ours = (*fixed, 0, False, sampling.Rows(uniform), False)
-            options: list[tuple[str, Callable[[], Any]]] = [("default", lambda a=ours: sampling.choose(*a)[0])]
+            options: list[tuple[str, Callable[[], Any]]] = [("default",
+                                                             lambda a=ours: sampling.choose(*a)[0])]
             if name == "top_p 0.9":
-                options += [(str(tuple(made)), lambda a=ours, made=made: sampling.choose(*a, chosen=made)[0])
+                options += [(str(tuple(made)),
+                             lambda a=ours, made=made: sampling.choose(*a, chosen=made)[0])
                             for made in (sampling.Config(*c) for c in SAMPLE)]
             race(f"sample {batch}x128256 {str(dtype)[6:]} {name}", options,
-                 [("triton", lambda a=(*fixed, uniform, 0, False): triton_sampling.choose(*a)[0])], want, keep=3)
+                 [("triton", lambda a=(*fixed, uniform, 0, False): triton_sampling.choose(*a)[0])],
+                 want, keep=3)
 
 
 def bench_norm() -> None:

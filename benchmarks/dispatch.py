@@ -1,7 +1,9 @@
-"""What choosing a kernel costs: LayerZero beside the bare kernel, and beside other layers that choose.
+"""What choosing a kernel costs: LayerZero beside the bare kernel, and beside other layers that
+choose.
 
-    python benchmarks/dispatch.py            about a minute; a table, and results/local/dispatch.json
-    python benchmarks/dispatch.py --quick    some seconds; shows that everything runs, its numbers say little
+    python benchmarks/dispatch.py  about a minute; a table, and results/local/dispatch.json
+    python benchmarks/dispatch.py --quick
+        some seconds; shows that everything runs, its numbers say little
 
 README.md says how it is measured and how to read it.
 """
@@ -40,8 +42,10 @@ OUT = Path(__file__).parent / "results" / "local" / "dispatch.json"
 HEADS, SEQ, DIM, EPS = 1, 4, 16, 1e-6
 CANDIDATES = 20                                # kernels that may serve, in the measured misses
 THREADS = 8
-BUSY = 0.5                                     # a load average per core above this is worth a warning
-DIRECT, SDPA, RMS_DIRECT = "direct: the kernel by hand", "F.scaled_dot_product_attention", "direct: rms_norm by hand"
+# a load average per core above this is worth a warning
+BUSY = 0.5
+DIRECT, SDPA, RMS_DIRECT = ("direct: the kernel by hand", "F.scaled_dot_product_attention",
+                            "direct: rms_norm by hand")
 NATIVE, PYTHON = "lz.attention, native", "lz.attention, pure Python"
 LOOKUPS = ("lz lookup alone, native", "lz lookup alone, pure Python")
 
@@ -50,7 +54,8 @@ BY_HAND = {
     "torch.sdpa_flash": ("_scaled_dot_product_flash_attention_for_cpu", "f(q, k, v)[0]"),
     "torch.sdpa_cudnn": ("_scaled_dot_product_cudnn_attention", "f(q, k, v, None, True)[0]"),
     "torch.sdpa_flash_cuda": ("_scaled_dot_product_flash_attention", "f(q, k, v)[0]"),
-    "torch.sdpa_efficient": ("_scaled_dot_product_efficient_attention", "f(q, k, v, None, True)[0]"),
+    "torch.sdpa_efficient": ("_scaled_dot_product_efficient_attention",
+                             "f(q, k, v, None, True)[0]"),
 }
 RMS_BY_HAND = {
     "torch.rms_norm": ("rms_norm", "f(x, size, w, eps)"),
@@ -95,25 +100,30 @@ def prepare(device: str) -> Setting:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, SEQ, DIM, dtype=dtype, device=device) for _ in range(3))
-    x, w = torch.randn(SEQ, DIM, dtype=dtype, device=device), torch.randn(DIM, dtype=dtype, device=device)
+    x, w = torch.randn(SEQ, DIM, dtype=dtype, device=device), torch.randn(DIM, dtype=dtype,
+                                                                          device=device)
     notes: list[str] = []
     kernel = _settle("attention", BY_HAND, notes, q, k, v)
     rms_kernel = _settle("rms_norm", RMS_BY_HAND, notes, x, w, EPS)
-    tiny = peers.Tiny(device, {"q": q, "k": k, "v": v}, lz.attention(q, k, v), *BY_HAND[kernel], DIRECT)
+    tiny = peers.Tiny(device, {"q": q, "k": k, "v": v}, lz.attention(q, k, v), *BY_HAND[kernel],
+                      DIRECT)
     return Setting(dispatchers["attention"], dispatchers["rms_norm"], tiny,
-                   {"x": x, "size": (DIM,), "w": w, "eps": EPS}, (kernel, rms_kernel), lz.rms_norm(x, w, EPS),
-                   notes=notes)
+                   {"x": x, "size": (DIM,), "w": w, "eps": EPS}, (kernel, rms_kernel),
+                   lz.rms_norm(x, w, EPS), notes=notes)
 
 
 def _settle(op: str, by_hand: dict[str, tuple[str, str]], notes: list[str], *args: Any) -> str:
-    """The kernel that serves the call: one that can be called by hand, or there is nothing to compare with."""
+    """The kernel that serves the call: one that can be called by hand, or there is nothing to
+    compare with.
+    """
     chosen = lz.which(op, *args)
     if chosen in by_hand:
         return chosen
     usable = [s.kernel for s in lz.explain(op, *args).steps if s.kernel in by_hand]
     if not usable:
-        raise SystemExit(f"lz.{op} would use {chosen} for this call, and no kernel that this benchmark can call by "
-                         f"hand serves it; add {chosen} to the table in {Path(__file__).name}")
+        raise SystemExit(
+            f"lz.{op} would use {chosen} for this call, and no kernel that this benchmark can call "
+            f"by hand serves it; add {chosen} to the table in {Path(__file__).name}")
     lz.lock(op, usable[0])
     notes.append(f"lz.{op} would use {chosen}; locked to {usable[0]}, which can be called by hand")
     return usable[0]
@@ -152,12 +162,15 @@ def _attention(s: Setting) -> Iterator[Contestant]:
     yield dataclasses.replace(one("lz.attention in lz.prefer(...)", "out = f(q, k, v)", d.public),
                               around=lambda: lz.prefer(kernel))
     yield one("lz.attention, backend=...", "out = f(q, k, v, backend=b)", d.public, b=kernel)
-    yield one("torch.ops.layerzero.attention", "out = f(q, k, v)" + "[0]" * (d.op.outputs == "Tensor[]"),
+    yield one("torch.ops.layerzero.attention",
+              "out = f(q, k, v)" + "[0]" * (d.op.outputs == "Tensor[]"),
               torch.ops.layerzero.attention)
     yield one("with sdpa_kernel([...]) around F.sdpa", "with w(b):\n    out = f(q, k, v)",
-              F.scaled_dot_product_attention, SDPA, w=sdpa_kernel, b=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+              F.scaled_dot_product_attention, SDPA, w=sdpa_kernel,
+              b=[SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     if d.native is not None:
-        yield Contestant(LOOKUPS[0], "out = f(q, k, v)", {**s.tiny.qkv, "f": d.native.compiled.lookup})
+        yield Contestant(LOOKUPS[0], "out = f(q, k, v)",
+                         {**s.tiny.qkv, "f": d.native.compiled.lookup})
     yield Contestant(LOOKUPS[1], f"out = find(f({everything}))",
                      {**s.tiny.qkv, "f": d.key_of, "find": d.cache.table.get})
 
@@ -178,24 +191,31 @@ def _rms_norm(s: Setting) -> Iterator[Contestant]:
 
 # functions of torch
 
-def beside_functions(device: str, dtype: torch.dtype, effort: Effort, s: Setting) -> list[dict[str, Any]]:
-    """LayerZero beside the functions one would write in its place, each op locked to the operator behind both."""
+def beside_functions(device: str, dtype: torch.dtype, effort: Effort,
+                     s: Setting) -> list[dict[str, Any]]:
+    """LayerZero beside the functions one would write in its place, each op locked to the operator
+    behind both.
+    """
     found = functions.pairs(device, dtype)
     with contextlib.ExitStack() as locked:
         for pair in found:
             lz.lock(pair.op, pair.kernel)
         locked.callback(lz.unlock)
-        return functions.rows(found, race(list(functions.contestants(found)), effort.rounds, effort.calls, s.wait))
+        return functions.rows(found, race(list(functions.contestants(found)), effort.rounds,
+                                          effort.calls, s.wait))
 
 
 # misses
 
 def misses(s: Setting, effort: Effort) -> list[dict[str, Any]]:
-    """What the first call of its kind costs, with the kernels as they are and with `CANDIDATES` that may serve."""
+    """What the first call of its kind costs, with the kernels as they are and with `CANDIDATES`
+    that may serve.
+    """
     found = [_misses(s, effort)]
     viable = _viable(s)
     models = [viable[i % len(viable)] for i in range(CANDIDATES - len(viable))]
-    copies = [dataclasses.replace(k, id=f"benchmark.copy{i}", prior=0.9 * k.prior) for i, k in enumerate(models)]
+    copies = [dataclasses.replace(k, id=f"benchmark.copy{i}", prior=0.9 * k.prior)
+              for i, k in enumerate(models)]
     for kernel in copies:
         lz.register(kernel)
     try:
@@ -213,7 +233,10 @@ def _viable(s: Setting) -> tuple[lz.Kernel, ...]:
 
 
 def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
-    """Calls that differ in sizes the key keeps exactly. The call itself, taken off, is the same call again: a hit."""
+    """Calls that differ in sizes the key keeps exactly.
+
+    The call itself, taken off, is the same call again: a hit.
+    """
     d, like, now = s.attention, s.tiny.result, time.perf_counter_ns
     calls = [tuple(like.new_zeros(1, heads, SEQ, dim) for _ in range(3)) for heads in range(1, 14)
              for dim in range(8, 136, 8)][:effort.keys]
@@ -236,13 +259,16 @@ def _misses(s: Setting, effort: Effort) -> dict[str, Any]:
             marks.append(now())
             step = world.plan(d.op, facts, None).steps[0]
             marks.append(now())
-            d.bind(world.catalog.by_id[step.kernel], step, facts, fixed_by_key(world.program(d.op), facts))
+            d.bind(world.catalog.by_id[step.kernel], step, facts,
+                   fixed_by_key(world.program(d.op), facts))
             marks.append(now())
             for name, began, ended in zip(("facts", "select", "bind"), marks, marks[1:]):
                 taken[name].append(ended - began)
-    micros = {name: Spread.of([ns / 1e3 for ns in samples]).to_json() for name, samples in taken.items()}
+    micros = {name: Spread.of([ns / 1e3 for ns in samples]).to_json()
+              for name, samples in taken.items()}
     told = sum(micros[n]["median"] for n in ("facts", "select", "bind"))
-    return {"kernels": len(d.ensure_world().kernels(d.op.name)), "viable": len(_viable(s)), "keys": len(calls),
+    return {"kernels": len(d.ensure_world().kernels(d.op.name)), "viable": len(_viable(s)),
+            "keys": len(calls),
             "us": micros,
             "rest_us": round(micros["whole"]["median"] - told, 1)}
 
@@ -278,9 +304,11 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": next((d.name for d in lz.doctor().devices if d.type == "cpu"), platform.processor()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "system": platform.platform(),
-        "python": platform.python_version(), "torch": torch.__version__, "layerzero": lz.__version__,
-        "native": status.ok, "native_text": status.text, "load_average": _load(), "peers": peers.versions()}
+        "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(),
+        "system": platform.platform(), "python": platform.python_version(),
+        "torch": torch.__version__, "layerzero": lz.__version__,
+        "native": status.ok, "native_text": status.text, "load_average": _load(),
+        "peers": peers.versions()}
 
 
 def _load() -> float | None:
@@ -291,18 +319,22 @@ def warnings_of(env: dict[str, Any]) -> list[str]:
     texts = []
     high = max(env["load_average"] or 0.0, env["load_average_after"] or 0.0)
     if high > BUSY * (env["cores"] or 1):
-        texts.append(f"the machine is busy (load average {high} on {env['cores']} cores): whole times are too long; "
-                     "trust a difference where its p10 and p90 agree")
+        texts.append(
+            f"the machine is busy (load average {high} on {env['cores']} cores): whole times are "
+            "too long; trust a difference where its p10 and p90 agree")
     if not env["native"]:
         texts.append(f"native fast path: {env['native_text']}. 'x lz' compares with pure Python")
     return texts
 
 
 def say_environment(env: dict[str, Any]) -> None:
-    print(f"{env['cpu']}, {env['cores']} cores, load average {env['load_average']}; {env['gpu'] or 'no GPU'}")
+    print(
+        f"{env['cpu']}, {env['cores']} cores, load average {env['load_average']}; "
+        f"{env['gpu'] or 'no GPU'}")
     print(f"Python {env['python']}, torch {env['torch']} on {env['torch_threads']} thread")
     print(f"native fast path: {env['native_text']}")
-    print("peers: " + (", ".join(f"{n} {v}" for n, v in env["peers"].items()) or "none installed"), flush=True)
+    print("peers: " + (", ".join(f"{n} {v}" for n, v in env["peers"].items()) or "none installed"),
+          flush=True)
 
 
 def say(device: str, part: dict[str, Any]) -> None:
@@ -326,9 +358,10 @@ def say(device: str, part: dict[str, Any]) -> None:
     for m in part["misses"]:
         us, whole = m["us"], m["us"]["whole"]
         split = ", ".join(f"{n} {us[n]['median']:.0f}" for n in ("facts", "select", "bind"))
-        print(f"  {m['viable']} of {m['kernels']} kernels judged: {whole['median']:.0f} ({whole['p10']:.0f} .. "
-              f"{whole['p90']:.0f}) = {split}, rest {m['rest_us']:.0f}; the first in a new world "
-              f"{us['first']['median']:.0f}")
+        print(
+            f"  {m['viable']} of {m['kernels']} kernels judged: {whole['median']:.0f} "
+            f"({whole['p10']:.0f} .. {whole['p90']:.0f}) = {split}, rest {m['rest_us']:.0f}; the "
+            f"first in a new world {us['first']['median']:.0f}")
     if part["threads"]:
         print(f"\n{THREADS} threads at once: wall ns over the calls of all")
     for row in part["threads"]:
@@ -341,28 +374,35 @@ def measure(device: str, effort: Effort, keep: contextlib.ExitStack) -> dict[str
     runners = contestants(s, keep)
     found = race(runners, effort.rounds, effort.calls, s.wait)
     result = s.tiny.result
-    part = {"shape": list(result.shape), "dtype": str(result.dtype).removeprefix("torch."), "kernel": s.kernels[0],
-            "rms_kernel": s.kernels[1], "rounds": effort.rounds, "calls": effort.calls, "notes": s.notes,
-            "missing": s.missing, "empty_loop_ns": round(found.empty_ns, 1), "repeated": round(found.repeated, 3),
+    part = {"shape": list(result.shape), "dtype": str(result.dtype).removeprefix("torch."),
+            "kernel": s.kernels[0], "rms_kernel": s.kernels[1], "rounds": effort.rounds,
+            "calls": effort.calls, "notes": s.notes, "missing": s.missing,
+            "empty_loop_ns": round(found.empty_ns, 1), "repeated": round(found.repeated, 3),
             "rows": rows(runners, found),
-            "threads": threads(runners, effort) if device == "cpu" else [], "misses": misses(s, effort)}
+            "threads": threads(runners, effort) if device == "cpu" else [],
+            "misses": misses(s, effort)}
     lz.unlock()
     part["functions"] = beside_functions(device, result.dtype, effort, s)
     return part
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="some seconds: does everything run?")
     parser.add_argument("--rounds", type=int, help=f"rounds of the race (default {FULL.rounds})")
     parser.add_argument("--calls", type=int, help=f"calls in a batch (default {FULL.calls})")
-    parser.add_argument("--device", action="append", choices=("cpu", "cuda"), help="default: each one that is here")
-    parser.add_argument("--out", type=Path, default=OUT, help="where the JSON goes (default: %(default)s)")
+    parser.add_argument("--device", action="append", choices=("cpu", "cuda"),
+                        help="default: each one that is here")
+    parser.add_argument("--out", type=Path, default=OUT,
+                        help="where the JSON goes (default: %(default)s)")
     args = parser.parse_args(argv)
     effort = QUICK if args.quick else FULL
-    effort = dataclasses.replace(effort, rounds=args.rounds or effort.rounds, calls=args.calls or effort.calls)
+    effort = dataclasses.replace(effort, rounds=args.rounds or effort.rounds, calls=args.calls
+                                 or effort.calls)
     devices = args.device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    torch.set_num_threads(1)                   # a tiny call has no use for more, and they disturb the clock
+    # a tiny call has no use for more, and they disturb the clock
+    torch.set_num_threads(1)
     env = environment()
     say_environment(env)
     with torch.no_grad(), contextlib.ExitStack() as keep:
@@ -374,7 +414,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in warnings:
         print(f"\nwarning: {text}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"benchmark": "dispatch", "quick": args.quick, "environment": env,
+    args.out.write_text(json.dumps({"benchmark": "dispatch", "quick": args.quick,
+                                    "environment": env,
                                     "warnings": warnings, "devices": parts}, indent=1) + "\n")
     print(f"\nwritten to {args.out}")
     return 0

@@ -2,15 +2,16 @@
 
     python benchmarks/flaky.py [--calls 20000] [--rounds 5] [--json FILE]
 
-A kernel of rms_norm fails 1, 5 or 50 % of its calls; layer_norm and a small linear layer, which have nothing to do with
-it, are called in between and timed one by one. Beside each failing kernel stands a busy neighbour: the same kernel,
-which at the same rate does as much Python work as a recovery takes on this machine (measured at the start), and never
-fails. What any busy neighbour costs a call, its caches being cold, is in both; what failures add is the difference.
+A kernel of rms_norm fails 1, 5 or 50 % of its calls; layer_norm and a small linear layer, which
+have nothing to do with it, are called in between and timed one by one. Beside each failing kernel
+stands a busy neighbour: the same kernel, which at the same rate does as much Python work as a
+recovery takes on this machine (measured at the start), and never fails. What any busy neighbour
+costs a call, its caches being cold, is in both; what failures add is the difference.
 
-All of these take turns in short slices within a round, so that what the machine does meanwhile hits them alike. A
-ratio compares the mean or the p99 of one round with the neighbour's, or the quiet kernel's, of the same round; the
-median over the rounds is shown. `always counted`: the breaker is kept from opening, so that every failure is one, to
-the end.
+All of these take turns in short slices within a round, so that what the machine does meanwhile hits
+them alike. A ratio compares the mean or the p99 of one round with the neighbour's, or the quiet
+kernel's, of the same round; the median over the rounds is shown. `always counted`: the breaker is
+kept from opening, so that every failure is one, to the end.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class Flaky:
 
     def __init__(self) -> None:
         self.rate, self.luck, self.failed, self.fails, self.work = 0.0, random.Random(0), 0, True, 0
-        self.kernel = lz.Kernel("flaky.rms_norm", lz.op("rms_norm"), self.load, less_work="it is here to be chosen")
+        self.kernel = lz.Kernel("flaky.rms_norm", lz.op("rms_norm"), self.load,
+                                less_work="it is here to be chosen")
 
     def load(self) -> Any:
-        def run(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+        def run(x: torch.Tensor, weight: torch.Tensor | None = None,
+                eps: float = 1e-6) -> torch.Tensor:
             if self.luck.random() < self.rate:
                 self.failed += self.fails
                 if self.fails:
@@ -95,7 +98,8 @@ def p99(took: list[int]) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(description=__doc__,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--calls", type=int, default=20_000)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--json", type=Path)
@@ -126,7 +130,8 @@ def main() -> None:
 
         def against(case: tuple[str, float], other: tuple[str, float], which: int,
                     rounds: dict[tuple[str, float], list[tuple[float, float]]] = rounds) -> float:
-            return statistics.median(a[which] / b[which] for a, b in zip(rounds[case], rounds[other]))
+            return statistics.median(a[which] / b[which]
+                                     for a, b in zip(rounds[case], rounds[other]))
 
         for kind, rate in cases[1:]:
             case, quiet, neighbour = (kind, rate), (QUIET, 0.0), (BUSY, rate)
@@ -135,14 +140,17 @@ def main() -> None:
                 "mean_us": statistics.median(m for m, _ in rounds[case]) / 1e3,
                 "p99_us": statistics.median(t for _, t in rounds[case]) / 1e3,
                 "mean_vs_quiet": against(case, quiet, 0), "p99_vs_quiet": against(case, quiet, 1),
-                "mean_vs_busy": against(case, neighbour, 0), "p99_vs_busy": against(case, neighbour, 1)})
+                "mean_vs_busy": against(case, neighbour, 0),
+                "p99_vs_busy": against(case, neighbour, 1)})
     lz.unregister(flaky.kernel.id)
-    print(f"{'breaker':<16} {'neighbour':<9} {'rate':>5} {'faults':>7} {'mean us':>8} {'p99 us':>8}   "
-          f"of the quiet one: {'mean':>6} {'p99':>6}   of the busy one: {'mean':>6} {'p99':>6}")
+    print(
+        f"{'breaker':<16} {'neighbour':<9} {'rate':>5} {'faults':>7} {'mean us':>8} {'p99 us':>8}  "
+        f" of the quiet one: {'mean':>6} {'p99':>6}   of the busy one: {'mean':>6} {'p99':>6}")
     for row in found:
-        print(f"{row['breaker']:<16} {row['kind']:<9} {row['rate']:>5.0%} {row['failed']:>7} {row['mean_us']:>8.2f} "
-              f"{row['p99_us']:>8.2f} {row['mean_vs_quiet']:>26.3f} {row['p99_vs_quiet']:>6.3f} "
-              f"{row['mean_vs_busy']:>25.3f} {row['p99_vs_busy']:>6.3f}")
+        print(
+            f"{row['breaker']:<16} {row['kind']:<9} {row['rate']:>5.0%} {row['failed']:>7} "
+            f"{row['mean_us']:>8.2f} {row['p99_us']:>8.2f} {row['mean_vs_quiet']:>26.3f} "
+            f"{row['p99_vs_quiet']:>6.3f} {row['mean_vs_busy']:>25.3f} {row['p99_vs_busy']:>6.3f}")
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,14 +1,16 @@
-"""One command on a machine with a GPU: who is fastest for which call, what is chosen, and what that costs.
+"""One command on a machine with a GPU: who is fastest for which call, what is chosen, and what that
+costs.
 
-    python benchmarks/gpu.py                   tune, replay, compare with transformers, goals: some minutes
+    python benchmarks/gpu.py  tune, replay, compare with transformers, goals: some minutes
     python benchmarks/gpu.py --quick           a few shapes: does everything run?
     python benchmarks/gpu.py --goals           the goals alone (gpu_goals.py): less than a minute
 
-Every time is that of a replayed CUDA graph with one call in it, after more than the L2 cache was read. First every
-kernel that may serve a shape is timed and the measurements are recorded (in memory: no store is read or changed);
-then selection chooses by them, and the choice is timed against every candidate anew: its regret. Another table has
-what stock transformers runs for an operation beside the lz call, which is tuned before, as a user would: a kernel
-that compiles is never chosen for a kind of call it was not compiled for. FlashInfer's kernels take part where its
+Every time is that of a replayed CUDA graph with one call in it, after more than the L2 cache was
+read. First every kernel that may serve a shape is timed and the measurements are recorded (in
+memory: no store is read or changed); then selection chooses by them, and the choice is timed
+against every candidate anew: its regret. Another table has what stock transformers runs for an
+operation beside the lz call, which is tuned before, as a user would: a kernel that compiles is
+never chosen for a kind of call it was not compiled for. FlashInfer's kernels take part where its
 cache has them compiled, or with --compile. Results go to results/gpu-<device>.json or --out.
 """
 
@@ -59,7 +61,8 @@ LATE = {"causal": True, "align": "bottom_right"}
 def shapes() -> list[tuple[str, dict[str, Any]]]:
     """Operation and sizes, as the operation's own input generator takes them."""
     found: list[tuple[str, dict[str, Any]]] = []
-    for b, k in ((1, 1024), (1, 4096), (8, 4096), (32, 4096), (1, 32768), (4, 512), (16, 2048), (64, 1024), (2, 16384)):
+    for b, k in ((1, 1024), (1, 4096), (8, 4096), (32, 4096), (1, 32768), (4, 512), (16, 2048),
+                 (64, 1024), (2, 16384)):
         found.append(("attention", {**LLAMA, "b": b, "sq": 1, "sk": k}))
     for b, q, k in ((4, 8, 8192), (1, 4, 4096), (8, 4, 1024)):
         found.append(("attention", {**LLAMA, **LATE, "b": b, "sq": q, "sk": k}))
@@ -70,33 +73,42 @@ def shapes() -> list[tuple[str, dict[str, Any]]]:
               ("attention", {"b": 8, "hq": 12, "hkv": 12, "d": 64, "sq": 197, "sk": 197}),
               ("attention", {"b": 1, "hq": 24, "hkv": 24, "d": 128, "sq": 4608, "sk": 4608}),
               ("attention", {**LLAMA, **LATE, "b": 1, "sq": 512, "sk": 4608}),
-              ("attention", {**LLAMA, "b": 1, "sq": 2048, "sk": 2048, "causal": True, "window": (511, 0)})]
-    for context in ((4096,), (4096,) * 8, tuple(512 + 112 * i for i in range(32)), (1000,) * 64, (130, 7000, 20, 900)):
+              ("attention", {**LLAMA, "b": 1, "sq": 2048, "sk": 2048, "causal": True,
+                             "window": (511, 0)})]
+    for context in ((4096,), (4096,) * 8, tuple(512 + 112 * i for i in range(32)), (1000,) * 64,
+                    (130, 7000, 20, 900)):
         found.append(("paged_attention", {"context": context, "hq": 32, "hkv": 8, "d": 128}))
     for rows in (1, 4, 16, 128, 512, 4096):
-        found += [("rms_norm", {"rows": (rows,), "hidden": 4096}), ("add_rms_norm", {"rows": (rows,), "hidden": 4096})]
+        found += [("rms_norm", {"rows": (rows,), "hidden": 4096}),
+                  ("add_rms_norm", {"rows": (rows,), "hidden": 4096})]
     found += [("rms_norm", {"rows": (rows, 32), "hidden": 128}) for rows in (1, 512, 4096)]
     found += [("layer_norm", {"rows": (rows,), "hidden": 1280}) for rows in (1, 197, 8192)]
-    found += [("rope", {**LLAMA, "b": b, "s": s}) for b, s in ((1, 1), (32, 1), (1, 512), (1, 4096))]
+    found += [("rope", {**LLAMA, "b": b, "s": s})
+              for b, s in ((1, 1), (32, 1), (1, 512), (1, 4096))]
     for rows in (1, 4, 16, 128, 2048):
-        found += [("linear", {"rows": (rows,), "k": 4096, "n": n, "bias": False}) for n in (14336, 6144)]
+        found += [("linear", {"rows": (rows,), "k": 4096, "n": n, "bias": False})
+                  for n in (14336, 6144)]
     for form, group in (("int8", 0), ("fp8_e4m3", 0), ("int4", 128)):
-        found += [("quantized_linear", {"format": form, "rows": (rows,), "k": 4096, "n": 14336, "group": group})
+        found += [("quantized_linear", {"format": form, "rows": (rows,), "k": 4096, "n": 14336,
+                                        "group": group})
                   for rows in (1, 8, 512)]
     found += [("mlp", {"rows": (rows,), "hidden": 4096, "inner": 14336}) for rows in (1, 16, 2048)]
     for batch in (1, 64):
         found += [("sample", {"batch": batch, "vocab": 128256, "logprobs": False, **by}) for by in (
-            {"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9, "temperature": 0.8}, {"temperature": 0.7},
-            {"temperature": 0.0})]
-    found += [("quantize", {"format": form, "rows": (rows,), "width": 4096}) for form in ("int8", "fp8_e4m3")
+            {"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9, "temperature": 0.8},
+            {"temperature": 0.7}, {"temperature": 0.0})]
+    found += [("quantize", {"format": form, "rows": (rows,), "width": 4096})
+              for form in ("int8", "fp8_e4m3")
               for rows in (1, 4096)]
     return found
 
 
 def made(op: str, sizes: Mapping[str, Any]) -> Call:
-    if op == "sample":                         # how long it takes depends on how the scores are spread
+    # how long it takes depends on how the scores are spread
+    if op == "sample":
         return Call(op, case=sizes)
-    with nullcontext() if op in ("paged_attention", "quantized_linear") else FakeTensorMode():    # values do not matter
+    # values do not matter
+    with nullcontext() if op in ("paged_attention", "quantized_linear") else FakeTensorMode():
         values = lz.op(op).inputs(**sizes, dtype=BF16, device="cpu")
         [call] = calls_for(op, arguments=values)
     return call
@@ -122,14 +134,16 @@ class Stock:
     op: str
     arguments: Mapping[str, Any]
     ours: Callable[[], Any] | None = None      # what is no operation of its own
-    case: Mapping[str, Any] | None = None      # that the operation's own input generator makes the arguments of
+    # that the operation's own input generator makes the arguments of
+    case: Mapping[str, Any] | None = None
     counts: bool = True                        # in the mean over what runs per operation
 
     @property
     def calls(self) -> tuple[Call, ...]:
         if self.ours is not None:
             return ()
-        return (Call(self.op, case=self.case),) if self.case else calls_for(self.op, arguments=self.arguments)
+        return ((Call(self.op, case=self.case),) if self.case
+                else calls_for(self.op, arguments=self.arguments))
 
     def run(self) -> Any:
         return self.ours() if self.ours is not None else getattr(lz, self.op)(**self.arguments)
@@ -149,11 +163,13 @@ def stock() -> Iterator[Stock]:
     for b, k in ((1, 4096), (32, 4096), (8, 1024)):
         q, key, value = rand(b, 32, 1, 128), rand(b, 8, k, 128), rand(b, 8, k, 128)
         mask = torch.ones(b, 1, 1, k, dtype=torch.bool, device="cuda")
-        yield Stock(f"attention decode B{b} K{k}", partial(repeated, q, key, value, mask, False), "attention",
+        yield Stock(f"attention decode B{b} K{k}", partial(repeated, q, key, value, mask, False),
+                    "attention",
                     {"query": q, "key": key, "value": value})
     for b, s in ((1, 2048), (8, 512)):
         q, key, value = rand(b, 32, s, 128), rand(b, 8, s, 128), rand(b, 8, s, 128)
-        yield Stock(f"attention prefill B{b} S{s}", partial(repeated, q, key, value, None, True), "attention",
+        yield Stock(f"attention prefill B{b} S{s}", partial(repeated, q, key, value, None, True),
+                    "attention",
                     {"query": q, "key": key, "value": value, "is_causal": True})
     for rows in (1, 32, 4096):
         x, w = rand(rows, 4096), rand(4096)
@@ -169,12 +185,14 @@ def stock() -> Iterator[Stock]:
         angle = torch.rand(s, 64, device="cuda") * 6
         cos, sin = (torch.cat((t, t), -1).to(BF16)[None] for t in (angle.cos(), angle.sin()))
 
-        def turned(q: Tensor = q, k: Tensor = key, cos: Tensor = cos, sin: Tensor = sin) -> tuple[Tensor, ...]:
+        def turned(q: Tensor = q, k: Tensor = key, cos: Tensor = cos,
+                   sin: Tensor = sin) -> tuple[Tensor, ...]:
             cos, sin = cos[:, None], sin[:, None]
             return tuple(t * cos + torch.cat((-t[..., 64:], t[..., :64]), -1) * sin for t in (q, k))
 
         yield Stock(f"RoPE B{b} S{s}", turned, "rope", {
-            "q": q, "k": key, "cos": angle.cos().to(BF16), "sin": angle.sin().to(BF16), "style": "rotate_half"})
+            "q": q, "k": key, "cos": angle.cos().to(BF16), "sin": angle.sin().to(BF16),
+            "style": "rotate_half"})
     for rows in (1, 32, 2048):
         gates, ups = rand(rows, 14336), rand(rows, 14336)
         yield Stock(f"SwiGLU {rows}x14336", lambda g=gates, u=ups: F.silu(g) * u, "mlp", {},
@@ -192,7 +210,8 @@ def stock() -> Iterator[Stock]:
 
         yield Stock(f"top-p sampling {batch}x128256", nucleus, "sample", given, case=case)
     for rows in (1, 32, 2048):
-        x, wg, wu, wd = rand(rows, 4096), rand(14336, 4096) / 64, rand(14336, 4096) / 64, rand(4096, 14336) / 120
+        x, wg, wu, wd = rand(rows, 4096), rand(14336, 4096) / 64, rand(14336, 4096) / 64, rand(
+            4096, 14336) / 120
         yield Stock(f"whole SwiGLU MLP {rows}x4096", lambda a=(x, wg, wu, wd): F.linear(
             F.silu(F.linear(a[0], a[1])) * F.linear(a[0], a[2]), a[3]), "mlp",
             {"x": x, "weight_in": wg, "weight_down": wd, "weight_up": wu}, counts=False)
@@ -207,10 +226,13 @@ def against_stock(rounds: int) -> list[dict[str, Any]]:
         for label, way in (("stock", one.theirs), ("lz", one.run)):
             race.enter(label, way)
         race.run(rounds)
-        served = sorted(k for kernels in since(before).values() for k in kernels) or ["the gate of triton.mlp"]
-        row: dict[str, Any] = {"name": one.name, "op": one.op, "counts": one.counts, "served": served}
+        served = (sorted(k for kernels in since(before).values() for k in kernels)
+                  or ["the gate of triton.mlp"])
+        row: dict[str, Any] = {"name": one.name, "op": one.op, "counts": one.counts,
+                               "served": served}
         if race.failed:
-            rows.append({**row, "failed": {k: f"{type(e).__name__}: {e}"[:200] for k, e in race.failed.items()}})
+            rows.append({**row, "failed": {k: f"{type(e).__name__}: {e}"[:200]
+                                           for k, e in race.failed.items()}})
             continue
         timings = race.timings
         rows.append({**row, "stock_us": timings.median("stock"), "lz_us": timings.median("lz"),
@@ -223,18 +245,22 @@ def show_stock(rows: Sequence[Mapping[str, Any]]) -> None:
     for r in rows:
         told = f"failed: {r['failed']}" if "failed" in r else (
             f"{r['stock_us']:9.2f} {r['lz_us']:9.2f} {r['ratio']:6.2f}x")
-        print(f"{r['name']:34} {told}  {', '.join(r['served'])}" + ("" if r["counts"] else "  (not in the mean)"))
+        print(f"{r['name']:34} {told}  {', '.join(r['served'])}"
+              + ("" if r["counts"] else "  (not in the mean)"))
     if rows:
-        print("SwiGLU is the activation and product between the matrix products; the whole layer, which the products "
-              "bound, is shown and not in the mean.")
+        print(
+            "SwiGLU is the activation and product between the matrix products; the whole layer, "
+            "which the products bound, is shown and not in the mean.")
 
 
 # the report
 
-def row_of(op: str, sizes: Mapping[str, Any], tuned: Tuned | None, replayed: regret.Replayed) -> dict[str, Any]:
+def row_of(op: str, sizes: Mapping[str, Any], tuned: Tuned | None,
+           replayed: regret.Replayed) -> dict[str, Any]:
     best = replayed.best
-    return {"op": op, "sizes": short(sizes), "chosen": replayed.chosen, "best": best, "default": replayed.default,
-            "chosen_us": replayed.us(replayed.chosen), "best_us": replayed.us(best), "regret": replayed.regret,
+    return {"op": op, "sizes": short(sizes), "chosen": replayed.chosen, "best": best,
+            "default": replayed.default, "chosen_us": replayed.us(replayed.chosen),
+            "best_us": replayed.us(best), "regret": replayed.regret,
             "over_default": replayed.gain, "tuned": tuned is not None,
             "roofline": None if tuned is None else tuned.roofline,
             "candidates": {**{k: replayed.us(k) for k in replayed.rounds}, **replayed.far_slower},
@@ -246,25 +272,30 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for r in rows:
         over = "" if r["over_default"] is None else f"{r['over_default']:.2f}x"
         roof = "" if r["roofline"] is None else f"{r['roofline']:.0%}"
-        print(f"{r['op'] + ' ' + r['sizes']:64.64} {r['chosen']:34.34} {r['chosen_us']:8.2f} {r['regret']:7.1%} "
-              f"{over:>8} {roof:>8}")
+        print(
+            f"{r['op'] + ' ' + r['sizes']:64.64} {r['chosen']:34.34} {r['chosen_us']:8.2f} "
+            f"{r['regret']:7.1%} {over:>8} {roof:>8}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every tenth shape")
     parser.add_argument("--goals", action="store_true", help="the goals alone")
-    parser.add_argument("--compile", action="store_true", help="also FlashInfer's kernels that nvcc has to compile")
-    parser.add_argument("--seconds", type=float, default=480.0, help="stop tuning after about so long")
+    parser.add_argument("--compile", action="store_true",
+                        help="also FlashInfer's kernels that nvcc has to compile")
+    parser.add_argument("--seconds", type=float, default=480.0,
+                        help="stop tuning after about so long")
     parser.add_argument("--seconds-per-call", type=float, default=0.15, help="of the replay")
-    parser.add_argument("--match", default="", help="only calls whose text matches this regular expression")
+    parser.add_argument("--match", default="",
+                        help="only calls whose text matches this regular expression")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA device; this torch sees none", file=sys.stderr)
         return 2
     if not args.compile:
-        windows = lz.PolicyRule.of("deny", "flashinfer.*", ("attention", "paged_attention"), {"window_left": ">= 0"})
+        windows = lz.PolicyRule.of("deny", "flashinfer.*", ("attention", "paged_attention"),
+                                   {"window_left": ">= 0"})
         lz.configure(rules=(windows, *(lz.PolicyRule.of("deny", name) for name in uncompiled())))
     env = environment("cuda")
     name = re.sub(r"\W+", "-", str(env["gpu"]).lower())
@@ -274,30 +305,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def write(found: Mapping[str, Any]) -> None:
         rates = {place: tuple(r) for place, r in worlds.current().perf.rates.items()}
-        out.write_text(json.dumps({"benchmark": "gpu", "environment": env, "rates": rates, **found}, indent=1) + "\n")
+        out.write_text(json.dumps({"benchmark": "gpu", "environment": env, "rates": rates, **found},
+                                  indent=1) + "\n")
         print(f"written to {out}")
 
     found: dict[str, Any] = {} if args.goals else whole(args)
     if found:
-        write(found)                           # the goals take another minute or two: this much is kept
+        # the goals take another minute or two: this much is kept
+        write(found)
     if args.goals or not (args.match or args.quick):
         write({**found, "goals": goals(args.compile, found.get("summary"))})
     return 0
 
 
 def whole(args: argparse.Namespace) -> dict[str, Any]:
-    wanted = [(op, s) for op, s in shapes() if re.search(args.match, f"{op} {short(s)}")][::10 if args.quick else 1]
+    wanted = [(op, s) for op, s in shapes() if re.search(args.match, f"{op} {short(s)}")][
+        ::10 if args.quick else 1]
     calls = [made(op, sizes) for op, sizes in wanted]
     began = time.perf_counter()
     report = tune(calls, device="cuda", mode="captured", rounds=20, seconds=args.seconds, save=keep,
-                  progress=lambda done, total, what: print(f"tuning {done}/{total} {what[:90]}", file=sys.stderr))
+                  progress=lambda done, total, what: print(f"tuning {done}/{total} {what[:90]}",
+                                                           file=sys.stderr))
     print(f"\n{len(report.tuned)} kinds in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    failed = [f"{t.label}: {k}: {r.message}"[:240] for t in report.tuned for k, r in t.failed.items()]
+    failed = [f"{t.label}: {k}: {r.message}"[:240] for t in report.tuned
+              for k, r in t.failed.items()]
     watch, rows, skipped = GraphWatch(), [], [f"{s.call.op}: {s.reason}" for s in report.skipped]
     for (op, sizes), call in zip(wanted, calls):
-        found = regret.replay([call], seconds=args.seconds_per_call, device="cuda", watch=watch, mode="captured")
+        found = regret.replay([call], seconds=args.seconds_per_call, device="cuda", watch=watch,
+                              mode="captured")
         for r in found.rows:
-            rows.append(row_of(op, sizes, next((t for t in report.tuned if t.call == call), None), r))
+            rows.append(row_of(op, sizes, next((t for t in report.tuned if t.call == call), None),
+                               r))
         skipped += [f"{op} {short(sizes)}: {s.why[:160]}" for s in found.skipped]
     beside = [] if args.match else against_stock(20)
     show(rows)
@@ -307,17 +345,22 @@ def whole(args: argparse.Namespace) -> dict[str, Any]:
     show_stock(beside)
     ratios = [b["ratio"] for b in beside if "ratio" in b and b["counts"]]
     regrets = [r["regret"] for r in rows]
-    behind = [r for r in rows if r["over_default"] is not None and r["over_default"] < 1 / (1 + MAX_BEHIND)]
+    behind = [r for r in rows if r["over_default"] is not None and r["over_default"] < 1
+              / (1 + MAX_BEHIND)]
     summary = {
         "shapes": len(rows), "not_tuned": sum(not r["tuned"] for r in rows),
         "median_regret": statistics.median(regrets) if regrets else None,
         "p95_regret": regret.quantile(regrets, 0.95) if regrets else None,
         "behind_default": [f"{r['op']} {r['sizes']} {r['over_default']:.2f}x" for r in behind],
-        "gain_over_default": math.exp(statistics.fmean(math.log(r["over_default"]) for r in rows if r["over_default"]))
-        if rows else None, "gain_over_stock": math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None}
+        "gain_over_default": math.exp(statistics.fmean(math.log(r["over_default"]) for r in rows
+                                                       if r["over_default"]))
+        if rows else None, "gain_over_stock": math.exp(statistics.fmean(map(math.log, ratios)))
+        if ratios else None}
     print("\n" + json.dumps(summary, indent=1) + "\n")
     if summary["not_tuned"]:
-        print(f"{summary['not_tuned']} calls were not tuned within --seconds: their choices are guesses\n")
+        print(
+            f"{summary['not_tuned']} calls were not tuned within --seconds: their choices are "
+            "guesses\n")
     return {"summary": summary, "rows": rows, "stock": beside, "failed": failed, "skipped": skipped}
 
 

@@ -1,17 +1,21 @@
-"""What one eager call costs the host, on a GPU: our kernels launched in Python and replayed natively, beside torch.
+"""What one eager call costs the host, on a GPU: our kernels launched in Python and replayed
+natively, beside torch.
 
     python benchmarks/launch_cost.py [--only TEXT] [--out FILE.json]
 
-Columns, in microseconds of host time for one call, in a loop without a synchronisation (median of many short loops, so
-that the queue of the device never fills):
+Columns, in microseconds of host time for one call, in a loop without a synchronisation (median of
+many short loops, so that the queue of the device never fills):
 
     torch    the function of torch that a user would write
     python   our kernel, launched by its Python launcher
     lz       lz.<op>, locked to the kernel: the native path, replayed where `replays` is not 0
-    bare     cuLaunchKernelEx alone, in a C loop: the same function and parameters, times the launches of a call
+    bare
+        cuLaunchKernelEx alone, in a C loop: the same function and parameters, times the launches of
+        a call
     over     lz - bare; the goal is 5 or less
 
-`lz build` must have been run: without the native path there is nothing to replay. Takes less than a minute.
+`lz build` must have been run: without the native path there is nothing to replay. Takes less than a
+minute.
 """
 
 from __future__ import annotations
@@ -72,37 +76,43 @@ def rows() -> Iterator[Row]:
     norm = lambda: F.rms_norm(x, (4096,), weight, 1e-6)                                             # noqa: E731
     for library in ("cuda", "triton"):
         yield Row(f"{library}.rms_norm", norm, (x, weight), {})
-        yield Row(f"{library}.add_rms_norm", lambda: F.rms_norm(x + residual, (4096,), weight, 1e-6),
+        yield Row(f"{library}.add_rms_norm",
+                  lambda: F.rms_norm(x + residual, (4096,), weight, 1e-6),
                   (x, residual, weight), {})
         q, k, v = rand(1, 32, 1, 128), rand(1, 8, 4096, 128), rand(1, 8, 4096, 128)
         yield Row(f"{library}.attention_decode",
-                  lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), (q, k, v), {},
-                  "K4096")
+                  lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                  (q, k, v), {}, "K4096")
         steps = tuple((q, k[:, :, :n], v[:, :, :n]) for n in range(3100, 3100 + CALLS))
-        yield Row(f"{library}.attention_decode", None, steps[0], {}, "another length at every call", steps)
+        yield Row(f"{library}.attention_decode", None, steps[0], {}, "another length at every call",
+                  steps)
         cache, other = rand(512, 16, 8, 128), rand(512, 16, 8, 128)
         table = torch.arange(256, device="cuda", dtype=torch.int32).view(1, 256)
         yield Row(f"{library}.paged_attention_decode", None,
-                  (rand(1, 32, 128), cache, other, table, torch.tensor([4000], device="cuda", dtype=torch.int32)), {},
+                  (rand(1, 32, 128), cache, other, table,
+                   torch.tensor([4000], device="cuda", dtype=torch.int32)), {},
                   "K4096, pages of 16")
         dense = rand(4096, 4096)
         codes, scales = lz.quantize(dense, "int4", granularity="block", block_size=128)[:2]
         yield Row(f"{library}.quantized_linear" + ("_gemv" if library == "triton" else ""),
-                  lambda dense=dense: F.linear(x, dense), (x, codes, scales), {"format": "int4", "group_size": 128},
-                  "int4; torch: bf16")
+                  lambda dense=dense: F.linear(x, dense), (x, codes, scales),
+                  {"format": "int4", "group_size": 128}, "int4; torch: bf16")
         logits = torch.randn(1, 128256, device="cuda")
-        yield Row(f"{library}.sample", lambda logits=logits: torch.multinomial(logits.softmax(-1), 1), (logits,),
+        yield Row(f"{library}.sample",
+                  lambda logits=logits: torch.multinomial(logits.softmax(-1), 1), (logits,),
                   {"top_p": 0.9}, "torch without top-p")
     weight_out = rand(4096, 4096)
     yield Row("triton.linear_gemv", lambda: F.linear(x, weight_out), (x, weight_out), {}, "1 row")
     wide = rand(3, 4096)
-    yield Row("triton.linear_gemv", lambda: F.linear(wide, weight_out), (wide, weight_out), {}, "3 rows")
+    yield Row("triton.linear_gemv", lambda: F.linear(wide, weight_out), (wide, weight_out), {},
+              "3 rows")
     q, k, cos, sin = rand(1, 32, 1, 128), rand(1, 8, 1, 128), rand(1, 64), rand(1, 64)
     yield Row("triton.rope", lambda: (turned(q, cos, sin), turned(k, cos, sin)), (q, k, cos, sin),
               {"style": "rotate_half"})
     gate, down = rand(2 * 2816, 1024), rand(1024, 2816)
     small = rand(1, 1024)
-    yield Row("triton.mlp", lambda: F.linear(gated(F.linear(small, gate)), down), (small, gate, down), {},
+    yield Row("triton.mlp", lambda: F.linear(gated(F.linear(small, gate)), down),
+              (small, gate, down), {},
               "torch's products inside: not recorded")
 
 
@@ -153,7 +163,8 @@ class Bare:
         if compiler:
             self.folder = tempfile.TemporaryDirectory()
             library = Path(self.folder.name) / "loop.so"
-            subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)], check=True,
+            subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o",
+                            str(library)], check=True,
                            input=LOOP.encode())
             self.loop = ctypes.CDLL(str(library)).loop
             self.loop.restype = ctypes.c_double
@@ -202,7 +213,8 @@ def measured(row: Row, bare: Bare) -> dict[str, Any]:
             "not_recorded": recorder.problem}
         found = dispatcher_of(op.name).native
         entry = found.compiled.lookup(*row.args, **row.kwargs) if found else None
-        counts = entry.recordings.counts() if entry is not None and entry.recordings is not None else (0, 0, 0)
+        counts = (entry.recordings.counts() if entry is not None and entry.recordings is not None
+                  else (0, 0, 0))
         result["recordings"], result["replays"] = counts[:2]
         result["over"] = None if result["bare"] is None else result["lz"] - result["bare"]
         return result
@@ -211,18 +223,22 @@ def measured(row: Row, bare: Bare) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose kernel contains this")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit(f"there is no CUDA device here (torch {torch.__version__}); run this on a GPU machine")
+        raise SystemExit(
+            f"there is no CUDA device here (torch {torch.__version__}); run this on a GPU machine")
     if native.module() is None:
         raise SystemExit(f"the native path is {native.status().text}; {native.status().hint}")
     torch.manual_seed(0)
     bare = Bare()
     found = []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}; us of host time per call")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}; us of "
+        "host time per call")
     print(f"{'kernel':32}" + "".join(f"{name:>8}" for name in COLUMNS) + "  replays")
     with torch.inference_mode():
         for row in rows():
@@ -231,11 +247,13 @@ def main() -> None:
             r = measured(row, bare)
             found.append(r)
             cells = "".join(f"{'-' if r[c] is None else round(r[c], 1):>8}" for c in COLUMNS)
-            told = f"{r['replays']}" if r["replays"] else f"none: {r['not_recorded'] or 'nothing recorded'}"
+            told = (f"{r['replays']}" if r["replays"]
+                    else f"none: {r['not_recorded'] or 'nothing recorded'}")
             print(f"{row.kernel:32}{cells}  {told}  {row.note}", flush=True)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+                 "cuda": torch.version.cuda,
                  "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
         given.out.write_text(json.dumps({"environment": where, "rows": found}, indent=1) + "\n")
 

@@ -1,15 +1,18 @@
-"""An untuned process under mixed traffic that learns while it serves: what it finds, how soon, and what that costs.
+"""An untuned process under mixed traffic that learns while it serves: what it finds, how soon, and
+what that costs.
 
     python benchmarks/learning.py --device cuda        90 seconds
     python benchmarks/learning.py --device cpu
     python benchmarks/learning.py --seconds 5          does everything run?
 
-The traffic is a shuffled stream of the calls of a decoder: mostly decode steps, some prefill. It runs for --seconds
-with learn on; what exploring cost is taken by the second. On CUDA the kernels that compile are compiled before, because
-learning never waits for a compiler. Then each kind of call is replayed: its regret is how much slower the kernel
-that was learned is than the fastest, timed in turns. At last the same stream runs in turns, in short windows, with what
-was learned, with learn off and nothing measured, and with torch's own kernels only. Measurements are kept in
-memory: no store is read or changed. Results go to results/learning-<device>-<cores>-cores.json, or --out FILE.
+The traffic is a shuffled stream of the calls of a decoder: mostly decode steps, some prefill. It
+runs for --seconds with learn on; what exploring cost is taken by the second. On CUDA the kernels
+that compile are compiled before, because learning never waits for a compiler. Then each kind of
+call is replayed: its regret is how much slower the kernel that was learned is than the fastest,
+timed in turns. At last the same stream runs in turns, in short windows, with what was learned, with
+learn off and nothing measured, and with torch's own kernels only. Measurements are kept in
+memory: no store is read or changed. Results go to results/learning-<device>-<cores>-cores.json, or
+--out FILE.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from layerzero.tuning.contest import eligible_plan
 from layerzero.world import snapshot as worlds
 
 WITHIN_CALLS, MAX_REGRET, MAX_SHARE = 200, 0.03, 0.02
-DECODE_WEIGHT = 4                              # a decode call comes so many times as often as one of prefill
+# a decode call comes so many times as often as one of prefill
+DECODE_WEIGHT = 4
 CHUNK_SECONDS = 1.0
 OWN = ("cuda.", "triton.")                     # what is compiled before, on CUDA
 
@@ -72,7 +76,8 @@ def stream(s: Sizes) -> list[tuple[str, Call, int]]:
     heads: dict[str, Any] = {"hq": s.heads, "hkv": s.kv_heads, "d": s.head_dim}
     late = {"causal": True, "align": "bottom_right"}
     decode: list[tuple[str, str, dict[str, Any]]] = [
-        *((f"attention, context {n}", "attention", {**heads, "b": 1, "sq": 1, "sk": n}) for n in s.contexts),
+        *((f"attention, context {n}", "attention", {**heads, "b": 1, "sq": 1, "sk": n})
+          for n in s.contexts),
         ("attention, batch 8", "attention", {**heads, "b": 8, "sq": 1, "sk": s.contexts[0]}),
         ("rms_norm", "rms_norm", {"rows": (1,), "hidden": s.hidden}),
         ("add_rms_norm", "add_rms_norm", {"rows": (8,), "hidden": s.hidden}),
@@ -81,13 +86,16 @@ def stream(s: Sizes) -> list[tuple[str, Call, int]]:
         ("mlp", "mlp", {"rows": (1,), "hidden": s.hidden, "inner": s.inner}),
         ("sample", "sample", {"batch": 8, "vocab": s.vocab, "logprobs": False, "top_k": 50})]
     prefill: list[tuple[str, str, dict[str, Any]]] = [
-        ("attention", "attention", {**heads, "b": 1, "sq": s.prompt, "sk": s.prompt, "causal": True}),
-        ("attention, chunk", "attention", {**heads, **late, "b": 1, "sq": s.prompt // 4, "sk": s.contexts[0]}),
+        ("attention", "attention", {**heads, "b": 1, "sq": s.prompt, "sk": s.prompt,
+                                    "causal": True}),
+        ("attention, chunk", "attention", {**heads, **late, "b": 1, "sq": s.prompt // 4,
+                                           "sk": s.contexts[0]}),
         ("rms_norm", "rms_norm", {"rows": (s.prompt,), "hidden": s.hidden}),
         ("linear", "linear", {"rows": (s.prompt,), "k": s.hidden, "n": s.inner, "bias": False})]
     found = []
     for step, weight, kinds in (("decode", DECODE_WEIGHT, decode), ("prefill", 1, prefill)):
-        found += [(f"{step} {label}", Call(op, case=case, dtype=s.dtype), weight) for label, op, case in kinds]
+        found += [(f"{step} {label}", Call(op, case=case, dtype=s.dtype), weight)
+                  for label, op, case in kinds]
     return found
 
 
@@ -146,8 +154,10 @@ def compile_ahead(traffic: Traffic, seconds: float) -> list[str]:
         found = dispatcher_of(call.op)
         values = written.make_values(found.op, call, traffic.device)
         world = worlds.current()
-        plan = eligible_plan(world, found.op, found.facts(tuple(values[n] for n in found.names), world))
-        for name in [s.kernel for s in plan.steps if s.kernel.startswith(OWN) and world.catalog.by_id[s.kernel].jit]:
+        plan = eligible_plan(world, found.op,
+                             found.facts(tuple(values[n] for n in found.names), world))
+        for name in [s.kernel for s in plan.steps if s.kernel.startswith(OWN)
+                     and world.catalog.by_id[s.kernel].jit]:
             if time.perf_counter() > end:
                 late.append(name)
                 continue
@@ -157,9 +167,10 @@ def compile_ahead(traffic: Traffic, seconds: float) -> list[str]:
 
 
 def learn(traffic: Traffic,
-          seconds: float) -> tuple[list[dict[str, float]], dict[tuple[str, str], Learned | None], Counter[int]]:
-    """The stream with learn on, by the second; what was learned of each kind that there was something to learn of;
-    how often each kind came."""
+          seconds: float) -> tuple[list[dict[str, float]], dict[tuple[str, str], Learned | None],
+                                   Counter[int]]:
+    """The stream with learn on, by the second; what was learned of each kind that there was
+    something to learn of; how often each kind came."""
     events: dict[tuple[str, str], Learned | None] = {}
 
     def hear(event: Event) -> None:
@@ -176,8 +187,10 @@ def learn(traffic: Traffic,
         now = learning.status()
         spent += took
         total += count
-        timeline.append({"at": spent, "seconds": took, "calls": count.total(), "learning": now.learning,
-                         "explored": now.explored - before.explored, "cost": now.seconds - before.seconds})
+        timeline.append({"at": spent, "seconds": took, "calls": count.total(),
+                         "learning": now.learning,
+                         "explored": now.explored - before.explored,
+                         "cost": now.seconds - before.seconds})
         before = now
     learning.flush()
     stop()
@@ -185,8 +198,11 @@ def learn(traffic: Traffic,
 
 
 def in_turns(traffic: Traffic, found: PerfView, seconds: float) -> dict[str, list[float]]:
-    """Microseconds per call of the same stream: with what was learned, with nothing measured, and torch's own."""
-    ways = {"learned": (found, {}), "learn off": (PerfView(), {}), "torch's own": (PerfView(), {"disabled": True})}
+    """Microseconds per call of the same stream: with what was learned, with nothing measured, and
+    torch's own.
+    """
+    ways = {"learned": (found, {}), "learn off": (PerfView(), {}),
+            "torch's own": (PerfView(), {"disabled": True})}
     took: dict[str, list[float]] = {name: [] for name in ways}
     lz.configure(learn=False)
     rounds = 6
@@ -210,16 +226,21 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> None:
     texts = [list(map(str, row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in texts) for i in range(len(head))]
     for row in texts:
-        print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))))
+        print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                        for i, (cell, w) in enumerate(zip(row, widths))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic with learn on")
-    parser.add_argument("--compile-seconds", type=float, default=120.0, help="on CUDA, for kernels that compile")
-    parser.add_argument("--replay-seconds", type=float, default=0.5, help="for the regret of each kind")
-    parser.add_argument("--no-shipped", action="store_true", help="without the measurements that come with the package")
+    parser.add_argument("--compile-seconds", type=float, default=120.0,
+                        help="on CUDA, for kernels that compile")
+    parser.add_argument("--replay-seconds", type=float, default=0.5,
+                        help="for the regret of each kind")
+    parser.add_argument("--no-shipped", action="store_true",
+                        help="without the measurements that come with the package")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     args = parser.parse_args(argv)
     if args.no_shipped:
@@ -227,8 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_grad_enabled(False)
     env = environment(args.device)
     traffic = Traffic(stream(LARGE if args.device == "cuda" else SMALL), args.device)
-    print(f"{len(traffic.calls)} kinds of call on {env['gpu'] if args.device == 'cuda' else env['cpu']}, "
-          f"{env['torch_threads']} threads, load average {env['load_average']}")
+    print(
+        f"{len(traffic.calls)} kinds of call on "
+        f"{env['gpu'] if args.device == 'cuda' else env['cpu']}, {env['torch_threads']} threads, "
+        f"load average {env['load_average']}")
     late = compile_ahead(traffic, args.compile_seconds) if args.device == "cuda" else []
     traffic.each()
     timeline, events, counts = learn(traffic, args.seconds)
@@ -247,11 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cost_seconds": event.cost if event else None, "chosen": row.chosen if row else None,
             "best": row.best if row else None, "regret": row.regret if row else None,
             "gain": row.gain if row else None})
-    table([(k["kind"], k["calls"], k["settled_after"] or ("not" if k["to_learn"] else "one kernel"), k["samples"] or "",
-            f"{k['cost_seconds'] * 1e3:.2f}" if k["cost_seconds"] is not None else "", k["chosen"],
-            "" if k["regret"] is None else f"{k['regret']:.1%}", "" if k["gain"] is None else f"{k['gain']:.2f}")
+    table([(k["kind"], k["calls"], k["settled_after"] or ("not" if k["to_learn"] else "one kernel"),
+            k["samples"] or "", f"{k['cost_seconds'] * 1e3:.2f}" if k["cost_seconds"] is not None
+            else "", k["chosen"], "" if k["regret"] is None else f"{k['regret']:.1%}",
+            "" if k["gain"] is None else f"{k['gain']:.2f}")
            for k in kinds],
-          ("kind of call", "calls", "settled after", "samples", "cost ms", "serves", "regret", "gain over torch"))
+          ("kind of call", "calls", "settled after", "samples", "cost ms", "serves", "regret",
+           "gain over torch"))
 
     first = [t for t in timeline if t["at"] <= 60.0]
     ended = max((t["at"] for t in timeline if t["explored"]), default=0.0)
@@ -261,24 +286,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     us = {name: statistics.median(found) for name, found in windows.items()}
     gains = {name: statistics.median(b / a for a, b in zip(windows["learned"], windows[name]))
              for name in ("learn off", "torch's own")}
-    settled = [k for k in kinds if k["settled_after"] is not None and k["settled_after"] <= WITHIN_CALLS]
+    settled = [k for k in kinds if k["settled_after"] is not None
+               and k["settled_after"] <= WITHIN_CALLS]
     worst = [k for k in kinds if k["regret"] is not None and k["regret"] > MAX_REGRET]
-    print(f"\nexploring cost {shares['first_minute']:.2%} of the first {sum(t['seconds'] for t in first):.0f} s "
-          f"(wanted at most {MAX_SHARE:.0%}); the last call was explored after {ended:.0f} s, and since then it cost "
-          f"{shares['afterwards']:.2%} of {sum(t['seconds'] for t in after):.0f} s")
+    print(
+        f"\nexploring cost {shares['first_minute']:.2%} of the first "
+        f"{sum(t['seconds'] for t in first):.0f} s (wanted at most {MAX_SHARE:.0%}); the last call "
+        f"was explored after {ended:.0f} s, and since then it cost {shares['afterwards']:.2%} of "
+        f"{sum(t['seconds'] for t in after):.0f} s")
     several = sum(k["to_learn"] for k in kinds)
-    print(f"{len(settled)} of {several} kinds with several kernels were settled within {WITHIN_CALLS} calls; "
-          f"regret above {MAX_REGRET:.0%}: {', '.join(k['kind'] for k in worst) or 'none'}")
-    print("the same stream in turns, us per call: " + ", ".join(f"{name} {value:.1f}" for name, value in us.items())
-          + "; learned is " + ", ".join(f"{g:.2f} times as fast as {name}" for name, g in gains.items()))
+    print(
+        f"{len(settled)} of {several} kinds with several kernels were settled within "
+        f"{WITHIN_CALLS} calls; regret above {MAX_REGRET:.0%}: "
+        f"{', '.join(k['kind'] for k in worst) or 'none'}")
+    print("the same stream in turns, us per call: "
+          + ", ".join(f"{name} {value:.1f}" for name, value in us.items())
+          + "; learned is " + ", ".join(f"{g:.2f} times as fast as {name}"
+                                        for name, g in gains.items()))
     if late:
         print(f"no time to compile: {', '.join(sorted(set(late)))}")
-    out = args.out or Path(__file__).parent / "results" / f"learning-{args.device}-{env['cores']}-cores.json"
+    out = (args.out or Path(__file__).parent / "results"
+           / f"learning-{args.device}-{env['cores']}-cores.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({
-        "benchmark": "learning", "environment": env, "seconds": args.seconds, "shipped": not args.no_shipped,
-        "kinds": kinds, "timeline": timeline, "cost_share": shares, "status": status._asdict(),
-        "stream_us": us, "stream_gain": gains, "stream_windows_us": windows, "not_compiled": late,
+        "benchmark": "learning", "environment": env, "seconds": args.seconds,
+        "shipped": not args.no_shipped, "kinds": kinds, "timeline": timeline, "cost_share": shares,
+        "status": status._asdict(), "stream_us": us, "stream_gain": gains,
+        "stream_windows_us": windows, "not_compiled": late,
         "skipped": [s.to_json() for s in report.skipped]}, indent=1) + "\n")
     print(f"\nwritten to {out}")
     return 0

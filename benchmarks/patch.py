@@ -1,10 +1,11 @@
-"""Stock transformers models against the same models after lz.patch, in turns: decode steps and prefill, ratios.
+"""Stock transformers models against the same models after lz.patch, in turns: decode steps and
+prefill, ratios.
 
     python benchmarks/patch.py [--families llama,gpt2] [--size tiny|small] [--dtype float32] [--device cpu]
                                [--threads 1] [--rounds 15] [--skip linear] [--json FILE]
 
-`tiny` models (hidden 64, two layers) show what Python costs; `small` ones (hidden 576, as SmolLM2-135M with fewer
-layers) what kernels gain.
+`tiny` models (hidden 64, two layers) show what Python costs; `small` ones (hidden 576, as
+SmolLM2-135M with fewer layers) what kernels gain.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ import models
 
 from layerzero.integrations.transformers.patch import patch
 
-SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 9,
-         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 2048}
+SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,
+         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+         "max_position_embeddings": 2048}
 SIZED = ("llama", "mistral", "qwen2", "qwen3")
 PROMPT, STEPS = 32, 8
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was asked to; of one CPU thread, those it was really running."""
+    """Seconds, once the device has done what it was asked to; of one CPU thread, those it was
+    really running.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+    return (time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1
+            else time.perf_counter())
 
 
 def decode(model: Any, prompt: torch.Tensor) -> Callable[[], float]:
@@ -66,7 +71,8 @@ def whole(model: Any, given: dict[str, torch.Tensor]) -> Callable[[], float]:
     return run
 
 
-def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[float, float, float]:
+def in_turns(first: Callable[[], float], second: Callable[[], float],
+             rounds: int) -> tuple[float, float, float]:
     """The median of each in seconds, and the median over the rounds of first / second."""
     for run in (first, second, first, second):
         run()
@@ -80,7 +86,8 @@ def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(models.FAMILIES))
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
     parser.add_argument("--dtype", default="float32")
@@ -106,18 +113,22 @@ def main() -> None:
         if family in models.CAUSAL:
             prompt = models.tokens(1, PROMPT).to(args.device)
             races = {"decode": (decode(stock, prompt), decode(ours, prompt)),
-                     "prefill": (whole(stock, {"input_ids": prompt}), whole(ours, {"input_ids": prompt}))}
+                     "prefill": (whole(stock, {"input_ids": prompt}),
+                                 whole(ours, {"input_ids": prompt}))}
         for name, pair in races.items():
             before, after, ratio = in_turns(*pair, args.rounds)
-            rows.append({"family": family, "size": args.size, "dtype": args.dtype, "device": args.device,
-                         "threads": args.threads, "what": name, "stock_us": before * 1e6, "patched_us": after * 1e6,
+            rows.append({"family": family, "size": args.size, "dtype": args.dtype,
+                         "device": args.device, "threads": args.threads, "what": name,
+                         "stock_us": before * 1e6, "patched_us": after * 1e6,
                          "ratio": ratio})
     table = Table("family", "what", "stock us", "patched us", "stock / patched", box=None)
     for r in rows:
-        table.add_row(r["family"], r["what"], f"{r['stock_us']:.0f}", f"{r['patched_us']:.0f}", f"{r['ratio']:.2f}")
+        table.add_row(r["family"], r["what"], f"{r['stock_us']:.0f}", f"{r['patched_us']:.0f}",
+                      f"{r['ratio']:.2f}")
     Console(width=120).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2)
+                             + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Other layers that choose a kernel, as they are called in practice, each beside its own target.
 
-A layer's target is what it would call in the end, called by hand: what the layer adds is the difference.
-Where a layer wants another layout, its target does that work too.
+A layer's target is what it would call in the end, called by hand: what the layer adds is the
+difference. Where a layer wants another layout, its target does that work too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from timing import Contestant
 from torch import Tensor
 
 # What a library that does not fit this torch or this Python raises while it is set up.
-ERRORS = (AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError)
+ERRORS = (AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError,
+          ValueError)
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ def _transformers(tiny: Tiny, keep: contextlib.ExitStack) -> Iterator[Contestant
     yield Contestant(target, "out = f(q, k, v).transpose(1, 2).contiguous()",
                      {**tiny.qkv, "f": F.scaled_dot_product_attention}, tiny.direct, back)
     yield Contestant("transformers attention interface",
-                     "out = get('sdpa', other)(module, q, k, v, None, dropout=0.0, scaling=scale)[0]",
-                     {**tiny.qkv, "get": ALL_ATTENTION_FUNCTIONS.get_interface, "other": sdpa_attention_forward,
+                     "out = get('sdpa', other)(module, q, k, v, None, dropout=0.0, "
+                     "scaling=scale)[0]",
+                     {**tiny.qkv, "get": ALL_ATTENTION_FUNCTIONS.get_interface,
+                      "other": sdpa_attention_forward,
                       "module": module, "scale": tiny.result.shape[-1] ** -0.5}, target, back)
 
 
@@ -91,40 +94,51 @@ def _diffusers(tiny: Tiny, keep: contextlib.ExitStack) -> Iterator[Contestant]:
 
 
 def _flashinfer_bench(tiny: Tiny, keep: contextlib.ExitStack) -> Iterator[Contestant]:
-    """A trace set of one definition with one solution in Python, which won for this very shape: a hit."""
+    """A trace set of one definition with one solution in Python, which won for this very shape: a
+    hit.
+    """
     os.environ["FIB_CACHE_PATH"] = keep.enter_context(tempfile.TemporaryDirectory())
     import flashinfer_bench as theirs  # type: ignore[import-untyped, import-not-found]
     from flashinfer_bench.apply import ApplyRuntime  # type: ignore[import-untyped, import-not-found]
     from flashinfer_bench.integration.patch_manager import get_manager  # type: ignore[import-untyped, import-not-found]
 
-    code = f"import torch\n\nf = torch.{tiny.kernel}\n\n\ndef run(q, k, v):\n    return {tiny.by_hand}\n"
+    code = (f"import torch\n\nf = torch.{tiny.kernel}\n\n\ndef run(q, k, v):\n    return "
+            f"{tiny.by_hand}\n")
     batch, heads, seq, dim = tiny.result.shape
-    axes = {"b": theirs.AxisVar(), "h": theirs.AxisVar(), "s": theirs.AxisVar(), "d": theirs.AxisConst(value=dim)}
+    axes = {"b": theirs.AxisVar(), "h": theirs.AxisVar(), "s": theirs.AxisVar(),
+            "d": theirs.AxisConst(value=dim)}
     spec = theirs.TensorSpec(shape=list(axes), dtype=str(tiny.result.dtype).removeprefix("torch."))
-    definition = theirs.Definition(name="tiny", op_type="attention", axes=axes, inputs=dict.fromkeys(tiny.qkv, spec),
+    definition = theirs.Definition(name="tiny", op_type="attention", axes=axes,
+                                   inputs=dict.fromkeys(tiny.qkv, spec),
                                    outputs={"out": spec}, reference=code)
     solution = theirs.Solution(
         name="tiny_python", definition="tiny", author="benchmark",
         sources=[theirs.SourceFile(path="main.py", content=code)],
-        spec=theirs.BuildSpec(language="python", target_hardware=[tiny.device], entry_point="main.py::run",
+        spec=theirs.BuildSpec(language="python", target_hardware=[tiny.device],
+                              entry_point="main.py::run",
                               destination_passing_style=False))
     workload = theirs.Workload(axes={"b": batch, "h": heads, "s": seq}, uuid="tiny",
                                inputs={n: theirs.RandomInput() for n in tiny.qkv})
     evaluation = theirs.Evaluation(
-        status="PASSED", environment=theirs.Environment(hardware=tiny.device), timestamp="2000-01-01T00:00:00",
-        correctness=theirs.Correctness(),
-        performance=theirs.Performance(latency_ms=1.0, reference_latency_ms=2.0, speedup_factor=2.0))
-    trace = theirs.Trace(definition="tiny", solution="tiny_python", workload=workload, evaluation=evaluation)
-    runtime = ApplyRuntime(theirs.TraceSet(definitions={"tiny": definition}, solutions={"tiny": [solution]},
+        status="PASSED", environment=theirs.Environment(hardware=tiny.device),
+        timestamp="2000-01-01T00:00:00", correctness=theirs.Correctness(),
+        performance=theirs.Performance(latency_ms=1.0, reference_latency_ms=2.0,
+                                       speedup_factor=2.0))
+    trace = theirs.Trace(definition="tiny", solution="tiny_python", workload=workload,
+                         evaluation=evaluation)
+    runtime = ApplyRuntime(theirs.TraceSet(definitions={"tiny": definition},
+                                           solutions={"tiny": [solution]},
                                            traces={"tiny": [trace]}), theirs.ApplyConfig())
-    get_manager().unpatch_all()                # it replaces functions of torch: that is not what is measured here
+    # it replaces functions of torch: that is not what is measured here
+    get_manager().unpatch_all()
     made: dict[str, object] = {}
     exec(code, made)
     target = "flashinfer-bench's target"
-    yield Contestant(target, "out = f(q, k, v)", {**tiny.qkv, "f": made["run"]}, tiny.direct, tiny.result)
+    yield Contestant(target, "out = f(q, k, v)", {**tiny.qkv, "f": made["run"]}, tiny.direct,
+                     tiny.result)
     # Without a fallback a miss raises, so what is timed is a hit.
-    yield Contestant("flashinfer-bench apply, hit", "out = f('tiny', args=(q, k, v))", {**tiny.qkv, "f": theirs.apply},
-                     target, tiny.result, around=lambda: runtime)
+    yield Contestant("flashinfer-bench apply, hit", "out = f('tiny', args=(q, k, v))",
+                     {**tiny.qkv, "f": theirs.apply}, target, tiny.result, around=lambda: runtime)
 
 
 Builder = Callable[[Tiny, contextlib.ExitStack], Iterator[Contestant]]

@@ -1,11 +1,13 @@
-"""What the store of measurements costs: writing, a point query, loading the view, the first question to it.
+"""What the store of measurements costs: writing, a point query, loading the view, the first
+question to it.
 
-    python benchmarks/perfdb.py                          100 000 rows; a table, and a JSON under results/local
+    python benchmarks/perfdb.py  100 000 rows; a table, and a JSON under results/local
     python benchmarks/perfdb.py --rows 2000              shows that everything runs
-    python benchmarks/perfdb.py --url postgresql://...   the same through a server; its tables are filled and emptied
+    python benchmarks/perfdb.py --url postgresql://...
+        the same through a server; its tables are filled and emptied
 
-Every number is the median of several runs and the best of them, which says more on a machine that is busy.
-The file was just written, so it is in the page cache.
+Every number is the median of several runs and the best of them, which says more on a machine that
+is busy. The file was just written, so it is in the page cache.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ def rows(count: int) -> Iterator[Measurement]:
         us = 5 + 100 * draw.random()
         yield Measurement(
             f"torch.sdpa_kernel_{i % KERNELS}", "attention", f"bfloat16 is_causal=True {sizes}",
-            f"0123456789abcde{i // KERNELS % PLACES}-4t", us, draw.random() / 5, 50, "bfloat16 is_causal=True", sizes,
-            1e9 * draw.random(), 1e6 * draw.random(), 1.1 * us, 1.2 * us, 0.0, "source#0123456789abcdef", 1.7e9 + i)
+            f"0123456789abcde{i // KERNELS % PLACES}-4t", us, draw.random() / 5, 50,
+            "bfloat16 is_causal=True", sizes, 1e9 * draw.random(), 1e6 * draw.random(), 1.1 * us,
+            1.2 * us, 0.0, "source#0123456789abcdef", 1.7e9 + i)
 
 
 def timed(work: Callable[[], Any], runs: int) -> dict[str, float]:
@@ -52,7 +55,8 @@ def timed(work: Callable[[], Any], runs: int) -> dict[str, float]:
         work()
         computed.append((time.process_time() - busy) * 1e3)
         found.append((time.perf_counter() - began) * 1e3)
-    return {"median_ms": statistics.median(found), "best_ms": min(found), "best_cpu_ms": min(computed)}
+    return {"median_ms": statistics.median(found), "best_ms": min(found),
+            "best_cpu_ms": min(computed)}
 
 
 def measure(open_store: Callable[[], Store], count: int) -> dict[str, dict[str, float]]:
@@ -60,7 +64,8 @@ def measure(open_store: Callable[[], Store], count: int) -> dict[str, dict[str, 
     builds = {m.kernel: m.build for m in data[:KERNELS]}
     result = {}
     with open_store() as store:
-        result["write all, one transaction"] = timed(lambda: store.put(data, {"machine": "benchmark"}), 1)
+        result["write all, one transaction"] = timed(lambda: store.put(data,
+                                                                       {"machine": "benchmark"}), 1)
         result["write ten more"] = timed(lambda: store.put(data[:10]), 20)
         asked = iter(random.Random(1).choices(data, k=2000))
 
@@ -79,7 +84,8 @@ def measure(open_store: Callable[[], Store], count: int) -> dict[str, dict[str, 
     with open_store() as store:
         view = store.view(builds)
     kernels = iter(builds)
-    result["first question about a kernel"] = timed(lambda: view.get(next(kernels), "", ""), len(builds))
+    result["first question about a kernel"] = timed(lambda: view.get(next(kernels), "", ""),
+                                                    len(builds))
     some = iter(random.Random(2).choices(data, k=2000))
 
     def ask() -> None:
@@ -88,10 +94,12 @@ def measure(open_store: Callable[[], Store], count: int) -> dict[str, dict[str, 
 
     result["question to the view"] = timed(ask, 2000)
     m = data[0]
-    sizes = tuple((name, int(n)) for name, _, n in (part.partition("=") for part in m.sizes.split()))
+    sizes = tuple((name, int(n))
+                  for name, _, n in (part.partition("=") for part in m.sizes.split()))
     kind = Kind(m.family, sizes, "")
     view.estimate(m.kernel, kind, m.place, Rates(1e5, 1e4), 1.0)
-    result["estimate from neighbours"] = timed(lambda: view.estimate(m.kernel, kind, m.place, Rates(1e5, 1e4), 1.0), 50)
+    result["estimate from neighbours"] = timed(lambda: view.estimate(m.kernel, kind, m.place,
+                                                                     Rates(1e5, 1e4), 1.0), 50)
     more = m._replace(median_us=1.0, at=1.75e9)
     result["the view with one more"] = timed(lambda: view.including([more]), 50)
     with open_store() as store:
@@ -118,7 +126,8 @@ def main() -> None:
             print(f"  {what:<32} {median}   best {best}   of it computed {cpu}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    args.out.write_text(json.dumps({"rows": args.rows, "python": platform.python_version(), "load_average": load,
+    args.out.write_text(json.dumps({"rows": args.rows, "python": platform.python_version(),
+                                    "load_average": load,
                                     "results": found}, indent=2))
 
 

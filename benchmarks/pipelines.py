@@ -1,10 +1,13 @@
-"""What patching gains in the models of diffusers: one step of a denoiser, stock and patched in turns.
+"""What patching gains in the models of diffusers: one step of a denoiser, stock and patched in
+turns.
 
-    python benchmarks/pipelines.py                       small models on the CPU, one thread; float32 and bfloat16
-    python benchmarks/pipelines.py --size real --device cuda --dtype bfloat16      widths and lengths of real ones
+    python benchmarks/pipelines.py  small models on the CPU, one thread; float32 and bfloat16
+    python benchmarks/pipelines.py --size real --device cuda --dtype bfloat16
+        widths and lengths of real ones
     python benchmarks/pipelines.py --tune                measure the kernels for these calls first
 
-Weights are random, sizes are not. Both models have the same weights, and their outputs are compared.
+Weights are random, sizes are not. Both models have the same weights, and their outputs are
+compared.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import nn
 
 import layerzero as lz
@@ -31,8 +39,10 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 
 def unet(real: bool) -> Made:
-    widths, side, text = ((320, 640, 1280, 1280), 64, 768) if real else ((64, 128, 128, 128), 32, 128)
-    model = UNet2DConditionModel(sample_size=side, block_out_channels=widths, cross_attention_dim=text,
+    widths, side, text = (((320, 640, 1280, 1280), 64, 768) if real
+                          else ((64, 128, 128, 128), 32, 128))
+    model = UNet2DConditionModel(sample_size=side, block_out_channels=widths,
+                                 cross_attention_dim=text,
                                  layers_per_block=2 if real else 1)
     return model, {"sample": torch.randn(2, 4, side, side), "timestep": torch.tensor(5),
                    "encoder_hidden_states": torch.randn(2, 77, text)}
@@ -40,10 +50,12 @@ def unet(real: bool) -> Made:
 
 def flux(real: bool) -> Made:
     heads, dim, axes, tokens = (24, 128, (16, 56, 56), 4096) if real else (8, 64, (16, 24, 24), 256)
-    model = FluxTransformer2DModel(in_channels=64, num_layers=2, num_single_layers=4, attention_head_dim=dim,
-                                   num_attention_heads=heads, joint_attention_dim=512, pooled_projection_dim=64,
+    model = FluxTransformer2DModel(in_channels=64, num_layers=2, num_single_layers=4,
+                                   attention_head_dim=dim, num_attention_heads=heads,
+                                   joint_attention_dim=512, pooled_projection_dim=64,
                                    axes_dims_rope=axes)
-    return model, {"hidden_states": torch.randn(1, tokens, 64), "encoder_hidden_states": torch.randn(1, 64, 512),
+    return model, {"hidden_states": torch.randn(1, tokens, 64),
+                   "encoder_hidden_states": torch.randn(1, 64, 512),
                    "pooled_projections": torch.randn(1, 64), "timestep": torch.tensor([0.5]),
                    "img_ids": torch.zeros(tokens, 3), "txt_ids": torch.zeros(64, 3)}
 
@@ -52,21 +64,26 @@ def sd3(real: bool) -> Made:
     heads, side, layers = (24, 128, 6) if real else (6, 32, 4)
     model = SD3Transformer2DModel(sample_size=side, num_layers=layers, attention_head_dim=64,
                                   num_attention_heads=heads, joint_attention_dim=512,
-                                  caption_projection_dim=64 * heads, pooled_projection_dim=64, qk_norm="rms_norm")
-    return model, {"hidden_states": torch.randn(2, 16, side, side), "encoder_hidden_states": torch.randn(2, 77, 512),
+                                  caption_projection_dim=64 * heads, pooled_projection_dim=64,
+                                  qk_norm="rms_norm")
+    return model, {"hidden_states": torch.randn(2, 16, side, side),
+                   "encoder_hidden_states": torch.randn(2, 77, 512),
                    "pooled_projections": torch.randn(2, 64), "timestep": torch.tensor([5, 5])}
 
 
 def pixart(real: bool) -> Made:
     heads, dim, side, layers = (16, 72, 128, 8) if real else (6, 64, 32, 6)
     model = PixArtTransformer2DModel(sample_size=side, num_layers=layers, attention_head_dim=dim,
-                                     num_attention_heads=heads, cross_attention_dim=heads * dim, caption_channels=512)
+                                     num_attention_heads=heads, cross_attention_dim=heads * dim,
+                                     caption_channels=512)
     return model, {"hidden_states": torch.randn(2, 4, side, side), "timestep": torch.tensor([5, 5]),
-                   "encoder_hidden_states": torch.randn(2, 120, 512), "encoder_attention_mask": torch.ones(2, 120),
+                   "encoder_hidden_states": torch.randn(2, 120, 512),
+                   "encoder_attention_mask": torch.ones(2, 120),
                    "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 
 
-MODELS: dict[str, Callable[[bool], Made]] = {"unet": unet, "flux": flux, "sd3": sd3, "pixart": pixart}
+MODELS: dict[str, Callable[[bool], Made]] = {"unet": unet, "flux": flux, "sd3": sd3,
+                                             "pixart": pixart}
 
 
 def compare(made: Made, device: str, dtype: torch.dtype, rounds: int, tune: bool) -> dict[str, Any]:
@@ -101,8 +118,10 @@ def compare(made: Made, device: str, dtype: torch.dtype, rounds: int, tune: bool
                 times[name].append(step(model)[0])
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     ratios = [a / b for a, b in zip(times["stock"], times["patched"])]
-    return {"stock_ms": medians["stock"], "patched_ms": medians["patched"], "times": statistics.median(ratios),
-            "difference": float((first.float() - second.float()).abs().max() / first.float().abs().max())}
+    return {"stock_ms": medians["stock"], "patched_ms": medians["patched"],
+            "times": statistics.median(ratios),
+            "difference": float((first.float() - second.float()).abs().max()
+                                / first.float().abs().max())}
 
 
 def main() -> None:
@@ -121,14 +140,18 @@ def main() -> None:
     for dtype in args.dtype:
         for name in args.model:
             torch.manual_seed(0)
-            row = compare(MODELS[name](args.size == "real"), args.device, getattr(torch, dtype), args.rounds, args.tune)
+            row = compare(MODELS[name](args.size == "real"), args.device, getattr(torch, dtype),
+                          args.rounds, args.tune)
             found[f"{name} {dtype}"] = row
-            print(f"{name:<7} {dtype:<9} stock {row['stock_ms']:9.2f} ms   patched {row['patched_ms']:9.2f} ms   "
-                  f"{row['times']:5.2f} x   outputs differ by {row['difference']:.1e}", flush=True)
+            print(
+                f"{name:<7} {dtype:<9} stock {row['stock_ms']:9.2f} ms   patched "
+                f"{row['patched_ms']:9.2f} ms   {row['times']:5.2f} x   outputs differ by "
+                f"{row['difference']:.1e}", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({
-        "python": platform.python_version(), "torch": torch.__version__, "size": args.size, "device": args.device,
-        "threads": args.threads, "tuned": args.tune, "results": found}, indent=2))
+        "python": platform.python_version(), "torch": torch.__version__, "size": args.size,
+        "device": args.device, "threads": args.threads, "tuned": args.tune, "results": found},
+                                   indent=2))
 
 
 if __name__ == "__main__":

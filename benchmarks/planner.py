@@ -24,18 +24,22 @@ MODELS = {
     "smollm2-135m": DecoderConfig(576, 9, 3, inner=1536),
     "qwen3-0.6b": DecoderConfig(1024, 16, 8, head_dim=128, inner=3072),
     "llama-3.2-1b": DecoderConfig(2048, 32, 8, inner=8192)}
-NORMS = {"4 residual norms, 512 rows": (512, 1024, 4), "4 residual norms, 4096 rows": (4096, 1024, 4)}
+NORMS = {"4 residual norms, 512 rows": (512, 1024, 4),
+         "4 residual norms, 4096 rows": (4096, 1024, 4)}
 STEPS = {"prefill 128": (128, 0), "prefill 512": (512, 0), "decode at 1024": (1, 1023)}
 
 
 def residual_norms(count: int) -> Block:
-    """Where branches are added and normed again and again, as between the experts or adapters of a layer."""
+    """Where branches are added and normed again and again, as between the experts or adapters of a
+    layer.
+    """
     parts: list[Part] = []
     for i in range(count):
         total, normed = f"t{i + 1}", f"n{i + 1}"
         plain = (Glue("add", torch.add, (f"t{i}", "branch"), (total,), is_copy=False),
                  Stage("rms_norm", {"x": total, "weight": "w"}, (normed,)))
-        fused = (Stage("add_rms_norm", {"x": "branch", "residual": f"t{i}", "weight": "w"}, (normed, total)),)
+        fused = (Stage("add_rms_norm", {"x": "branch", "residual": f"t{i}", "weight": "w"},
+                       (normed, total)),)
         parts.append(Either((plain, fused)))
     return Block(f"{count} residual norms", tuple(parts), (f"n{count}", f"t{count}"))
 
@@ -61,19 +65,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("model", "step", "dtype", "greedy us", "plan us", "gain", "copies greedy/plan us", "fused")
+    table = Table("model", "step", "dtype", "greedy us", "plan us", "gain", "copies greedy/plan us",
+                  "fused")
     rows = []
     for model, step, dtype, block, values in cases(device):
         greedy, plan = (plan_block(block, values, greedy=g) for g in (True, False))
         with torch.no_grad():
-            times = in_turns({"greedy": lambda p=greedy, v=values: p(**v), "plan": lambda p=plan, v=values: p(**v)},
+            times = in_turns({"greedy": lambda p=greedy, v=values: p(**v),
+                              "plan": lambda p=plan, v=values: p(**v)},
                              args.seconds, device)
         gain = times.gain(over="greedy", of="plan")
-        rows.append({"model": model, "step": step, "dtype": str(dtype), "greedy_us": times.median("greedy"),
-                     "plan_us": times.median("plan"), "gain": gain.to_json(), "greedy": greedy.to_json(),
+        rows.append({"model": model, "step": step, "dtype": str(dtype),
+                     "greedy_us": times.median("greedy"), "plan_us": times.median("plan"),
+                     "gain": gain.to_json(), "greedy": greedy.to_json(),
                      "plan": plan.to_json()})
-        table.add_row(model, step, str(dtype)[6:], f"{times.median('greedy'):.0f}", f"{times.median('plan'):.0f}",
-                      f"{gain} {gain.verdict}", f"{greedy.transform_cost_total:.1f} / {plan.transform_cost_total:.1f}",
+        table.add_row(model, step, str(dtype)[6:], f"{times.median('greedy'):.0f}",
+                      f"{times.median('plan'):.0f}", f"{gain} {gain.verdict}",
+                      f"{greedy.transform_cost_total:.1f} / {plan.transform_cost_total:.1f}",
                       ", ".join(dict.fromkeys(plan.fused_ops)))
     Console(width=140).print(table)
     if args.json:

@@ -1,7 +1,9 @@
-"""The calls that ops.py times: sizes of models one meets, and what one would write in torch for each.
+"""The calls that ops.py times: sizes of models one meets, and what one would write in torch for
+each.
 
-Sizes are arguments of the operation's own input generator. The first of an operation is its smallest; `--quick`
-takes that one alone. Where the weights of a large model would not fit, a layer of a smaller one stands for it.
+Sizes are arguments of the operation's own input generator. The first of an operation is its
+smallest; `--quick` takes that one alone. Where the weights of a large model would not fit, a layer
+of a smaller one stands for it.
 """
 
 from __future__ import annotations
@@ -38,13 +40,20 @@ SHAPES = tuple(Shape(*row) for row in (  # type: ignore[arg-type]
     ("attention", "Llama-3-8B 8 tokens, all visible", {**LLAMA, "sq": 8, "sk": 4096}),
     ("attention", "Llama-3-8B prefill 512", {**LLAMA, "sq": 512, "sk": 512, "causal": True}),
     ("attention", "8 heads without GQA, decode 4096", {**LLAMA, "hq": 8, "sq": 1, "sk": 4096}),
-    ("attention", "ViT-B, 197 patches", {"b": 1, "hq": 12, "hkv": 12, "d": 64, "sq": 197, "sk": 197}),
-    ("attention", "SDXL self, 32 x 32", {"b": 1, "hq": 20, "hkv": 20, "d": 64, "sq": 1024, "sk": 1024}),
-    ("attention", "SDXL cross, 77 tokens", {"b": 1, "hq": 20, "hkv": 20, "d": 64, "sq": 1024, "sk": 77}),
-    ("varlen_attention", "SmolLM2, 4 prompts", {"lengths_q": (40, 200, 17, 128), "hq": 9, "hkv": 3, **LATE}),
-    ("paged_attention", "SmolLM2 decode, 4 sequences", {"context": (500, 300, 80, 700), "hq": 9, "hkv": 3, "d": 64}),
-    ("paged_attention", "Llama-3-8B decode, 2 sequences", {"context": (1500, 4000), "hq": 32, "hkv": 8, "d": 128}),
-    ("mla_paged_attention", "DeepSeek decode, 16 heads", {"context": (700, 2000), "heads": 16, "ckv": 512, "kpe": 64}),
+    ("attention", "ViT-B, 197 patches", {"b": 1, "hq": 12, "hkv": 12, "d": 64, "sq": 197,
+                                         "sk": 197}),
+    ("attention", "SDXL self, 32 x 32", {"b": 1, "hq": 20, "hkv": 20, "d": 64, "sq": 1024,
+                                         "sk": 1024}),
+    ("attention", "SDXL cross, 77 tokens", {"b": 1, "hq": 20, "hkv": 20, "d": 64, "sq": 1024,
+                                            "sk": 77}),
+    ("varlen_attention", "SmolLM2, 4 prompts", {"lengths_q": (40, 200, 17, 128), "hq": 9, "hkv": 3,
+                                                **LATE}),
+    ("paged_attention", "SmolLM2 decode, 4 sequences",
+     {"context": (500, 300, 80, 700), "hq": 9, "hkv": 3, "d": 64}),
+    ("paged_attention", "Llama-3-8B decode, 2 sequences",
+     {"context": (1500, 4000), "hq": 32, "hkv": 8, "d": 128}),
+    ("mla_paged_attention", "DeepSeek decode, 16 heads",
+     {"context": (700, 2000), "heads": 16, "ckv": 512, "kpe": 64}),
     ("rms_norm", "SmolLM2, 1 row", {"rows": (1,), "hidden": 576}),
     ("rms_norm", "SmolLM2, 512 rows", {"rows": (512,), "hidden": 576}),
     ("rms_norm", "Llama-3-8B, 1 row", {"rows": (1,), "hidden": 4096}),
@@ -59,9 +68,12 @@ SHAPES = tuple(Shape(*row) for row in (  # type: ignore[arg-type]
     ("layer_norm", "one row of 768", {"rows": (1,), "hidden": 768}),
     ("layer_norm", "ViT-B, 197 rows", {"rows": (197,), "hidden": 768}),
     ("layer_norm", "SDXL, 1024 rows", {"rows": (1024,), "hidden": 1280}),
-    ("layer_norm", "ViT-B, float32 weights", {"rows": (197,), "hidden": 768, "weight_dtype": "float32"}, ("bfloat16",)),
-    ("group_norm", "SDXL 1280 channels, 16 x 16", {"b": 1, "c": 1280, "size": (16, 16), "groups": 32}),
-    ("group_norm", "SDXL 320 channels, 64 x 64", {"b": 1, "c": 320, "size": (64, 64), "groups": 32}),
+    ("layer_norm", "ViT-B, float32 weights",
+     {"rows": (197,), "hidden": 768, "weight_dtype": "float32"}, ("bfloat16",)),
+    ("group_norm", "SDXL 1280 channels, 16 x 16",
+     {"b": 1, "c": 1280, "size": (16, 16), "groups": 32}),
+    ("group_norm", "SDXL 320 channels, 64 x 64",
+     {"b": 1, "c": 320, "size": (64, 64), "groups": 32}),
     ("group_norm", "the same, channels last",
      {"b": 1, "c": 320, "size": (64, 64), "groups": 32, "memory": "channels_last"}),
     ("rope", "SmolLM2, 1 token", {**SMOL, "s": 1}),
@@ -78,24 +90,30 @@ SHAPES = tuple(Shape(*row) for row in (  # type: ignore[arg-type]
     ("cross_entropy", "SmolLM2, 8 rows", {"rows": (8,), "vocab": 49152}),
     ("cross_entropy", "SmolLM2, 256 rows", {"rows": (256,), "vocab": 49152}),
     ("linear_cross_entropy", "SmolLM2, 64 rows", {"rows": (64,), "vocab": 49152, "width": 576}),
-    ("sample", "greedy, SmolLM2", {"batch": 1, "vocab": 49152, "temperature": 0.0, "logprobs": False}),
-    ("sample", "temperature, SmolLM2", {"batch": 1, "vocab": 49152, "temperature": 0.8, "logprobs": False}),
+    ("sample", "greedy, SmolLM2", {"batch": 1, "vocab": 49152, "temperature": 0.0,
+                                   "logprobs": False}),
+    ("sample", "temperature, SmolLM2", {"batch": 1, "vocab": 49152, "temperature": 0.8,
+                                        "logprobs": False}),
     ("sample", "top-k 50, Llama-3", {"batch": 1, "vocab": 128256, "top_k": 50, "logprobs": False}),
-    ("sample", "top-p 0.9, Llama-3", {"batch": 1, "vocab": 128256, "top_p": 0.9, "logprobs": False}),
+    ("sample", "top-p 0.9, Llama-3", {"batch": 1, "vocab": 128256, "top_p": 0.9,
+                                      "logprobs": False}),
     ("sample", "top-k 50 and top-p 0.9, 8 rows",
      {"batch": 8, "vocab": 49152, "top_k": 50, "top_p": 0.9, "logprobs": False}),
-    ("speculative_verify", "4 drafted, SmolLM2", {"batch": 1, "drafted": 4, "vocab": 49152}, ("float32",)),
+    ("speculative_verify", "4 drafted, SmolLM2", {"batch": 1, "drafted": 4, "vocab": 49152},
+     ("float32",)),
     ("speculative_verify_tree", "two by two, SmolLM2", {"batch": 1, "vocab": 49152}, ("float32",)),
     ("linear", "SmolLM2 query, 1 row", {"rows": (1,), "k": 576, "n": 576, "bias": False}),
     ("linear", "SmolLM2 query, 512 rows", {"rows": (512,), "k": 576, "n": 576, "bias": False}),
     ("linear", "Llama-3-8B query, 1 row", {"rows": (1,), "k": 4096, "n": 4096, "bias": False}),
     ("linear", "Llama-3-8B query, 16 rows", {"rows": (16,), "k": 4096, "n": 4096, "bias": False}),
-    ("linear", "ViT-B with gelu, 197 rows", {"rows": (197,), "k": 768, "n": 3072, "activation": "gelu"}),
+    ("linear", "ViT-B with gelu, 197 rows",
+     {"rows": (197,), "k": 768, "n": 3072, "activation": "gelu"}),
     ("mlp", "SmolLM2, 1 row", {"rows": (1,), "hidden": 576, "inner": 1536}),
     ("mlp", "SmolLM2, 64 rows", {"rows": (64,), "hidden": 576, "inner": 1536}),
     ("mlp", "SmolLM2, 512 rows", {"rows": (512,), "hidden": 576, "inner": 1536}),
     ("mlp", "Llama-3.2-1B, 1 row", {"rows": (1,), "hidden": 2048, "inner": 8192}),
-    ("mlp", "ViT-B, 197 rows", {"rows": (197,), "hidden": 768, "inner": 3072, "activation": "gelu", "bias": True}),
+    ("mlp", "ViT-B, 197 rows", {"rows": (197,), "hidden": 768, "inner": 3072, "activation": "gelu",
+                                "bias": True}),
     ("quantize", "int8, 1 row of 4096", {"rows": (1,), "width": 4096}),
     ("quantize", "int8, 512 rows", {"rows": (512,), "width": 4096}),
     ("quantize", "int4 weight, 1024 rows", {"format": "int4", "rows": (1024,), "width": 2048}),
@@ -111,28 +129,35 @@ SHAPES = tuple(Shape(*row) for row in (  # type: ignore[arg-type]
     ("quantized_linear", "int8, 64 rows", {"rows": (64,), "k": 2048, "n": 2048}),
     ("quantized_linear", "int4, Llama-3-8B, 1 row",
      {"format": "int4", "rows": (1,), "k": 4096, "n": 4096, "group": 128}),
-    ("grouped_gemm", "8 experts, 1 row each", {"sizes": (1, 0, 1, 1, 0, 1, 1, 1), "k": 1024, "n": 512}),
-    ("grouped_gemm", "8 experts, 256 rows", {"sizes": (40, 10, 31, 60, 5, 40, 30, 40), "k": 1024, "n": 512}),
+    ("grouped_gemm", "8 experts, 1 row each",
+     {"sizes": (1, 0, 1, 1, 0, 1, 1, 1), "k": 1024, "n": 512}),
+    ("grouped_gemm", "8 experts, 256 rows", {"sizes": (40, 10, 31, 60, 5, 40, 30, 40), "k": 1024,
+                                             "n": 512}),
     ("moe_gate", "Qwen3-30B-A3B, 1 token", {"rows": (1,), "experts": 128, "top_k": 8}),
     ("moe_gate", "Qwen3-30B-A3B, 512 tokens", {"rows": (512,), "experts": 128, "top_k": 8}),
     ("moe_gate", "DeepSeek-V3, 64 tokens",
-     {"rows": (64,), "experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid"}),
-    ("moe", "16 experts of 768, 1 token", {"rows": (1,), "experts": 16, "hidden": 1024, "inner": 768, "top_k": 4}),
-    ("moe", "16 experts of 768, 64 tokens", {"rows": (64,), "experts": 16, "hidden": 1024, "inner": 768, "top_k": 4}),
+     {"rows": (64,), "experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True,
+      "scoring": "sigmoid"}),
+    ("moe", "16 experts of 768, 1 token", {"rows": (1,), "experts": 16, "hidden": 1024,
+                                           "inner": 768, "top_k": 4}),
+    ("moe", "16 experts of 768, 64 tokens", {"rows": (64,), "experts": 16, "hidden": 1024,
+                                             "inner": 768, "top_k": 4}),
 ))
 
-# What one would write. Each takes the call's arguments by name, does what can be done ahead, and returns what is
-# called. None: torch has nothing of the kind.
+# What one would write. Each takes the call's arguments by name, does what can be done ahead, and
+# returns what is called. None: torch has nothing of the kind.
 Written = Callable[..., Callable[[], Any] | None]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, causal_align: str | None,
                **_: Any) -> Callable[[], Any]:
     sq, sk = query.shape[2], key.shape[2]
-    if is_causal and causal_align == "bottom_right" and sq != sk:          # a model makes its mask once, for all layers
+    # a model makes its mask once, for all layers
+    if is_causal and causal_align == "bottom_right" and sq != sk:
         mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(sk - sq)
         return lambda: F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal,
+                                                  enable_gqa=True)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, **_: Any) -> Callable[[], Any]:
@@ -142,7 +167,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, **_: Any) ->
     return lambda: F.rms_norm(x, size, weight, eps)
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **_: Any) -> Callable[[], Any]:
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+                  **_: Any) -> Callable[[], Any]:
     def run() -> Any:
         total = x + residual
         return F.rms_norm(total, total.shape[-1:], weight, eps), total
@@ -154,11 +180,13 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **_: Any) -
     return lambda: F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, **_: Any) -> Callable[[], Any]:
+def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float,
+                **_: Any) -> Callable[[], Any]:
     return lambda: F.group_norm(x, groups, weight, bias, eps)
 
 
-def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, **_: Any) -> Callable[[], Any] | None:
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str,
+          **_: Any) -> Callable[[], Any] | None:
     """As transformers has it, for the one style it has."""
     if style != "rotate_half":
         return None
@@ -179,11 +207,13 @@ def _cross_entropy(logits: Tensor, targets: Tensor, **_: Any) -> Callable[[], An
     return lambda: F.cross_entropy(logits.float(), targets)
 
 
-def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Callable[[], Any]:
+def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor,
+                          **_: Any) -> Callable[[], Any]:
     return lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, **_: Any) -> Callable[[], Any]:
+def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
+            **_: Any) -> Callable[[], Any]:
     """As transformers' generate does it, one filter after the other."""
     def run() -> Tensor:
         if temperature == 0.0:
@@ -201,7 +231,8 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, **_: A
     return run
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **_: Any) -> Callable[[], Any]:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+            **_: Any) -> Callable[[], Any]:
     if activation == "gelu":
         return lambda: F.gelu(F.linear(x, weight, bias))
     return lambda: F.linear(x, weight, bias)
@@ -223,22 +254,27 @@ def _quantize(x: Tensor, format: str, **_: Any) -> Callable[[], Any] | None:
     def run() -> Any:
         scales = (x.float().abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
         ratio = x.float() / scales
-        return (ratio.round() if format == "int8" else ratio).clamp(-largest, largest).to(kind), scales
+        return (ratio.round() if format == "int8" else ratio).clamp(-largest,
+                                                                    largest).to(kind), scales
 
     return run
 
 
-def _dequantize(q: Tensor, scales: Tensor, format: str, out_dtype: str, **_: Any) -> Callable[[], Any] | None:
+def _dequantize(q: Tensor, scales: Tensor, format: str, out_dtype: str,
+                **_: Any) -> Callable[[], Any] | None:
     kind = getattr(torch, out_dtype)
     return None if format in ("int4", "nf4") else lambda: q.to(kind) * scales.to(kind)
 
 
-def _quantized_linear(x: Tensor, weight_q: Tensor, scales: Tensor, format: str, **_: Any) -> Callable[[], Any] | None:
-    return None if format == "int4" else lambda: F.linear(x, weight_q.to(x.dtype) * scales.to(x.dtype))
+def _quantized_linear(x: Tensor, weight_q: Tensor, scales: Tensor, format: str,
+                      **_: Any) -> Callable[[], Any] | None:
+    return (None if format == "int4"
+            else lambda: F.linear(x, weight_q.to(x.dtype) * scales.to(x.dtype)))
 
 
 def _grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor, **_: Any) -> Callable[[], Any]:
-    return lambda: torch.cat([part @ w for part, w in zip(x.split(group_sizes.tolist()), weights) if len(part)])
+    return lambda: torch.cat([part @ w for part, w in zip(x.split(group_sizes.tolist()), weights)
+                              if len(part)])
 
 
 def _moe_gate(logits: Tensor, top_k: int, n_group: int, **_: Any) -> Callable[[], Any] | None:
@@ -265,8 +301,9 @@ def _moe(x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor, topk_we
 
 
 WRITTEN: dict[str, Written] = {
-    "attention": _attention, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm, "layer_norm": _layer_norm,
-    "group_norm": _group_norm, "rope": _rope, "embedding": _embedding, "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy, "sample": _sample, "linear": _linear, "mlp": _mlp,
+    "attention": _attention, "rms_norm": _rms_norm, "add_rms_norm": _add_rms_norm,
+    "layer_norm": _layer_norm, "group_norm": _group_norm, "rope": _rope, "embedding": _embedding,
+    "cross_entropy": _cross_entropy, "linear_cross_entropy": _linear_cross_entropy,
+    "sample": _sample, "linear": _linear, "mlp": _mlp,
     "quantize": _quantize, "dequantize": _dequantize, "quantized_linear": _quantized_linear,
     "grouped_gemm": _grouped_gemm, "moe_gate": _moe_gate, "moe": _moe}

@@ -2,10 +2,12 @@
 
     python benchmarks/ship.py --name h200                    on a GPU: eager and captured
     python benchmarks/ship.py --name neoverse-n1 --device cpu --threads 1
-    python benchmarks/ship.py --name h200 --seconds 500      stop after so long; run again with --more to go on
+    python benchmarks/ship.py --name h200 --seconds 500
+        stop after so long; run again with --more to go on
 
-What was measured is kept in a store of its own beside the table (--store), so that a run that was cut off can be
-continued and several runs become one table. Only kernels of this package and of torch take part unless --libraries.
+What was measured is kept in a store of its own beside the table (--store), so that a run that was
+cut off can be continued and several runs become one table. Only kernels of this package and of
+torch take part unless --libraries.
 """
 
 from __future__ import annotations
@@ -41,23 +43,28 @@ TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
 
 
 def gpu_calls() -> Iterator[Call]:
-    """What models of 1 to 70 billion parameters ask of one GPU: decoding, verifying drafts, prefill."""
+    """What models of 1 to 70 billion parameters ask of one GPU: decoding, verifying drafts,
+    prefill.
+    """
     def bf16(*shape: int) -> TensorSpec:
         return TensorSpec(shape, "bfloat16")
 
     for hq, hkv, d in ((32, 8, 128), (32, 8, 64), (16, 2, 128), (32, 32, 128)):
-        for b, keys in ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 2048), (32, 1024), (32, 4096)):
+        for b, keys in ((1, 512), (1, 2048), (1, 8192), (1, 32768), (8, 2048), (32, 1024),
+                        (32, 4096)):
             yield Call("attention", {"query": bf16(b, hq, 1, d), "key": bf16(b, hkv, keys, d),
                                      "value": bf16(b, hkv, keys, d)})
         for b, s in ((1, 256), (1, 1024), (1, 4096), (4, 512)):
             yield Call("attention", {"query": bf16(b, hq, s, d), "key": bf16(b, hkv, s, d),
                                      "value": bf16(b, hkv, s, d), "is_causal": True})
         for b, s in ((1, 1), (16, 1), (1, 512)):
-            yield Call("rope", {"q": bf16(b, hq, s, d), "k": bf16(b, hkv, s, d), "cos": bf16(s, d // 2),
+            yield Call("rope", {"q": bf16(b, hq, s, d), "k": bf16(b, hkv, s, d),
+                                "cos": bf16(s, d // 2),
                                 "sin": bf16(s, d // 2), "style": "rotate_half"})
     for b, sq, keys in ((1, 4, 2048), (4, 8, 8192)):
         yield Call("attention", {"query": bf16(b, 32, sq, 128), "key": bf16(b, 8, keys, 128),
-                                 "value": bf16(b, 8, keys, 128), "is_causal": True, "causal_align": "bottom_right"})
+                                 "value": bf16(b, 8, keys, 128), "is_causal": True,
+                                 "causal_align": "bottom_right"})
     for rows in (1, 8, 64, 512, 4096):
         for hidden in (1024, 2048, 4096, 8192):
             yield Call("rms_norm", {"x": bf16(rows, hidden), "weight": bf16(hidden)})
@@ -65,7 +72,8 @@ def gpu_calls() -> Iterator[Call]:
                                         "weight": bf16(hidden)})
         yield Call("layer_norm", {"x": bf16(rows, 1280), "weight": bf16(1280), "bias": bf16(1280)})
     for rows in (1, 2, 4, 8, 16):
-        for k, n in ((2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256)):
+        for k, n in ((2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096),
+                     (4096, 128256)):
             yield Call("linear", {"x": bf16(rows, k), "weight": bf16(n, k)})
     for rows in (1, 8, 64, 1024):
         for hidden, inner in ((2048, 8192), (4096, 14336)):
@@ -74,16 +82,20 @@ def gpu_calls() -> Iterator[Call]:
     for batch in (1, 8, 64):
         for how in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 50}, {"top_p": 0.9},
                     {"top_k": 50, "top_p": 0.9}):
-            yield Call("sample", {"logits": TensorSpec((batch, 128256), "float32"), "seed": 1, **how})
+            yield Call("sample", {"logits": TensorSpec((batch, 128256), "float32"), "seed": 1,
+                                  **how})
     for tokens in (1, 512):
-        yield Call("embedding", {"ids": TensorSpec((1, tokens), "int64", below=32000), "weight": bf16(32000, 4096)})
+        yield Call("embedding", {"ids": TensorSpec((1, tokens), "int64", below=32000),
+                                 "weight": bf16(32000, 4096)})
     for rows in (1, 4, 16):
         for k, n in ((2048, 8192), (4096, 4096)):
-            yield Call("quantized_linear", case={"format": "int4", "rows": (rows,), "k": k, "n": n, "group": 128},
+            yield Call("quantized_linear", case={"format": "int4", "rows": (rows,), "k": k, "n": n,
+                                                 "group": 128},
                        dtype="bfloat16")
             yield Call("quantized_linear", case={"rows": (rows,), "k": k, "n": n}, dtype="bfloat16")
     for context in ((500, 300, 80, 700), (4000,), (1500, 4000) * 4):
-        yield Call("paged_attention", case={"context": context, "hq": 32, "hkv": 8, "d": 128}, dtype="bfloat16")
+        yield Call("paged_attention", case={"context": context, "hq": 32, "hkv": 8, "d": 128},
+                   dtype="bfloat16")
 
 
 def calls(device: str) -> tuple[Call, ...]:
@@ -91,8 +103,10 @@ def calls(device: str) -> tuple[Call, ...]:
         return merge([*gpu_calls(), *calls_of("sdxl", dtype="float16")])
     small = [*calls_of("smollm2-135m", prompt=128, context=512, dtype="float32"),
              *calls_of("smollm2-135m", prompt=128, context=512, dtype="bfloat16"),
-             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="float32", scale=1 / 8, prefill=False),
-             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="bfloat16", scale=1 / 8, prefill=False)]
+             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="float32", scale=1 / 8,
+                       prefill=False),
+             *calls_of("llama-3-8b", prompt=64, context=2048, dtype="bfloat16", scale=1 / 8,
+                       prefill=False)]
     return merge([*standard(), *small])
 
 
@@ -104,16 +118,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="stop after about so long")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=TABLES)
-    parser.add_argument("--store", type=Path, help="where measurements are kept; default: beside the table")
+    parser.add_argument("--store", type=Path,
+                        help="where measurements are kept; default: beside the table")
     parser.add_argument("--more", action="store_true", help="go on with the store of a run before")
-    parser.add_argument("--compile", action="store_true", help="also kernels that Inductor or nvcc compiles")
+    parser.add_argument("--compile", action="store_true",
+                        help="also kernels that Inductor or nvcc compiles")
     parser.add_argument("--libraries", action="store_true", help="also kernels of other libraries")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     unwanted = [k.id for k in worlds.current().catalog.kernels
                 if (k.backend not in OWN and not args.libraries)
                 or (k.jit and k.backend not in ("cuda", "triton") and not args.compile)]
-    lz.configure(shipped_measurements=False, rules=(lz.PolicyRule.of("deny", unwanted),) if unwanted else ())
+    lz.configure(shipped_measurements=False, rules=(lz.PolicyRule.of("deny", unwanted),) if unwanted
+                 else ())
     path = args.store or args.out / f"{args.name}.sqlite"
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.more:
@@ -121,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = hardware.probe(args.device)
     place = place_of(device, args.threads if args.device == "cpu" else 0)
     with SqliteStore(path) as store:
-        known = [m._replace(build="") for m in store.rows(place=place)]        # of any build: the run goes on
+        # of any build: the run goes on
+        known = [m._replace(build="") for m in store.rows(place=place)]
         worlds.publish(lambda w: w.replace(perf=w.perf.including(known, store.rates())), "measured")
 
         def save(rows: Any, rates: Any) -> None:
@@ -131,13 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs, _ = survey(calls(args.device), args.device)
         jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES), key=lambda job: job.nbytes)
         end = time.perf_counter() + (args.seconds or 1e9)
-        for done, job in enumerate(jobs):      # small ones first: making a large one's inputs takes longest
+        # small ones first: making a large one's inputs takes longest
+        for done, job in enumerate(jobs):
             left = end - time.perf_counter()
             if left < 1.0:
-                print(f"out of time: {len(jobs) - done} of {len(jobs)} kinds of call are left", file=sys.stderr)
+                print(f"out of time: {len(jobs) - done} of {len(jobs)} kinds of call are left",
+                      file=sys.stderr)
                 break
             print(f"{done}/{len(jobs)} {job}", file=sys.stderr)
-            found = tune([job.call], device=args.device, rounds=args.rounds, seconds=left, save=save,
+            found = tune([job.call], device=args.device, rounds=args.rounds, seconds=left,
+                         save=save,
                          compile=args.device == "cuda" or args.compile)
             for skipped in found.skipped:
                 print(f"skipped {job}: {skipped.reason[:200]}")

@@ -1,13 +1,14 @@
 """Timing calls of a microsecond on a machine that is not quiet.
 
-Contestants run in rounds. In each round every contestant has its turn, a short batch of calls, in an
-order that is shuffled each time, so that whatever the machine does in that moment falls on all of them.
-One that has a target runs right beside it, before or after; what it adds is the median over the rounds of
-these differences: noise that lasts longer than two batches cancels. A batch during which the CPU was
-taken away (its wall time is longer than its CPU time) is run again.
+Contestants run in rounds. In each round every contestant has its turn, a short batch of calls, in
+an order that is shuffled each time, so that whatever the machine does in that moment falls on all
+of them. One that has a target runs right beside it, before or after; what it adds is the median
+over the rounds of these differences: noise that lasts longer than two batches cancels. A batch
+during which the CPU was taken away (its wall time is longer than its CPU time) is run again.
 
-What one call is, is written as text and compiled into a loop of its own, with all names as locals. So no
-contestant pays for a closure, an argument tuple or a global lookup that another does not pay for.
+What one call is, is written as text and compiled into a loop of its own, with all names as locals.
+So no contestant pays for a closure, an argument tuple or a global lookup that another does not pay
+for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 
 Loop = Callable[[int], tuple[int, int, Any]]   # calls -> began, ended (ns), the last result
 EMPTY = "(empty loop)"
-WARM_UP = 5                                    # calls before each batch: its code and data come back to the caches
+# calls before each batch: its code and data come back to the caches
+WARM_UP = 5
 ATTEMPTS = 5
 
 
@@ -38,9 +40,11 @@ class Contestant:
     name: str
     call: str
     scope: Mapping[str, Any]                   # the names `call` reads
-    target: str = ""                           # the contestant it adds to; "" for one that stands alone
+    # the contestant it adds to; "" for one that stands alone
+    target: str = ""
     expect: torch.Tensor | None = None         # what `out` must be
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext      # entered once per batch, not timed
+    # entered once per batch, not timed
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,21 @@ class Spread:
         return cls(statistics.median(samples), tenths[0], tenths[-1])
 
     def to_json(self) -> dict[str, float]:
-        return {"median": round(self.median, 1), "p10": round(self.p10, 1), "p90": round(self.p90, 1)}
+        return {"median": round(self.median, 1), "p10": round(self.p10, 1),
+                "p90": round(self.p90, 1)}
 
 
 @dataclass
 class Race:
-    """Nanoseconds per call, one number per round: of each contestant, and what it adds to its target."""
+    """Nanoseconds per call, one number per round: of each contestant, and what it adds to its
+    target.
+    """
 
     samples: dict[str, list[float]]
     added: dict[str, list[float]] = field(default_factory=dict)
     empty_ns: float = 0.0                      # what the loop itself costs; taken off the samples
-    repeated: float = 0.0                      # share of batches that lost the CPU and were run again
+    # share of batches that lost the CPU and were run again
+    repeated: float = 0.0
 
     def of(self, name: str) -> Spread:
         return Spread.of(self.samples[name])
@@ -92,10 +100,15 @@ def compiled(call: str, scope: Mapping[str, Any]) -> Loop:
     return lambda calls: loop(calls, time.perf_counter_ns, **scope)
 
 
-def race(contestants: Sequence[Contestant], rounds: int, calls: int, wait: Callable[[], None] = lambda: None,
+def race(contestants: Sequence[Contestant], rounds: int, calls: int,
+         wait: Callable[[], None] = lambda: None,
          seed: int = 0) -> Race:
-    """Let them run. `wait` is called before each batch, outside the clock: a device must be idle by then."""
-    runners = {c.name: _Runner(c, calls, wait) for c in (Contestant(EMPTY, "pass", {}), *contestants)}
+    """Let them run.
+
+    `wait` is called before each batch, outside the clock: a device must be idle by then.
+    """
+    runners = {c.name: _Runner(c, calls, wait)
+               for c in (Contestant(EMPTY, "pass", {}), *contestants)}
     found = Race({name: [] for name in runners}, {c.name: [] for c in contestants if c.target})
     order, chance = list(runners.values()), random.Random(seed)
     for runner in order:
@@ -115,13 +128,15 @@ def race(contestants: Sequence[Contestant], rounds: int, calls: int, wait: Calla
                 found.added[c.name].append(ns[c.name] - ns[c.target])
     wait()
     found.empty_ns = statistics.median(found.samples.pop(EMPTY))
-    found.samples = {name: [ns - found.empty_ns for ns in samples] for name, samples in found.samples.items()}
+    found.samples = {name: [ns - found.empty_ns for ns in samples]
+                     for name, samples in found.samples.items()}
     batches = sum(r.batches for r in order)
     found.repeated = sum(r.repeated for r in order) / batches if batches else 0.0
     return found
 
 
-def race_in_threads(contestants: Sequence[Contestant], threads: int, rounds: int, calls: int, seed: int = 0) -> Race:
+def race_in_threads(contestants: Sequence[Contestant], threads: int, rounds: int, calls: int,
+                    seed: int = 0) -> Race:
     """The same with `threads` threads at once: wall time over the calls of all of them."""
     loops = {c.name: compiled(c.call, c.scope) for c in contestants}
     found = Race({c.name: [] for c in contestants}, {c.name: [] for c in contestants if c.target})
@@ -154,7 +169,8 @@ class _Runner:
         with c.around():
             _, _, out = self.loop(4 * WARM_UP)
         if c.expect is not None:
-            torch.testing.assert_close(out, c.expect, msg=lambda text: f"{c.name} computes something else: {text}")
+            torch.testing.assert_close(out, c.expect,
+                                       msg=lambda text: f"{c.name} computes something else: {text}")
 
     def __call__(self) -> float:
         self.batches += 1
@@ -186,7 +202,8 @@ def _together(c: Contestant, loop: Loop, threads: int, calls: int) -> float:
     for t in crew:
         t.join()
     if len(spans) != threads:
-        raise RuntimeError(f"{c.name}: {threads - len(spans)} of {threads} threads failed; see above")
+        raise RuntimeError(
+            f"{c.name}: {threads - len(spans)} of {threads} threads failed; see above")
     return (max(e for _, e in spans) - min(b for b, _ in spans)) / (threads * calls)
 
 

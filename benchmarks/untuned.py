@@ -1,11 +1,13 @@
-"""The first hour of a new user: nothing tuned, every call beside the torch function one would write.
+"""The first hour of a new user: nothing tuned, every call beside the torch function one would
+write.
 
-    python benchmarks/untuned.py                       eager, and on a GPU captured in a CUDA graph too
+    python benchmarks/untuned.py  eager, and on a GPU captured in a CUDA graph too
     python benchmarks/untuned.py --mode eager --other  only shapes that are in no list of ours
-    python benchmarks/untuned.py --no-shipped          without the measurements that came with the package
+    python benchmarks/untuned.py --no-shipped  without the measurements that came with the package
 
-Before a call is timed it is made twice, as a server would, and what then compiles in the background may finish: how
-long that took is in the table. A ratio is torch / lz, of interleaved rounds; below 0.97 lz is behind.
+Before a call is timed it is made twice, as a server would, and what then compiles in the background
+may finish: how long that took is in the table. A ratio is torch / lz, of interleaved rounds; below
+0.97 lz is behind.
 """
 
 from __future__ import annotations
@@ -49,25 +51,34 @@ def other_calls(dtype: str) -> Iterator[Call]:
     def t(*shape: int) -> TensorSpec:
         return TensorSpec(shape, dtype)
 
-    for b, hq, hkv, d, keys in ((1, 24, 8, 128, 700), (3, 40, 8, 128, 3000), (1, 14, 2, 64, 1500), (5, 8, 1, 256, 2500),
-                                (12, 28, 4, 128, 900), (1, 64, 8, 128, 20000), (2, 16, 16, 96, 1111)):
-        yield Call("attention", {"query": t(b, hq, 1, d), "key": t(b, hkv, keys, d), "value": t(b, hkv, keys, d)})
-    for b, hq, hkv, d, s in ((1, 24, 8, 128, 777), (2, 14, 2, 64, 1500), (1, 16, 16, 96, 300), (6, 32, 8, 128, 100)):
-        yield Call("attention", {"query": t(b, hq, s, d), "key": t(b, hkv, s, d), "value": t(b, hkv, s, d),
+    for b, hq, hkv, d, keys in ((1, 24, 8, 128, 700), (3, 40, 8, 128, 3000), (1, 14, 2, 64, 1500),
+                                (5, 8, 1, 256, 2500), (12, 28, 4, 128, 900), (1, 64, 8, 128, 20000),
+                                (2, 16, 16, 96, 1111)):
+        yield Call("attention", {"query": t(b, hq, 1, d), "key": t(b, hkv, keys, d),
+                                 "value": t(b, hkv, keys, d)})
+    for b, hq, hkv, d, s in ((1, 24, 8, 128, 777), (2, 14, 2, 64, 1500), (1, 16, 16, 96, 300),
+                             (6, 32, 8, 128, 100)):
+        yield Call("attention", {"query": t(b, hq, s, d), "key": t(b, hkv, s, d),
+                                 "value": t(b, hkv, s, d),
                                  "is_causal": True})
     for rows, hidden in ((1, 3584), (3, 896), (37, 5120), (300, 2304), (2500, 3072)):
         yield Call("rms_norm", {"x": t(rows, hidden), "weight": t(hidden)})
-        yield Call("add_rms_norm", {"x": t(rows, hidden), "residual": t(rows, hidden), "weight": t(hidden)})
-    for rows, k, n in ((1, 896, 4864), (3, 3584, 3584), (12, 5120, 13824), (60, 2304, 9216), (700, 3072, 3072)):
+        yield Call("add_rms_norm", {"x": t(rows, hidden), "residual": t(rows, hidden),
+                                    "weight": t(hidden)})
+    for rows, k, n in ((1, 896, 4864), (3, 3584, 3584), (12, 5120, 13824), (60, 2304, 9216),
+                       (700, 3072, 3072)):
         yield Call("linear", {"x": t(rows, k), "weight": t(n, k)})
     for rows, hidden, inner in ((1, 896, 4864), (6, 3584, 18944), (200, 2304, 9216)):
-        yield Call("mlp", {"x": t(rows, hidden), "weight_in": t(2 * inner, hidden), "weight_down": t(hidden, inner)})
+        yield Call("mlp", {"x": t(rows, hidden), "weight_in": t(2 * inner, hidden),
+                           "weight_down": t(hidden, inner)})
     for b, hq, hkv, d, s in ((1, 24, 8, 128, 1), (7, 14, 2, 64, 1), (1, 28, 4, 128, 900)):
-        yield Call("rope", {"q": t(b, hq, s, d), "k": t(b, hkv, s, d), "cos": t(s, d // 2), "sin": t(s, d // 2),
+        yield Call("rope", {"q": t(b, hq, s, d), "k": t(b, hkv, s, d), "cos": t(s, d // 2),
+                            "sin": t(s, d // 2),
                             "style": "rotate_half"})
     for rows, hidden in ((1, 1024), (50, 1600)):
         yield Call("layer_norm", {"x": t(rows, hidden), "weight": t(hidden), "bias": t(hidden)})
-    for batch, how in ((1, {"temperature": 0.6, "top_p": 0.95}), (5, {"top_k": 40}), (20, {"temperature": 0.0})):
+    for batch, how in ((1, {"temperature": 0.6, "top_p": 0.95}), (5, {"top_k": 40}),
+                       (20, {"temperature": 0.0})):
         yield Call("sample", {"logits": TensorSpec((batch, 151936), "float32"), "seed": 3, **how})
 
 
@@ -77,7 +88,8 @@ def listed(device: str, dtype: str) -> Iterator[Call]:
         return
     for shape in SHAPES:
         if dtype in shape.dtypes:
-            yield Call(shape.op, case=shape.sizes, dtype=dtype, name=f"{shape.name} {short(shape.sizes)}")
+            yield Call(shape.op, case=shape.sizes, dtype=dtype,
+                       name=f"{shape.name} {short(shape.sizes)}")
 
 
 def torch_way(op: str, values: Mapping[str, Any]) -> Callable[[], Any] | None:
@@ -88,13 +100,16 @@ def torch_way(op: str, values: Mapping[str, Any]) -> Callable[[], Any] | None:
 
 
 def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> Row | None:
-    op, values = dispatcher_of(call.op).op, written.make_values(dispatcher_of(call.op).op, call, device)
+    op, values = dispatcher_of(call.op).op, written.make_values(dispatcher_of(call.op).op, call,
+                                                                device)
     theirs = torch_way(op.name, values)
     if theirs is None:
         return None
     public = dispatcher_of(op.name).public
-    given = {p.name: values[p.name] for p in op.params if p.required or values[p.name] is not p.default}
-    row: Row = {"op": op.name, "call": call.name or survey([call], device)[0][0].kind.sizes_text, "modes": {}}
+    given = {p.name: values[p.name] for p in op.params if p.required
+             or values[p.name] is not p.default}
+    row: Row = {"op": op.name, "call": call.name or survey([call], device)[0][0].kind.sizes_text,
+                "modes": {}}
     with torch.no_grad():
         began = time.perf_counter()
         for _ in range(2):
@@ -107,7 +122,8 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
             for name, way in (("torch", theirs), ("lz", lambda: public(**given))):
                 race.enter(name, way)
             if race.failed:
-                told = {name: f"{type(e).__name__}: {str(e)[:120]}" for name, e in race.failed.items()}
+                told = {name: f"{type(e).__name__}: {str(e)[:120]}"
+                        for name, e in race.failed.items()}
                 row["modes"][mode] = {"failed": told}
                 continue
             end = time.perf_counter() + seconds
@@ -118,8 +134,9 @@ def measured(call: Call, device: str, modes: Sequence[str], seconds: float) -> R
             plan = lz_plan(found, ordered, mode)
             ratio = race.timings.gain("torch", "lz")
             row["modes"][mode] = {
-                "torch_us": race.timings.median("torch"), "lz_us": race.timings.median("lz"), "ratio": ratio.median,
-                "low": ratio.low, "high": ratio.high, "kernel": plan.kernel, "evidence": plan.steps[0].score.origin}
+                "torch_us": race.timings.median("torch"), "lz_us": race.timings.median("lz"),
+                "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "kernel": plan.kernel,
+                "evidence": plan.steps[0].score.origin}
     return row
 
 
@@ -149,18 +166,22 @@ def show(rows: Sequence[Row], modes: Sequence[str]) -> None:
                 print(f"{r['op'] + ' ' + r['call']:74.74} not run: {m['failed']}")
             elif m:
                 mark = " <" if m["ratio"] < BEHIND and m["high"] < 1.0 else ""
-                print(f"{r['op'] + ' ' + r['call']:74.74}{m['torch_us']:10.2f}{m['lz_us']:10.2f}{m['ratio']:7.2f}x"
-                      f"{mark:2} {m['kernel']} ({m['evidence'][:60]})")
+                print(
+                    f"{r['op'] + ' ' + r['call']:74.74}{m['torch_us']:10.2f}{m['lz_us']:10.2f}{m['ratio']:7.2f}x"
+                    f"{mark:2} {m['kernel']} ({m['evidence'][:60]})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mode", action="append", choices=(EAGER, CAPTURED))
-    parser.add_argument("--dtype", action="append", help="of the shapes; default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", action="append",
+                        help="of the shapes; default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--other", action="store_true", help="only shapes that are in no list of ours")
-    parser.add_argument("--no-shipped", action="store_true", help="without what came with the package")
+    parser.add_argument("--other", action="store_true",
+                        help="only shapes that are in no list of ours")
+    parser.add_argument("--no-shipped", action="store_true",
+                        help="without what came with the package")
     parser.add_argument("--seconds", type=float, help="stop after about so long")
     parser.add_argument("--seconds-per-call", type=float, default=0.15)
     parser.add_argument("--match", default="", help="only operations whose name contains this")
@@ -189,11 +210,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {mode: summary(rows, mode) for mode in modes}
     waits = [r["seconds_to_compile"] for r in rows]
     print("\n" + json.dumps(found, indent=1))
-    print(f"until nothing compiled any more, per call: median {statistics.median(waits):.2f} s, most {max(waits):.2f} s"
-          + (f"; {left} calls were not reached" if left else ""))
+    print(
+        f"until nothing compiled any more, per call: median {statistics.median(waits):.2f} s, most "
+        f"{max(waits):.2f} s"
+        + (f"; {left} calls were not reached" if left else ""))
     name = "h200" if "H200" in str(env["gpu"]) else f"{args.device}-{env['cores']}-cores"
-    out = args.out or Path(os.environ.get("OUT", Path(__file__).parent / "results")) / f"untuned-{name}.json"
-    out.write_text(json.dumps({"benchmark": "untuned", "environment": env, "shipped": not args.no_shipped,
+    out = (args.out or Path(os.environ.get("OUT", Path(__file__).parent / "results"))
+           / f"untuned-{name}.json")
+    out.write_text(json.dumps({"benchmark": "untuned", "environment": env,
+                               "shipped": not args.no_shipped,
                                "summary": found, "rows": rows}, indent=1) + "\n")
     print(f"written to {out}")
     return 0

@@ -40,7 +40,8 @@ BLOCK = re.compile(r"(<!-- generated:settings -->\n).*?(<!-- /generated:settings
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in (tuple(head), *rows)]
+    lines = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |"
+             for line in (tuple(head), *rows)]
     lines.insert(1, "|" + "---|" * lines[0].count(" | ") + "---|")
     return "\n".join(lines) + "\n"
 
@@ -74,9 +75,9 @@ def words(rule: Condition) -> str:
 
 def reason_codes() -> str:
     text = ("# Reason codes\n\n"
-            f"{len(Code)} codes in {len(Category)} categories. A code keeps its string for good and is never reused: "
-            "logs, counters and tests may rely on it. `want` and `got` are what was wanted and what came, `fact` is "
-            "which property of the call it is about.\n\n")
+            f"{len(Code)} codes in {len(Category)} categories. A code keeps its string for good "
+            "and is never reused: logs, counters and tests may rely on it. `want` and `got` are "
+            "what was wanted and what came, `fact` is which property of the call it is about.\n\n")
     for category in Category:
         rows = [(code(c.value), c.template, c.advice) for c in Code if c.category is category]
         text += f"## {category.value}\n\n" + table(("code", "says", "what to do"), rows) + "\n"
@@ -86,16 +87,20 @@ def reason_codes() -> str:
 # kernels
 
 def kernels() -> list[Kernel]:
-    return [k for name in BACKENDS for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
+    return [k for name in BACKENDS
+            for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
 
 
 def library(kernel: Kernel) -> str:
-    name = f"{kernel.distribution or kernel.package.replace('_', '-')} {kernel.version}" if kernel.package else "torch"
-    return f"{name}, torch {kernel.torch}" if kernel.package and kernel.torch else f"{name} {kernel.torch}".strip()
+    name = (f"{kernel.distribution or kernel.package.replace('_', '-')} {kernel.version}"
+            if kernel.package else "torch")
+    return (f"{name}, torch {kernel.torch}" if kernel.package and kernel.torch
+            else f"{name} {kernel.torch}".strip())
 
 
 def remarks(kernel: Kernel) -> str:
-    said = [kernel.note, "torch's default: all that is left under `lz.disabled()`" if kernel.baseline else "",
+    said = [kernel.note, "torch's default: all that is left under `lz.disabled()`"
+            if kernel.baseline else "",
             "compiles on first use" if kernel.jit else "",
             "**not yet run on the hardware it is for**" if kernel.untested else ""]
     return "; ".join(filter(None, said))
@@ -109,21 +114,25 @@ def deterministic(kernel: Kernel) -> str:
 
 def capabilities() -> str:
     text = ("# Kernels\n\n"
-            "What each kernel can do, as it is declared. A call that breaks one requirement is served by another "
-            "kernel, and `lz.explain` names the requirement. Whether a kernel is available on your machine is what "
-            "`lz.list_kernels()` says.\n\n"
-            "*Deterministic*: the same bits every time. *Backward*: gradients flow through it. *Graph*: may be "
-            "captured in a CUDA graph. *Compile*: made of torch operations, so that `torch.compile` can look inside. "
-            "*Layouts*: taken as they are; another one is viewed first.\n\n")
+            "What each kernel can do, as it is declared. A call that breaks one requirement is "
+            "served by another kernel, and `lz.explain` names the requirement. Whether a kernel is "
+            "available on your machine is what `lz.list_kernels()` says.\n\n"
+            "*Deterministic*: the same bits every time. *Backward*: gradients flow through it. "
+            "*Graph*: may be captured in a CUDA graph. *Compile*: made of torch operations, so "
+            "that `torch.compile` can look inside. *Layouts*: taken as they are; another one is "
+            "viewed first.\n\n")
     everyone = kernels()
     for op in builtin_ops().values():
         ours = [k for k in everyone if k.op is op]
         text += f"## {op.name}\n\n" + table(
-            ("kernel", "library", "deterministic", "backward", "graph", "compile", "layouts", "remarks"),
-            [(code(k.id), library(k), deterministic(k), yes(k.differentiable), yes(k.graph_safe), yes(k.traceable),
+            ("kernel", "library", "deterministic", "backward", "graph", "compile", "layouts",
+             "remarks"),
+            [(code(k.id), library(k), deterministic(k), yes(k.differentiable), yes(k.graph_safe),
+              yes(k.traceable),
               ", ".join(k.variants) or "any", remarks(k)) for k in ours])
         text += "\nRequirements:\n\n" + "".join(
-            f"- {code(k.id)}: {'; '.join(map(words, k.requires)) or 'none beyond the contract'}\n" for k in ours) + "\n"
+            f"- {code(k.id)}: {'; '.join(map(words, k.requires)) or 'none beyond the contract'}\n"
+            for k in ours) + "\n"
     return text
 
 
@@ -149,31 +158,41 @@ def op_page(op: Op) -> Iterator[str]:
     yield f"```text\n{inspect.cleandoc(op.reference.__doc__ or '')}\n```\n"
     names = list(next(iter(op.patterns.values())))
     columns = [v or "shape" for v in op.patterns]
-    rows = [(code(name), *(code(" ".join(p[name])) for p in op.patterns.values())) for name in names]
-    rows += [(f"result {i}" if i else "result", *(code(" ".join(r[i])) for r in op.result_patterns.values()))
+    rows = [(code(name), *(code(" ".join(p[name])) for p in op.patterns.values()))
+            for name in names]
+    rows += [(f"result {i}" if i else "result",
+              *(code(" ".join(r[i])) for r in op.result_patterns.values()))
              for i in range(len(next(iter(op.result_patterns.values()))))]
     if rows:
-        yield "Shapes (`~` broadcasts, `*` is any number of dimensions):\n\n" + table(("", *columns), rows)
+        yield "Shapes (`~` broadcasts, `*` is any number of dimensions):\n\n" + table(
+            ("", *columns), rows)
     if op.reads:
         yield f"Facts read from its arguments: {listed(op.reads)}.\n"
     if op.derived:
-        yield "Derived facts:\n\n" + table(("fact", "is"), [(code(k), code(v)) for k, v in op.derived.items()])
+        yield "Derived facts:\n\n" + table(("fact", "is"),
+                                           [(code(k), code(v)) for k, v in op.derived.items()])
     if op.requires:
-        yield "The contract's own limits; breaking one is the caller's error (`InvalidCall`):\n\n" + table(
-            ("must hold", "else"), [(words(r), ", ".join(dict.fromkeys(code(x.code.value) for x in r.leaves())))
-                                    for r in op.requires])
+        yield ("The contract's own limits; breaking one is the caller's error (`InvalidCall`):\n\n"
+               + table(
+             ("must hold", "else"),
+             [(words(r), ", ".join(dict.fromkeys(code(x.code.value) for x in r.leaves())))
+                                     for r in op.requires]))
     if op.limits:
-        yield "What its numbers must lie in to be read at all; else `VALUE_OUT_OF_RANGE`:\n\n" + table(
-            ("number", "range"), [(code(name), range_text(*limits)) for name, limits in op.limits.items()])
+        yield ("What its numbers must lie in to be read at all; else `VALUE_OUT_OF_RANGE`:\n\n"
+               + table(
+             ("number", "range"),
+             [(code(name), range_text(*limits)) for name, limits in op.limits.items()]))
     yield "How wrong a kernel may be, against the reference computed in a wider dtype: at most " \
         f"{op.tolerance.times_eager:g} x the error of the eager formula at the same dtype and a few roundings, and " \
         "inside this table unless the eager formula is not:\n\n" + table(
             ("dtype", "relative", "absolute"), [(d, f"{r:g}", f"{a:g}") for d, (r, a) in op.tolerance.by_dtype.items()])
     yield table(("", ""), [
-        ("FLOPs", code(op.flops)), ("bytes", code(op.bytes)), ("kept exactly in the key", listed(op.exact)),
+        ("FLOPs", code(op.flops)), ("bytes", code(op.bytes)),
+        ("kept exactly in the key", listed(op.exact)),
         ("one dtype", listed(op.same_dtype)), ("gradients", listed(op.differentiable)),
         ("tested dtypes", listed(op.dtypes)),
-        ("under autocast", "inputs in the autocast dtype" if op.autocast == "lower" else "as given"),
+        ("under autocast", "inputs in the autocast dtype" if op.autocast == "lower"
+         else "as given"),
         ("cases in the contract", len(op.cases))])
 
 
@@ -182,7 +201,8 @@ def ops() -> str:
             "Each is one file in `src/layerzero/ops/`; this page is written from it. Facts are what rules and policies "
             "may read of a call: the sizes and parameters below, the derived facts, and these.\n\n")
     text += table(("", "facts"), [
-        ("of the device", listed(sorted(DEVICE_FACTS))), ("of the call", listed(sorted(CALL_FACTS))),
+        ("of the device", listed(sorted(DEVICE_FACTS))),
+        ("of the call", listed(sorted(CALL_FACTS))),
         ("of each tensor, like `query.dtype`", listed(TENSOR_FACTS))]) + "\n"
     return text + "\n".join("\n".join(op_page(op)) for op in builtin_ops().values())
 
@@ -191,28 +211,34 @@ def ops() -> str:
 
 def setting_rows() -> str:
     def shown(value: Any) -> str:
-        return '""' if value == "" else str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        return ('""' if value == "" else str(value).lower() if value is None
+                or isinstance(value, bool) else str(value))
 
     return table(("setting", "type", "default", "meaning"), [
-        (code(name), s.type.__name__ + (" or none" if s.default is None else ""), code(shown(s.default)), s.doc)
+        (code(name), s.type.__name__ + (" or none" if s.default is None else ""),
+         code(shown(s.default)), s.doc)
         for name, s in SETTINGS.items()])
 
 
 def settings() -> str:
-    return (f"# Settings\n\nSet by `lz.configure(name=value)`, in a `with lz.prefer(name=value)` block, in the policy "
-            f"file, or in the environment; the highest of these layers that has one decides: {', '.join(LAYERS)}. "
-            f"[Policy](../policy.md) explains them.\n\n{setting_rows()}\n## Environment variables\n\n"
-            + table(("variable", "meaning"), [(code(name), doc) for name, doc in sorted(VARIABLES.items())]))
+    return (
+        f"# Settings\n\nSet by `lz.configure(name=value)`, in a `with lz.prefer(name=value)` block, in the policy "
+        f"file, or in the environment; the highest of these layers that has one decides: {', '.join(LAYERS)}. "
+        f"[Policy](../policy.md) explains them.\n\n{setting_rows()}\n## Environment variables\n\n"
+        + table(("variable", "meaning"), [(code(name), doc) for name, doc in sorted(VARIABLES.items())]))
 
 
 def events() -> str:
-    text = ("# Events\n\nWhat `lz.subscribe` hears and `lz.stats().events` counts, by name. Every event has `op` and "
-            "`kernel` (empty where it is about neither) and `to_json()`. A call that finds its remembered choice makes "
-            "no event.\n\n")
-    kinds = [v for v in vars(event_module).values() if isinstance(v, type) and issubclass(v, Event) and v is not Event]
+    text = (
+        "# Events\n\nWhat `lz.subscribe` hears and `lz.stats().events` counts, by name. Every event has `op` and "
+        "`kernel` (empty where it is about neither) and `to_json()`. A call that finds its remembered choice makes "
+        "no event.\n\n")
+    kinds = [v for v in vars(event_module).values() if isinstance(v, type) and issubclass(v, Event)
+             and v is not Event]
     return text + table(("event", "class", "also carries", "meaning"), [
-        (code(k.name), code(k.__name__), listed((f.name for f in fields(k) if f.name not in ("op", "kernel")), ""),
-         inspect.cleandoc(k.__doc__ or "")) for k in kinds])
+        (code(k.name), code(k.__name__),
+         listed((f.name for f in fields(k) if f.name not in ("op", "kernel")), ""),
+         " ".join((k.__doc__ or "").split())) for k in kinds])
 
 
 # public names
@@ -222,18 +248,20 @@ def api_entry(name: str, value: Any) -> str:
     text = f"### lz.{name}\n\n"
     if inspect.isfunction(value):
         text += f"```text\n{stub.plain_signature(name.rpartition('.')[2], value)}\n```\n\n"
-    first = inspect.getdoc(value) or ""
+    first = (inspect.getdoc(value) or "").strip()
     text += first.split("\n\n")[0].replace("\n", " ") + "\n\n"
     return text + f"```python\n{stub.example(name)}\n```\n\n"
 
 
 def api() -> str:
     top, groups = stub.top(), stub.groups()
-    text = (f"# Public names\n\n{len(top)} names at the top, beside the [operations](ops.md); the rest is grouped. "
-            "All are loaded when first used. Each example starts with torch imported, and layerzero as `lz`; a test "
-            "runs it.\n\n")
+    text = (
+        f"# Public names\n\n{len(top)} names at the top, beside the [operations](ops.md); the rest is grouped. "
+        "All are loaded when first used. Each example starts with torch imported, and layerzero as `lz`; a test "
+        "runs it.\n\n")
     text += table(("", "names"), [
-        ("`lz`", listed(top)), *((code(f"lz.{name}"), listed(module.__all__)) for name, module in groups.items())])
+        ("`lz`", listed(top)), *((code(f"lz.{name}"), listed(module.__all__))
+                                 for name, module in groups.items())])
     text += "\n## lz\n\n" + "".join(api_entry(name, value) for name, value in top.items())
     for group, module in groups.items():
         doc = inspect.cleandoc(module.__doc__ or "")
@@ -248,26 +276,31 @@ def api() -> str:
 def pages() -> dict[Path, str]:
     """Every generated file with the text it should have."""
     policy = DOCS / "policy.md"
-    made = {"api": api, "reason-codes": reason_codes, "capabilities": capabilities, "ops": ops, "settings": settings,
+    made = {"api": api, "reason-codes": reason_codes, "capabilities": capabilities, "ops": ops,
+            "settings": settings,
             "events": events}
-    found = {DOCS / "reference" / f"{name}.md": NOTE + make().rstrip() + "\n" for name, make in made.items()}
+    found = {DOCS / "reference" / f"{name}.md": NOTE + make().rstrip() + "\n"
+             for name, make in made.items()}
     text, blocks = BLOCK.subn(lambda m: m[1] + setting_rows() + m[2], policy.read_text("utf-8"))
     if blocks != 1:
-        raise SystemExit(f"{policy.name} must have one block between <!-- generated:settings --> and its end mark, "
-                         f"got {blocks}")
+        raise SystemExit(
+            f"{policy.name} must have one block between <!-- generated:settings --> and its end mark, "
+            f"got {blocks}")
     return {**found, policy: text}
 
 
 def out_of_date() -> list[str]:
     wanted = pages()
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
+    stale = [path for path, text in wanted.items() if not path.exists()
+             or path.read_text("utf-8") != text]
     strays = [path for path in (DOCS / "reference").glob("*.md") if path not in wanted]
     return [str(path.relative_to(DOCS.parent)) for path in (*stale, *strays)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the generated pages of the documentation.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; exit 1 where a page is out of date")
     stale = out_of_date()
     if parser.parse_args(arguments).check:
         for name in stale:

@@ -1,7 +1,7 @@
 """One short example for each public name that is no operation; a test runs every one of them.
 
-They go into the generated stubs and docs/reference/api.md. Each starts with `torch` and `lz` imported,
-in an empty folder. Examples of operations are made from their cases.
+They go into the generated stubs and docs/reference/api.md. Each starts with `torch` and `lz`
+imported, in an empty folder. Examples of operations are made from their cases.
 """
 
 LLAMA = '''from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,18 +19,23 @@ EXAMPLES = {
     # classes
     "Code": 'assert lz.Code.NOT_INSTALLED.category.value == "software"',
     "Device": 'plan = lz.explain("rms_norm", torch.ones(2, 8), on=lz.doctor().devices[0])',
-    "Kernel": 'lz.register(lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: lz.op("rms_norm").reference))',
+    "Kernel":
+        'lz.register(lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: '
+        'lz.op("rms_norm").reference))',
     "Op": 'op: lz.Op = lz.op("rms_norm")\nvalues = op.inputs(**op.cases[0])',
-    "Plan": 'plan: lz.Plan = lz.explain("rms_norm", torch.ones(2, 8))\nprint(plan.kernel, plan.rejected)',
+    "Plan": 'plan: lz.Plan = lz.explain("rms_norm", torch.ones(2, 8))\nprint(plan.kernel, '
+            'plan.rejected)',
     "PolicyRule": 'lz.configure(rules=(lz.PolicyRule.of("deny", "triton.*", "rms_norm"),))',
-    "Reason": 'reasons: tuple[lz.Reason, ...] = lz.explain("rms_norm", torch.ones(2, 8)).rejected[0].reasons',
+    "Reason": 'reasons: tuple[lz.Reason, ...] = lz.explain("rms_norm", torch.ones(2, '
+              '8)).rejected[0].reasons',
     "SelectionReport": 'report: lz.SelectionReport = lz.explain("rms_norm", torch.ones(2, 8))\n'
                        'print(report.transform_cost_total, report.fused_ops)',
     "Tolerance": 'assert isinstance(lz.op("rms_norm").tolerance, lz.Tolerance)',
     # ask
     "doctor": 'print(lz.doctor())',
     "explain": 'print(lz.explain("rms_norm", torch.ones(2, 8)))',
-    "list_kernels": 'ready = [row.id for row in lz.list_kernels("attention") if row.status == "ready"]',
+    "list_kernels": 'ready = [row.id for row in lz.list_kernels("attention") if row.status == '
+                    '"ready"]',
     "op": 'contract = lz.op("attention")',
     "select": 'plan = lz.select("rms_norm", torch.ones(2, 8))',
     "stats": 'print(lz.stats().calls)',
@@ -43,18 +48,22 @@ EXAMPLES = {
     "disabled": 'with lz.disabled():\n    out = lz.rms_norm(torch.ones(2, 8))',
     "get_config": 'settings = lz.get_config()["settings"]',
     "get_locks": 'locks = lz.get_locks()',
-    "load_config": 'open("policy.yaml", "w").write(\'rules: [{deny: "triton.*"}]\')\nlz.load_config("policy.yaml")',
+    "load_config": 'open("policy.yaml", "w").write(\'rules: [{deny: '
+                   '"triton.*"}]\')\nlz.load_config("policy.yaml")',
     "lock": 'lz.lock("rms_norm", "torch.rms_norm")',
     "prefer": 'with lz.prefer("reference"):\n    out = lz.rms_norm(torch.ones(2, 8))',
     "reload": 'lz.reload()',
     "unlock": 'lz.lock("rms_norm", "torch.rms_norm")\nlz.unlock("rms_norm")',
     # add
-    "register": 'kernel = lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: lz.op("rms_norm").reference)\n'
+    "register": 'kernel = lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: '
+                'lz.op("rms_norm").reference)\n'
                 'lz.register(kernel)',
-    "unregister": 'kernel = lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: lz.op("rms_norm").reference)\n'
+    "unregister": 'kernel = lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: '
+                  'lz.op("rms_norm").reference)\n'
                   'lz.register(kernel)\nlz.unregister("mine.norm")',
     # measure and prepare
-    "compile": 'model = lz.compile(lambda x: lz.rms_norm(x), torch.ones(2, 8))\nout = model(torch.ones(2, 8))',
+    "compile": 'model = lz.compile(lambda x: lz.rms_norm(x), torch.ones(2, 8))\nout = '
+               'model(torch.ones(2, 8))',
     "dry_run": 'print(lz.dry_run(lambda x: lz.rms_norm(x), torch.ones(2, 8)))',
     "readiness_check": CALLS + 'assert lz.readiness_check(calls, device="cpu").ok',
     "recording": 'with lz.recording() as recorder:\n    lz.rms_norm(torch.ones(2, 8))\n'
@@ -63,13 +72,17 @@ EXAMPLES = {
     "warmup": CALLS + 'report = lz.warmup(calls, device="cpu")',
     # models
     "accelerate": LLAMA + 'report = lz.accelerate(model.eval(), measure=False)',
-    "attn_processor": 'processor = lz.attn_processor()      # for a diffusers model: set_attn_processor(processor)',
+    "attn_processor": 'processor = lz.attn_processor()      # for a diffusers model: '
+                      'set_attn_processor(processor)',
     "kv_cache": 'cache = lz.kv_cache("paged", pages=8, page_size=16, kv_heads=2, head_dim=64)',
-    "page_table_from_csr": 'table, lengths = lz.page_table_from_csr(torch.tensor([0, 2, 3]), torch.tensor([5, 1, 4]))',
+    "page_table_from_csr": 'table, lengths = lz.page_table_from_csr(torch.tensor([0, 2, 3]), '
+                           'torch.tensor([5, 1, 4]))',
     "patch": LLAMA + 'report = lz.patch(model)',
     "patched": LLAMA + 'with lz.patched(model):\n    out = model(torch.arange(9)[None])',
-    "register_diffusers": 'lz.register_diffusers()              # then: set_attention_backend("layerzero")',
-    "register_transformers": 'lz.register_transformers()           # then: attn_implementation="layerzero"',
+    "register_diffusers": 'lz.register_diffusers()              # then: '
+                          'set_attention_backend("layerzero")',
+    "register_transformers": 'lz.register_transformers()           # then: '
+                             'attn_implementation="layerzero"',
     "sample_minp": 'tokens = lz.sample_minp(torch.randn(4, 1000), 0.05)',
     "sample_topk": 'tokens = lz.sample_topk(torch.randn(4, 1000), 50)',
     "sample_topp": 'tokens = lz.sample_topp(torch.randn(4, 1000), 0.9)',
@@ -80,15 +93,20 @@ EXAMPLES = {
     "write_bundle": 'lz.write_bundle("bundle.tar.gz", device="cpu")',
     # groups
     "graphs.graph": 'x = torch.ones(2, 8)\nif torch.cuda.is_available():\n    x = x.cuda()\n'
-                    '    lz.graphs.warmup_capture(lz.rms_norm, x)\n    cuda_graph = torch.cuda.CUDAGraph()\n'
+                    '    lz.graphs.warmup_capture(lz.rms_norm, x)\n    cuda_graph = '
+                    'torch.cuda.CUDAGraph()\n'
                     '    with lz.graphs.graph(cuda_graph) as held:\n        out = lz.rms_norm(x)\n'
                     '    print(held.kernels)',
     "graphs.is_graph_safe": 'verdict = lz.graphs.is_graph_safe("torch.rms_norm")',
-    "graphs.validate_graph_capture": 'report = lz.graphs.validate_graph_capture(lz.rms_norm, torch.ones(2, 8))',
+    "graphs.validate_graph_capture": 'report = lz.graphs.validate_graph_capture(lz.rms_norm, '
+                                     'torch.ones(2, 8))',
     "graphs.warmup_capture": 'if torch.cuda.is_available():\n'
-                             '    lz.graphs.warmup_capture(lz.rms_norm, torch.ones(2, 8, device="cuda"))',
-    "kernels.Const": 'load = lambda: lz.kernels.direct(torch.nn.functional.rms_norm, "x", lz.kernels.Const((8,)))',
-    "kernels.GPUGeneration": 'assert lz.kernels.GPUGeneration.HOPPER < lz.kernels.GPUGeneration.BLACKWELL',
+                             '    lz.graphs.warmup_capture(lz.rms_norm, torch.ones(2, 8, '
+                             'device="cuda"))',
+    "kernels.Const": 'load = lambda: lz.kernels.direct(torch.nn.functional.rms_norm, "x", '
+                     'lz.kernels.Const((8,)))',
+    "kernels.GPUGeneration": 'assert lz.kernels.GPUGeneration.HOPPER < '
+                             'lz.kernels.GPUGeneration.BLACKWELL',
     "kernels.Hub": 'hub = lz.kernels.Hub(allow=("kernels-community/*",))',
     "kernels.HubError": 'try:\n    lz.kernels.Hub(allow=("me/*",)).load("you/norm", version=1)\n'
                         'except lz.kernels.HubError as error:\n    print(error)',
@@ -118,7 +136,8 @@ EXAMPLES = {
                                 'lz.kernels.use_capabilities(limits)',
     "positions.alibi_bias": 'bias = lz.positions.alibi_bias(8, 16, 16, is_causal=True)',
     "positions.alibi_slopes": 'slopes = lz.positions.alibi_slopes(8)',
-    "positions.rope_tables": 'cos, sin = lz.positions.rope_tables(64, 128)\nq = torch.randn(1, 8, 128, 64)\n'
+    "positions.rope_tables": 'cos, sin = lz.positions.rope_tables(64, 128)\nq = torch.randn(1, 8, '
+                             '128, 64)\n'
                              'q, k = lz.rope(q, q, cos, sin, style="rotate_half")',
     "positions.xpos_tables": '(cos_q, sin_q), (cos_k, sin_k) = lz.positions.xpos_tables(64, 128)',
     "quant.choose_format": 'choice = lz.quant.choose_format("cpu")',
@@ -127,7 +146,8 @@ EXAMPLES = {
     "quant.limit_packed": 'lz.quant.limit_packed(1 << 30)',
     "quant.packed_weights": 'print(lz.quant.packed_weights())',
     "quant.quantized_shard": 'q, scales, *_ = lz.quantize(torch.randn(64, 32), format="int8")\n'
-                             'shard = lz.quant.quantized_shard(q, scales, None, 0, 2, format="int8")',
+                             'shard = lz.quant.quantized_shard(q, scales, None, 0, 2, '
+                             'format="int8")',
     "quant.row_shard": 'shard = lz.quant.row_shard(torch.randn(64, 32), rank=0, world=2)',
     "speculative.generate": '''
         def draft(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -138,8 +158,10 @@ EXAMPLES = {
 
         result = lz.speculative.generate(draft, target, torch.tensor([[1, 2]]), max_new_tokens=5, seed=0)
         ''',
-    "speculative.tree_attention_mask": 'mask = lz.speculative.tree_attention_mask(torch.tensor([[-1, 0, 0]]))',
-    "speculative.tree_positions": 'positions = lz.speculative.tree_positions(torch.tensor([[-1, 0, 0]]))',
+    "speculative.tree_attention_mask":
+        'mask = lz.speculative.tree_attention_mask(torch.tensor([[-1, 0, 0]]))',
+    "speculative.tree_positions": 'positions = lz.speculative.tree_positions(torch.tensor([[-1, 0, '
+                                  '0]]))',
     "speculative.verify": '''
         draft, target = torch.rand(1, 3, 9).softmax(-1), torch.rand(1, 4, 9).softmax(-1)
         result = lz.speculative.verify(torch.tensor([[1, 2, 3]]), draft, target, seed=0)
@@ -158,10 +180,12 @@ EXAMPLES = {
         either = lz.tables.Either(((norm,), (norm,)))
         ''',
     "tables.Glue": 'double = lz.tables.Glue("double", lambda x: x * 2, ("input",), ("output",))',
-    "tables.Stage": 'norm = lz.tables.Stage("rms_norm", {"x": "input"}, ("output",), {"eps": 1e-5})',
+    "tables.Stage": 'norm = lz.tables.Stage("rms_norm", {"x": "input"}, ("output",), {"eps": '
+                    '1e-5})',
     "tables.Table": CALLS + 'table: lz.tables.Table = lz.tables.solve(calls, device="cpu")',
     "tables.bind": 'x = torch.ones(2, 8)\nnorm = lz.tables.bind("rms_norm", x)\nout = norm(x)',
-    "tables.check_lockfile": CALLS + 'lz.tables.write_lockfile(lz.tables.solve(calls, device="cpu"))\n'
+    "tables.check_lockfile": CALLS + 'lz.tables.write_lockfile(lz.tables.solve(calls, '
+                                     'device="cpu"))\n'
                                      'assert not lz.tables.check_lockfile()',
     "tables.plan_block": '''
         norm = lz.tables.Stage("rms_norm", {"x": "input"}, ("output",))
@@ -171,24 +195,30 @@ EXAMPLES = {
         ''',
     "tables.solve": CALLS + 'table = lz.tables.solve(calls, path="table.json", device="cpu")',
     "tables.table_in_force": 'table = lz.tables.table_in_force()',
-    "tables.use_lockfile": CALLS + 'lz.tables.write_lockfile(lz.tables.solve(calls, device="cpu"))\n'
+    "tables.use_lockfile": CALLS + 'lz.tables.write_lockfile(lz.tables.solve(calls, '
+                                   'device="cpu"))\n'
                                    'lz.tables.use_lockfile()',
     "tables.use_table": CALLS + 'lz.tables.use_table(lz.tables.solve(calls, device="cpu"))',
     "tables.write_lockfile": CALLS + 'table = lz.tables.solve(calls, device="cpu")\n'
                                      'lz.tables.write_lockfile(table, "layerzero.lock")',
-    "testing.Call": 'call = lz.testing.Call("rms_norm", {"x": lz.testing.TensorSpec((2, 8), "float32")})',
+    "testing.Call": 'call = lz.testing.Call("rms_norm", {"x": lz.testing.TensorSpec((2, 8), '
+                    '"float32")})',
     "testing.TensorSpec": 'spec = lz.testing.TensorSpec((2, 8), "float32")',
     "testing.calls_for": CALLS,
-    "testing.probe": 'from layerzero.backends.torch_norm import KERNELS\nreason = lz.testing.probe(KERNELS[0])',
-    "testing.read_calls": 'from pathlib import Path\n' + CALLS + 'lz.testing.write_calls(Path("calls.jsonl"), calls)\n'
+    "testing.probe": 'from layerzero.backends.torch_norm import KERNELS\nreason = '
+                     'lz.testing.probe(KERNELS[0])',
+    "testing.read_calls": 'from pathlib import Path\n' + CALLS
+    + 'lz.testing.write_calls(Path("calls.jsonl"), calls)\n'
                           'calls = lz.testing.read_calls(Path("calls.jsonl"))',
     "testing.regret": CALLS + 'report = lz.testing.regret(calls, seconds=0.05)',
     "testing.run_isolated": 'outcome = lz.testing.run_isolated("math:sqrt", 2.0, timeout=60.0)',
-    "testing.write_calls": 'from pathlib import Path\n' + CALLS + 'lz.testing.write_calls(Path("calls.jsonl"), calls)',
+    "testing.write_calls": 'from pathlib import Path\n' + CALLS
+    + 'lz.testing.write_calls(Path("calls.jsonl"), calls)',
     "tokens.forget_prefixes": 'lz.tokens.forget_prefixes()',
     "tokens.load_tokenizer": WORDS + 'ids = lz.tokenize("hello", lz.tokens.load_tokenizer(words))',
     "tokens.patch_tokenizer": FAST + 'lz.tokens.patch_tokenizer(fast)',
     "tokens.prefix_memories": 'counts = lz.tokens.prefix_memories()',
     "tokens.tokenizer_for": FAST + 'handle = lz.tokens.tokenizer_for(fast)',
-    "tokens.unpatch_tokenizer": FAST + 'lz.tokens.patch_tokenizer(fast)\nlz.tokens.unpatch_tokenizer(fast)',
+    "tokens.unpatch_tokenizer": FAST
+    + 'lz.tokens.patch_tokenizer(fast)\nlz.tokens.unpatch_tokenizer(fast)',
 }

@@ -1,10 +1,12 @@
-"""Writes src/layerzero/*.pyi: every public name with its true signature, for type checkers and editors.
+"""Writes src/layerzero/*.pyi: every public name with its true signature, for type checkers and
+editors.
 
     python docs/stub.py                write what is out of date
 
-Functions of operations are made when they are first asked for, so no type checker can read them from the source.
-Their signatures come from the declarations, their results from computing the cases of each operation. All other
-signatures and docstrings are those of the functions themselves; the examples are in docs/public_examples.py.
+Functions of operations are made when they are first asked for, so no type checker can read them
+from the source. Their signatures come from the declarations, their results from computing the cases
+of each operation. All other signatures and docstrings are those of the functions themselves; the
+examples are in docs/public_examples.py.
 """
 
 from __future__ import annotations
@@ -76,8 +78,11 @@ def results(op: Op) -> list[tuple[Mapping[str, Any], str]]:
     return typed
 
 
-def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str, dict[str, str]] | None:
-    """The parameter that decides what is returned: its annotation -> the type; None where there is none."""
+def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
+                                                                            dict[str, str]] | None:
+    """The parameter that decides what is returned: its annotation -> the type; None where there is
+    none.
+    """
     for param in op.params:
         types: dict[str, set[str]] = {}
         for values, returned in typed:
@@ -90,7 +95,9 @@ def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
 # Examples
 
 def example(name: str, decided: Mapping[str, str] = {}) -> str:
-    """The lines that show how a name is used; of an operation, made from a case that fits what an overload decides."""
+    """The lines that show how a name is used; of an operation, made from a case that fits what an
+    overload decides.
+    """
     if name in EXAMPLES:
         return textwrap.dedent(EXAMPLES[name]).strip()
     if name not in CATALOG:
@@ -99,22 +106,29 @@ def example(name: str, decided: Mapping[str, str] = {}) -> str:
     values = {n: v for n, v in simplest(op, decided).items() if not is_default(op, n, v)}
     written = {n: literal(v) for n, v in values.items()}
     if any(text is None for text in written.values()):
-        return f"op = lz.op({name!r})\nout = lz.{name}(**op.inputs(**op.cases[0]))".replace("'", '"')
-    arguments = [str(written[p.name]) if p.required and not p.keyword_only else f"{p.name}={written[p.name]}"
+        return f"op = lz.op({name!r})\nout = lz.{name}(**op.inputs(**op.cases[0]))".replace(
+            "'", '"')
+    arguments = [str(written[p.name]) if p.required and not p.keyword_only
+                 else f"{p.name}={written[p.name]}"
                  for p in op.params if p.name in written]
     line = f"out = lz.{name}({', '.join(arguments)})"
-    return line if len(line) < 88 else f"out = lz.{name}(\n" + "".join(f"    {a},\n" for a in arguments) + ")"
+    return (line if len(line) < 88
+            else f"out = lz.{name}(\n" + "".join(f"    {a},\n" for a in arguments) + ")")
 
 
 def simplest(op: Op, decided: Mapping[str, str]) -> Mapping[str, Any]:
-    """The inputs of the case with the fewest arguments, then the fewest numbers; better none with a size of 0 or 1."""
+    """The inputs of the case with the fewest arguments, then the fewest numbers; better none with a
+    size of 0 or 1.
+    """
     def size(values: Mapping[str, Any]) -> tuple[bool, int, int]:
         shapes = [v.shape for v in values.values() if isinstance(v, torch.Tensor)]
         return (any(n < 2 for shape in shapes for n in shape),
-                sum(not is_default(op, n, v) for n, v in values.items()), sum(s.numel() for s in shapes))
+                sum(not is_default(op, n, v) for n, v in values.items()),
+                sum(s.numel() for s in shapes))
 
     inputs = [op.inputs(**case) for case in op.cases]
-    return min((v for v in inputs if all(kind in ("bool", kind_of(op, v, n)) for n, kind in decided.items())), key=size)
+    return min((v for v in inputs if all(kind in ("bool", kind_of(op, v, n))
+                                         for n, kind in decided.items())), key=size)
 
 
 def kind_of(op: Op, values: Mapping[str, Any], name: str) -> str:
@@ -125,7 +139,8 @@ def kind_of(op: Op, values: Mapping[str, Any], name: str) -> str:
 
 def is_default(op: Op, name: str, value: Any) -> bool:
     default = next(p for p in op.params if p.name == name).default
-    return not isinstance(value, torch.Tensor) and type(value) is type(default) and bool(value == default)
+    return (not isinstance(value, torch.Tensor) and type(value) is type(default)
+            and bool(value == default))
 
 
 def literal(value: Any) -> str | None:
@@ -153,7 +168,8 @@ class Stub:
     """One file: what it imports, and the definitions."""
 
     module: ModuleType
-    imports: dict[str, str] = field(default_factory=dict)      # local name -> the import that brings it
+    # local name -> the import that brings it
+    imports: dict[str, str] = field(default_factory=dict)
     exported: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
 
@@ -193,7 +209,8 @@ class Stub:
         self.imports[name] = line
         return name
 
-    def parameters(self, function: Callable[..., Any], decided: Mapping[str, str] = {}) -> Iterator[str]:
+    def parameters(self, function: Callable[..., Any],
+                   decided: Mapping[str, str] = {}) -> Iterator[str]:
         keyword_only = False
         listed = list(inspect.signature(function).parameters.values())
         for i, p in enumerate(listed):
@@ -203,15 +220,18 @@ class Stub:
                     yield "*"
             kind = decided.get(p.name) or self.annotation(p.annotation, function)
             stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-            held = p.name in decided and p.default is not p.empty and kind not in (f"Literal[{p.default}]", "bool")
+            held = (p.name in decided and p.default is not p.empty
+                    and kind not in (f"Literal[{p.default}]", "bool"))
             default = "" if p.default is p.empty or held else f" = {shown(p.default)}"
             yield f"{stars}{p.name}: {kind.replace(chr(39), chr(34))}{default}"
-            if p.kind is p.POSITIONAL_ONLY and (i + 1 == len(listed) or listed[i + 1].kind is not p.POSITIONAL_ONLY):
+            if (p.kind is p.POSITIONAL_ONLY
+                and (i + 1 == len(listed) or listed[i + 1].kind is not p.POSITIONAL_ONLY)):
                 yield "/"
 
     def returned(self, function: Callable[..., Any]) -> str:
         text = self.annotation(inspect.signature(function).return_annotation, function)
-        if getattr(function, "__code__", None) and function.__code__.co_filename == contextlib.__file__:
+        if (getattr(function, "__code__", None)
+            and function.__code__.co_filename == contextlib.__file__):
             self.imports["AbstractContextManager"] = "from contextlib import AbstractContextManager"
             self.imports.pop("Iterator", None)
             return text.replace("Iterator[", "AbstractContextManager[", 1)
@@ -257,14 +277,16 @@ class Stub:
 
     def text(self, doc: str, extra: str = "") -> str:
         body = "\n\n".join(self.written)
-        common = {"Any": "typing", "Literal": "typing", "overload": "typing", "Callable": "collections.abc",
-                  "Mapping": "collections.abc", "Tensor": "torch", "Layer": "layerzero.selection.policy"}
+        common = {"Any": "typing", "Literal": "typing", "overload": "typing",
+                  "Callable": "collections.abc", "Mapping": "collections.abc", "Tensor": "torch",
+                  "Layer": "layerzero.selection.policy"}
         for name, module in common.items():
             if re.search(rf"(?<![\w.\"'])@?{name}\b", stripped(body)):
                 self.imports.setdefault(name, imported(module, name, name))
         lines = [*self.exported, *(line for name, line in self.imports.items())]
         names = "\n".join(f'    "{name}",' for name in sorted(self.names))
-        return (HEAD.format(doc=doc) + f"\n{arranged(lines)}\n\n{extra}__all__ = [\n{names}\n]\n" + (
+        return (HEAD.format(doc=doc) + f"\n{arranged(lines)}\n\n{extra}__all__ = [\n{names}\n]\n"
+                + (
             f"\n\n{body}" if body else ""))
 
 
@@ -281,7 +303,9 @@ def imported(module: str, name: str, local: str) -> str:
 
 
 def definition(module: ModuleType, name: str) -> tuple[str, str]:
-    """The module in which a name is defined that this one may import, also under TYPE_CHECKING, and its name there."""
+    """The module in which a name is defined that this one may import, also under TYPE_CHECKING, and
+    its name there.
+    """
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if not isinstance(node, ast.ImportFrom):
             continue
@@ -292,7 +316,8 @@ def definition(module: ModuleType, name: str) -> tuple[str, str]:
             base = package[:len(package) - node.level + 1] if node.level else []
             home = ".".join([*base, *([node.module] if node.module else [])])
             ours = home.partition(".")[0] == "layerzero"
-            return definition(importlib.import_module(home), alias.name) if ours else (home, alias.name)
+            return (definition(importlib.import_module(home), alias.name) if ours
+                    else (home, alias.name))
     return module.__name__, name
 
 
@@ -303,13 +328,15 @@ def arranged(lines: Iterable[str]) -> str:
     for line in dict.fromkeys(lines):
         module = line.split()[1]
         if line.startswith("from") and " as " not in line:
-            joined.setdefault(module, set()).update(n.strip() for n in line.split(" import ")[1].split(","))
+            joined.setdefault(module, set()).update(n.strip()
+                                                    for n in line.split(" import ")[1].split(","))
         else:
             sections[section(module)].append(line)
     for module, names in joined.items():
         line = f"from {module} import {', '.join(sorted(names, key=member))}"
-        if len(line) > 120:
-            line = f"from {module} import (\n" + "".join(f"    {n},\n" for n in sorted(names, key=member)) + ")"
+        if len(line) > 100:
+            line = f"from {module} import (\n" + "".join(f"    {n},\n"
+                                                         for n in sorted(names, key=member)) + ")"
         sections[section(module)].append(line)
 
     def order(line: str) -> tuple[Any, ...]:
@@ -322,7 +349,8 @@ def arranged(lines: Iterable[str]) -> str:
 
 
 def section(module: str) -> int:
-    return 2 if module.startswith(".") else 0 if module.partition(".")[0] in sys.stdlib_module_names else 1
+    return (2 if module.startswith(".") else 0
+            if module.partition(".")[0] in sys.stdlib_module_names else 1)
 
 
 def member(name: str) -> tuple[int, str]:
@@ -353,7 +381,8 @@ def header(name: str, params: Iterable[str], returns: str) -> str:
 def plain_signature(name: str, function: Callable[..., Any]) -> str:
     """As a person reads it: the annotations of the source."""
     stub = Stub(layerzero)
-    return header(name, stub.parameters(function), stub.returned(function)).removeprefix("def ").rstrip(":")
+    return header(name, stub.parameters(function),
+                  stub.returned(function)).removeprefix("def ").rstrip(":")
 
 
 def patterns(op: Op) -> dict[str, str]:
@@ -361,17 +390,21 @@ def patterns(op: Op) -> dict[str, str]:
     return {name: " ".join(p) for name, p in next(iter(op.patterns.values())).items()}
 
 
-def docstring(function: Any, params: list[str], returns: str, shown_use: str, shapes: Mapping[str, str] = {}) -> str:
+def docstring(function: Any, params: list[str], returns: str, shown_use: str,
+              shapes: Mapping[str, str] = {}) -> str:
     """What a function does, the types of its parameters and result, and an example."""
     lines = (inspect.getdoc(function) or "").splitlines()
     typed = [p.partition(": ")[::2] for p in params if ": " in p]
     if typed:
         lines += ["", "Args:", *(f"    {name} ({kind.partition(' = ')[0]})"
-                                 + (f": {shapes[name]}" if name in shapes else "") for name, kind in typed)]
-    lines += ["", f"Returns: {returns}", "", "Example:", *(f"    {line}" for line in shown_use.splitlines())]
+                                 + (f": {shapes[name]}" if name in shapes else "")
+                                 for name, kind in typed)]
+    lines += ["", f"Returns: {returns}", "", "Example:",
+              *(f"    {line}" for line in shown_use.splitlines())]
     first, *rest = lines
     quotes = 'r"""' if any("\\" in line for line in lines) else '"""'
-    return "\n".join([f"    {quotes}{first}", *(f"    {line}".rstrip() for line in rest), '    """'])
+    return "\n".join([f"    {quotes}{first}", *(f"    {line}".rstrip() for line in rest),
+                      '    """'])
 
 
 # The files
@@ -384,7 +417,8 @@ def stubs() -> dict[Path, str]:
     for name in CATALOG:
         whole.operation(name)
     whole.exported += [f"from . import {name} as {name}" for name in layerzero._GROUPS]
-    files = {PACKAGE / "__init__.pyi": whole.text("The public names of LayerZero.", "__version__: str\n")}
+    files = {PACKAGE / "__init__.pyi": whole.text("The public names of LayerZero.",
+                                                  "__version__: str\n")}
     for group, module in groups().items():
         stub = Stub(module)
         for name in module.__all__:

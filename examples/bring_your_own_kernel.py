@@ -1,8 +1,10 @@
-"""Add a kernel of your own: declare what it can do, prove it, and let it be chosen where it may serve.
+"""Add a kernel of your own: declare what it can do, prove it, and let it be chosen where it may
+serve.
 
-The kernel is an RMS norm of three torch calls that knows float32 only. You will see it proven against the contract of
-the operation, chosen for a call it can serve, and refused with a reason for one it cannot. A second version with a
-mistake in it is found out before it computes anything for anybody.
+The kernel is an RMS norm of three torch calls that knows float32 only. You will see it proven
+against the contract of the operation, chosen for a call it can serve, and refused with a reason for
+one it cannot. A second version with a mistake in it is found out before it computes anything for
+anybody.
 
     python examples/bring_your_own_kernel.py
 """
@@ -41,7 +43,8 @@ def load_wrong() -> Callable[..., Tensor]:
 
 
 # Every limit is a rule: the filter, the error text, the tables and the tests all read it.
-RULES = (device("cpu"), dtypes("float32", "float64"), dtypes("float32", "float64", None, of="weight.dtype"),
+RULES = (device("cpu"), dtypes("float32", "float64"),
+         dtypes("float32", "float64", None, of="weight.dtype"),
          equals("offset", 0.0))
 MINE = lz.Kernel("example.rms_norm", RMS_NORM, load, requires=RULES)
 WRONG = lz.Kernel("example.wrong", RMS_NORM, load_wrong, requires=RULES)
@@ -49,7 +52,9 @@ WRONG = lz.Kernel("example.wrong", RMS_NORM, load_wrong, requires=RULES)
 
 def main() -> int:
     verdict = certify(MINE)
-    print(f"{MINE.id}: {verdict.status}, {verdict.ran} cases, largest error {verdict.worst:.2f} of what is allowed")
+    print(
+        f"{MINE.id}: {verdict.status}, {verdict.ran} cases, largest error {verdict.worst:.2f} of "
+        "what is allowed")
 
     bad = certify(WRONG, stop_early=True)
     print(f"{WRONG.id}: {bad.status}")
@@ -58,14 +63,16 @@ def main() -> int:
 
     lz.register(MINE)
     x, weight = torch.randn(4, 256), torch.randn(256)
-    out = lz.rms_norm(x, weight, backend=MINE.id)          # by name; without backend= it competes with the others
+    # by name; without backend= it competes with the others
+    out = lz.rms_norm(x, weight, backend=MINE.id)
     error = (out - torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)).abs().max().item()
     print(f"served by name, {error:.1e} from torch's own")
 
     try:
         lz.rms_norm(x.bfloat16(), weight.bfloat16(), backend=MINE.id)
         refused = False
-    except lz.errors.NamedKernelRefused as reason:                # asked for by name, it is never replaced in silence
+    # asked for by name, it is never replaced in silence
+    except lz.errors.NamedKernelRefused as reason:
         print(f"for bfloat16:\n  {str(reason).splitlines()[0]}")
         refused = True
 

@@ -1,8 +1,8 @@
 """One line in a transformers model: the same tokens, and an answer to "who computed this, and why?"
 
-A small Llama with random weights generates a text, is patched, and generates again. You will see what was replaced
-and what was left with the reason, which kernels served, the whole decision for one of the calls, and that
-unpatching gives the old model back bit by bit.
+A small Llama with random weights generates a text, is patched, and generates again. You will see
+what was replaced and what was left with the reason, which kernels served, the whole decision for
+one of the calls, and that unpatching gives the old model back bit by bit.
 
     python examples/patch_a_model.py
 """
@@ -20,8 +20,8 @@ import layerzero as lz
 def main() -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2)).eval()
+        vocab_size=1000, hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2)).eval()
     prompt = torch.randint(0, 1000, (2, 24))
 
     def generate() -> torch.Tensor:
@@ -51,7 +51,8 @@ def main() -> int:
     lz.unpatch(model)
     restored = torch.equal(logits(), before)
     print("\nunpatched, bit by bit as before:", restored)
-    return 0 if torch.equal(served, stock) and restored and report.counts().get("attention") == 4 else 1
+    return (0 if torch.equal(served, stock) and restored and report.counts().get("attention") == 4
+            else 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Let selection follow what was measured on this machine, for the calls that your program really makes.
+"""Let selection follow what was measured on this machine, for the calls that your program really
+makes.
 
-A loop that stands for your service is recorded: a prompt, then single tokens. Its calls are timed with every kernel
-that may serve them. You will see who was fastest in each kind of call and by how much, and that the choice for the
-same call now rests on a measurement where it was a guess before.
+A loop that stands for your service is recorded: a prompt, then single tokens. Its calls are timed
+with every kernel that may serve them. You will see who was fastest in each kind of call and by how
+much, and that the choice for the same call now rests on a measurement where it was a guess before.
 
     python examples/tune_for_your_traffic.py
 """
@@ -29,7 +30,8 @@ def serve(steps: int) -> None:
 
 
 def main() -> int:
-    with lz.recording() as recorder:               # or, with no change of your program: lz record -- python app.py
+    # or, with no change of your program: lz record -- python app.py
+    with lz.recording() as recorder:
         serve(steps=8)
     print("recorded:")
     for call in recorder.calls:
@@ -38,14 +40,19 @@ def main() -> int:
     query, keys = torch.randn(1, HEADS, 1, DIM), torch.randn(1, KV_HEADS, 72, DIM)
 
     def basis() -> str:
-        first = lz.explain("attention", query, keys, keys, is_causal=True, causal_align="bottom_right").steps[0]
+        first = lz.explain("attention", query, keys, keys, is_causal=True,
+                           causal_align="bottom_right").steps[0]
         return f"{first.kernel}, {first.score.source}"
 
     print(f"\ndecoding before: {basis()}")
-    report = lz.tune(recorder.calls, rounds=30, compile=False, device="cpu")       # seconds= would limit it
+    # seconds= would limit it
+    report = lz.tune(recorder.calls, rounds=30, compile=False, device="cpu")
     for tuned in report.tuned:
-        gain = f", {tuned.gain} {tuned.baseline}" if tuned.gain and tuned.baseline != tuned.best else ""
-        print(f"  {tuned.label}: {tuned.best} {tuned.winner.summary.median:.1f} us ({tuned.certainty}){gain}")
+        gain = (f", {tuned.gain} {tuned.baseline}" if tuned.gain and tuned.baseline != tuned.best
+                else "")
+        print(
+            f"  {tuned.label}: {tuned.best} {tuned.winner.summary.median:.1f} us "
+            f"({tuned.certainty}){gain}")
     print(f"decoding after: {basis()}")
 
     serve(steps=2)                                 # from now on, in this process and in later ones

@@ -1,7 +1,8 @@
-"""A file, changed a little: as JSON where it is JSON (a value, a key, a branch), else as text or bytes.
+"""A file, changed a little: as JSON where it is JSON (a value, a key, a branch), else as text or
+bytes.
 
-The same function serves the fuzzer, which asks which changes reach new code, and the tests, which make the same
-changes every time.
+The same function serves the fuzzer, which asks which changes reach new code, and the tests, which
+make the same changes every time.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from collections.abc import Iterator
 from typing import Any
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -2**63, 10**400, float("nan"), float("inf"), "",
-    "0", "none", "\0", "\ud800", "a\nb", "\u2028", "é", "float32", "*", "..", "a" * 300, '"""', "{x}", "%s", [], {},
-    [None], [[]], {"": None}, {"a": {}}, ["a", "a"], "\x1b[31m", "\x1b]0;x\a", "\u202e", "\r", "[red]", 10**40,
-    -1e-320, "1" * 5000, "*a" * 200, "../../x", "/etc/passwd", "a\0b", {"a": [{"b": [{}]}]}, list(range(50)))
-TEXT = ("\0", "\n", "\r", "\t", ":", "- ", "&a ", "*a", "!x ", "{", "}", "[", "]", "'", '"', ">", "==", "..", "1e999",
-        "0x", "\ufeff", "\u2028", "(" * 60, "9" * 40, "[" * 200, '{"a":' * 100, "\\ud800", "NaN", "-Infinity",
-        "9" * 5000, '"a":1,"a":2,', "<<: *a", "\x1b[2J", "\x9b", "\x85", "1e-999", "!!python/object:x ", "\\u0000")
+    None, True, False, 0, 1, -1, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -2**63, 10**400,
+    float("nan"), float("inf"), "", "0", "none", "\0", "\ud800", "a\nb", "\u2028", "é", "float32",
+    "*", "..", "a" * 300, '"""', "{x}", "%s", [], {},
+    [None], [[]], {"": None}, {"a": {}}, ["a", "a"], "\x1b[31m", "\x1b]0;x\a", "\u202e", "\r",
+    "[red]", 10**40, -1e-320, "1" * 5000, "*a" * 200, "../../x", "/etc/passwd", "a\0b",
+    {"a": [{"b": [{}]}]}, list(range(50)))
+TEXT = ("\0", "\n", "\r", "\t", ":", "- ", "&a ", "*a", "!x ", "{", "}", "[", "]", "'", '"', ">",
+        "==", "..", "1e999", "0x", "\ufeff", "\u2028", "(" * 60, "9" * 40, "[" * 200, '{"a":' * 100,
+        "\\ud800", "NaN", "-Infinity", "9" * 5000, '"a":1,"a":2,', "<<: *a", "\x1b[2J", "\x9b",
+        "\x85", "1e-999", "!!python/object:x ", "\\u0000")
 
 NUMBERS = (0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 
@@ -107,5 +111,6 @@ def _plain(content: bytes, rng: random.Random) -> bytes:
     if how == 4:                               # a length or a count of a binary file
         return content[:at] + rng.choice(NUMBERS).to_bytes(8, "little") + content[at + 8:]
     if how == 5:                               # a part of it again
-        return content[:at] + content[at:at + rng.randrange(1, 300)] * rng.choice((2, 3, 50)) + content[at:]
+        return content[:at] + content[at:at + rng.randrange(1, 300)] * rng.choice(
+            (2, 3, 50)) + content[at:]
     return content[:at] + rng.choice(TEXT).encode() + content[at:]

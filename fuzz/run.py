@@ -1,8 +1,9 @@
 """Fuzzing of the parsers: python fuzz/run.py policy --seconds 60, or without a name all in turn.
 
-With atheris guided by the code that an input reaches, else (or with --plain) by chance alone. What is found is written
-to fuzz/found/ as it came in; `--keep` also adds to the corpus what reached new code, as small as it gets. Exit code 1
-if something other than a LayerZeroError came out, or an input took longer than --limit seconds.
+With atheris guided by the code that an input reaches, else (or with --plain) by chance alone. What
+is found is written to fuzz/found/ as it came in; `--keep` also adds to the corpus what reached new
+code, as small as it gets. Exit code 1 if something other than a LayerZeroError came out, or an
+input took longer than --limit seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ MOST_KEPT = 16                                 # files of a target's corpus
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", help="one of the functions of targets.py; default: each in turn")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?",
+                        help="one of the functions of targets.py; default: each in turn")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each target")
     parser.add_argument("--seed", type=int, default=0, help="0: another one every time")
-    parser.add_argument("--keep", action="store_true", help="add what reached new code to the corpus")
+    parser.add_argument("--keep", action="store_true",
+                        help="add what reached new code to the corpus")
     parser.add_argument("--plain", action="store_true", help="without atheris")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that one input may take")
     parser.add_argument("--list", action="store_true", help="name the targets")
@@ -45,7 +49,8 @@ def main() -> int:
         parser.error(f"unknown: {' '.join(rest)}")
     from targets import TARGETS
     if asked.list:
-        print("\n".join(f"{name:14} {(of.__doc__ or '').splitlines()[0]}" for name, of in TARGETS.items()))
+        print("\n".join(f"{name:14} {(of.__doc__ or '').splitlines()[0]}"
+                        for name, of in TARGETS.items()))
         return 0
     if asked.target and asked.target not in TARGETS:
         parser.error(f"there is no target {asked.target!r}; there are {', '.join(TARGETS)}")
@@ -97,16 +102,21 @@ def run(name: str, seconds: float, seed: int, keep: bool) -> int:
     from targets import MOST_BYTES
     FOUND.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as new:
-        flags = [f"-max_total_time={max(round(seconds), 1)}", f"-seed={seed}", f"-max_len={MOST_BYTES}",
-                 f"-artifact_prefix={FOUND}/{name}-", "-timeout=20", "-rss_limit_mb=4096", "-print_final_stats=1"]
-        done = subprocess.run([sys.executable, __file__, name, "--inside", *flags, new, str(CORPUS / name)],
-                              stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, errors="replace")
+        flags = [f"-max_total_time={max(round(seconds), 1)}", f"-seed={seed}",
+                 f"-max_len={MOST_BYTES}", f"-artifact_prefix={FOUND}/{name}-", "-timeout=20",
+                 "-rss_limit_mb=4096", "-print_final_stats=1"]
+        done = subprocess.run([sys.executable, __file__, name, "--inside", *flags, new,
+                               str(CORPUS / name)],
+                              stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
+                              errors="replace")
         lines = done.stdout.splitlines()
         runs = next((line.split()[-1] for line in lines if "number_of_executed_units" in line), "?")
         reached = next((line for line in reversed(lines) if " cov: " in line), "")
-        print(f"{name}: {runs} inputs, {reached.strip() or 'no coverage'}, exit {done.returncode}", flush=True)
+        print(f"{name}: {runs} inputs, {reached.strip() or 'no coverage'}, exit {done.returncode}",
+              flush=True)
         if done.returncode:
-            start = next((i for i, line in enumerate(lines) if "Uncaught Python exception" in line), -30)
+            start = next((i for i, line in enumerate(lines) if "Uncaught Python exception" in line),
+                         -30)
             print("\n".join(lines[start:]))
         if keep and not done.returncode:
             _keep(name, Path(new))
@@ -128,8 +138,8 @@ def fuzz(name: str, flags: list[str]) -> None:
     with atheris.instrument_imports(include=[
             "layerzero.spec", "layerzero.selection", "layerzero.perf", "layerzero.plan",
             "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
-            "layerzero.world.config", "layerzero.world.capabilities", "layerzero.world.certificates",
-            "layerzero.tuning"]):
+            "layerzero.world.config", "layerzero.world.capabilities",
+            "layerzero.world.certificates", "layerzero.tuning"]):
         from targets import TARGETS
     from mutations import mutated
 

@@ -1,8 +1,9 @@
 """What is fuzzed: every parser of a file that a user may bring, by name.
 
-A target takes any bytes as such a file and uses what came out as the library would. It returns for a file that is
-right and raises a LayerZeroError for one that is wrong; whatever else comes out is a bug. Seals and hashes are put
-right before a file is read a second time, else nothing would ever be found behind them.
+A target takes any bytes as such a file and uses what came out as the library would. It returns for
+a file that is right and raises a LayerZeroError for one that is wrong; whatever else comes out is a
+bug. Seals and hashes are put right before a file is read a second time, else nothing would ever be
+found behind them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def target(of: Target) -> Target:
 def _folder() -> Path:
     """One of this process, in memory where the system has such a place."""
     shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="layerzero-fuzz-", dir=shared if os.access(shared, os.W_OK) else None))
+    return Path(tempfile.mkdtemp(prefix="layerzero-fuzz-", dir=shared if os.access(shared, os.W_OK)
+                                 else None))
 
 
 def _file(content: bytes, name: str) -> Path:
@@ -70,7 +72,9 @@ def _file(content: bytes, name: str) -> Path:
 
 
 def _json(content: bytes) -> Any:
-    """What the bytes say, None if they are no JSON: then only the reader of the file is of interest."""
+    """What the bytes say, None if they are no JSON: then only the reader of the file is of
+    interest.
+    """
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -121,7 +125,8 @@ def table(content: bytes) -> None:
         assert made.steps("nothing", {}) is None and str(made)
         assert all(str(rule) for op in made.by_op for rule in made.leaves(op))
         find, ops = lowered(made), worlds.current().catalog.ops
-        if not any(unknown_facts(row, ops[row.op]) for row in made.rows if row.op in ops):     # else it is refused
+        # else it is refused
+        if not any(unknown_facts(row, ops[row.op]) for row in made.rows if row.op in ops):
             assert (find("attention", _facts()) < 0) == (made.find("attention", _facts()) is None)
 
     _twice(content, "table.json", lambda path: use(Table.load(path)))
@@ -191,9 +196,11 @@ def calls(content: bytes) -> None:
     path = _file(content, "recorded/1.jsonl")
     made = read_calls(path)
     for call in made:
-        text = json.dumps(call.to_json())          # compared as text: NaN is no less a value of a call
+        # compared as text: NaN is no less a value of a call
+        text = json.dumps(call.to_json())
         assert json.dumps(Call.from_json(json.loads(text)).to_json()) == text
-    if all(type(n) is not int or n < 5000 for call in made for n in _leaves(call.case)):    # of a case inputs are made
+    # of a case inputs are made
+    if all(type(n) is not int or n < 5000 for call in made for n in _leaves(call.case)):
         known = worlds.current().catalog.ops
         merge(call for call in made if call.op in known)
         read_recordings(path.parent)
@@ -219,10 +226,12 @@ def certificate(content: bytes) -> None:
         wrong = e
     if wrong is not None and isinstance(data, dict) and isinstance(data.get("certificate"), dict):
         body = data["certificate"]
-        sealed = json.dumps({"certificate": body, "seal": certificates._seal(body, SEAL.encode())}).encode()
+        sealed = json.dumps({"certificate": body,
+                             "seal": certificates._seal(body, SEAL.encode())}).encode()
         made = certificates.read(_file(sealed, "certificate.json"))
         assert certificates.Certificate.from_json(json.loads(json.dumps(made.to_json()))) == made
-        made.void_reason(worlds.current().catalog.by_id["reference.rms_norm"], worlds.current().device("cpu"))
+        made.void_reason(worlds.current().catalog.by_id["reference.rms_norm"],
+                         worlds.current().device("cpu"))
     if wrong is not None:
         raise wrong
 
@@ -250,12 +259,15 @@ def device(content: bytes) -> None:
         table_from_json(data)
     else:
         made = Device.from_json(data)
-        assert Device.from_json(json.loads(json.dumps(made.to_json()))) == made and made.signature and made.facts()
+        assert (Device.from_json(json.loads(json.dumps(made.to_json()))) == made and made.signature
+                and made.facts())
 
 
 @target
 def expression(content: bytes) -> None:
-    """Arithmetic over facts, as declarations and capabilities have it, and over the sizes of a definition."""
+    """Arithmetic over facts, as declarations and capabilities have it, and over the sizes of a
+    definition.
+    """
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -285,7 +297,8 @@ def environment(content: bytes) -> None:
 def choices(content: bytes) -> None:
     """Two tables or lockfiles, one a line, as lz diff compares them."""
     first, _, second = content.partition(b"\n")
-    found = [load_choices(_file(_rehashed(part), "choices.json")) for part in (first, second or first)]
+    found = [load_choices(_file(_rehashed(part), "choices.json"))
+             for part in (first, second or first)]
     assert all(str(difference.verdict) for difference in compare(*found))
 
 
@@ -293,7 +306,8 @@ def _rehashed(content: bytes) -> bytes:
     data = _json(content)
     if not isinstance(data, dict):
         return content
-    return json.dumps({**data, "hash": digest({k: v for k, v in data.items() if k != "hash"})}).encode()
+    return json.dumps({**data,
+                       "hash": digest({k: v for k, v in data.items() if k != "hash"})}).encode()
 
 
 @target
@@ -324,7 +338,8 @@ def tokenizer_json(content: bytes) -> None:
 def tiktoken_ranks(content: bytes) -> None:
     """A *.tiktoken file."""
     whole = b"".join(b"%s %d\n" % (base64.b64encode(bytes((b,))), b) for b in range(256))
-    handle = from_content(content if content.startswith(b"AA==") else whole + content, "cl.tiktoken", r"\w+|\W",
+    handle = from_content(content if content.startswith(b"AA==") else whole + content,
+                          "cl.tiktoken", r"\w+|\W",
                           {"<s>": 100_000})
     lz.tokenize("the lazy dog", handle)
 

@@ -1,4 +1,6 @@
-"""What holds for every test: no policy from the caller's environment, and no GPU test where there is no GPU."""
+"""What holds for every test: no policy from the caller's environment, and no GPU test where there
+is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-# A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call path is
-# used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.
+# A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call
+# path is used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.
 KEPT = ("LAYERZERO_CACHE_DIR", "LAYERZERO_NATIVE")
 for _name in [n for n in os.environ if n.startswith("LAYERZERO_") and n not in KEPT]:
     del os.environ[_name]
 
-# Nor must what was measured or proven on this machine, and a test must not add to it: a cache folder of its own, with
-# the compiled code of the real one.
+# Nor must what was measured or proven on this machine, and a test must not add to it: a cache
+# folder of its own, with the compiled code of the real one.
 _home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "layerzero")
 _real = Path(os.environ.get("LAYERZERO_CACHE_DIR") or _home)
 _own = tempfile.mkdtemp(prefix="layerzero-tests-")
@@ -55,7 +57,8 @@ def _forget_measurements() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needy = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")]
+    needy = [item for item in items if item.get_closest_marker("gpu")
+             or item.get_closest_marker("multigpu")]
     if not needy:
         return
     import torch
@@ -65,4 +68,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if count == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
         elif count < 2 and item.get_closest_marker("multigpu"):
-            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices; this machine has {count}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs two CUDA devices; this machine has {count}"))

@@ -1,4 +1,6 @@
-"""Shared by the tests: fake kernels, devices that are not here, other processes, and the fixtures of two folders."""
+"""Shared by the tests: fake kernels, devices that are not here, other processes, and the fixtures
+of two folders.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +66,20 @@ def path(request, world):
 
 
 class Fake:
-    """A kernel that computes the contract's formula, counts its calls, and throws `fault` while that is set.
+    """A kernel that computes the contract's formula, counts its calls, and throws `fault` while
+    that is set.
 
     It is chosen before all others; of two fakes, the one with the greater prior goes first.
     """
 
-    def __init__(self, id: str = "fake.one", op: Op = RMS_NORM, *, fault: BaseException | None = None,
-                 before: Callable[[], object] | None = None, prior: float = 1e6, **declared) -> None:
+    def __init__(self, id: str = "fake.one", op: Op = RMS_NORM, *,
+                 fault: BaseException | None = None, before: Callable[[], object] | None = None,
+                 prior: float = 1e6, **declared) -> None:
         self.fault, self.before, self.op = fault, before, op
         self.loads, self._calls = 0, itertools.count()
         self.got: dict[str, object] = {}       # the arguments of the last call
-        declared = {"less_work": "none of it is real", **declared}     # else torch's own would stay the default
+        # else torch's own would stay the default
+        declared = {"less_work": "none of it is real", **declared}
         self.kernel = lz.Kernel(id, op, self._load, prior=prior, **declared)
 
     @property
@@ -127,7 +132,8 @@ def same(a, b):
         return a == b
     pairs = zip(a[1], b[1]) if isinstance(a[1], tuple) else [(a[1], b[1])]
     return type(a[1]) is type(b[1]) and all(
-        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x,
+        x.dtype == y.dtype and x.stride() == y.stride()
+        and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x,
         y in pairs)
 
 
@@ -146,9 +152,11 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
     """What `condition` gives once it holds; the test fails if it never does."""
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s: {inspect.getsource(condition).strip()}"
+        assert time.monotonic() < end, (
+            f"not within {seconds} s: {inspect.getsource(condition).strip()}")
         time.sleep(0.005)
-    worlds.call_with_current(lambda world: None)  # if that was a new world, every op has taken it over after this
+    # if that was a new world, every op has taken it over after this
+    worlds.call_with_current(lambda world: None)
     return found
 
 
@@ -164,8 +172,9 @@ def normed(x: torch.Tensor) -> torch.Tensor:
     return RMS_NORM.reference(x)
 
 
-def qkv(seq_q: int = 8, seq_k: int | None = None, heads: int = 2, kv_heads: int | None = None, dim: int = 16,
-        batch: int = 1, dtype: torch.dtype = torch.float32, layout: str = "bhsd") -> list[torch.Tensor]:
+def qkv(seq_q: int = 8, seq_k: int | None = None, heads: int = 2, kv_heads: int | None = None,
+        dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32,
+        layout: str = "bhsd") -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(seq_q)
 
     def rand(n_heads: int, seq: int) -> torch.Tensor:
@@ -180,8 +189,9 @@ def nvidia(sm: int) -> Device:
     """A GPU that need not be here."""
     row = generation_of(sm)
     return Device("cuda", 0, f"a GPU of SM {sm}", "nvidia", sm=sm, gpu_generation=row.name,
-                  tensor_core_generation=row.tensor_core, supports_bf16=row.bf16, supports_fp8=row.fp8,
-                  supports_fp4=row.fp4, runtime_version="12.8", torch_version="2.9.0")
+                  tensor_core_generation=row.tensor_core, supports_bf16=row.bf16,
+                  supports_fp8=row.fp8, supports_fp4=row.fp4, runtime_version="12.8",
+                  torch_version="2.9.0")
 
 
 def call_facts(op: Op, *args, **kwargs) -> dict[str, object]:
@@ -203,9 +213,12 @@ def path_of(op: Op | str, path: str) -> Callable:
 
 def python(code: str, *, timeout: float = 120.0, **environ: str) -> str:
     """What `code` prints in a process of its own, with no LAYERZERO_* variable but those given."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env={**env, **environ}, capture_output=True,
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
+           or k == "LAYERZERO_CACHE_DIR"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"),
+                                         env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env={**env, **environ},
+                          capture_output=True,
                           text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

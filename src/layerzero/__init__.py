@@ -25,7 +25,9 @@ __version__ = "0.1.0"
 # The public names, once: __all__, dir(), lazy loading, __init__.pyi and docs/reference/api.md all
 # come from these two tables and the functions below. A name is loaded when first asked for, so
 # that importing the library stays cheap.
-_HOMES = {                                     # module -> names; "public=attribute" where they differ
+#
+# module -> names; "public=attribute" where they differ
+_HOMES = {
     "integrations.bundle": "write_bundle",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",
@@ -34,7 +36,8 @@ _HOMES = {                                     # module -> names; "public=attrib
     "integrations.transformers.accelerate": "accelerate unaccelerate",
     "models.kv_cache": "kv_cache page_table_from_csr",
     "models.sampling": "sample_minp sample_topk sample_topp",
-    "operate.inspection": "doctor explain get_config list_kernels select=select_kernel stats validate which",
+    "operate.inspection":
+        "doctor explain get_config list_kernels select=select_kernel stats validate which",
     "operate.recording": "recording",
     "operate.warmup": "warmup",
     "plan.bake": "compile=compile_model",
@@ -50,7 +53,8 @@ _HOMES = {                                     # module -> names; "public=attrib
     "world.events": "subscribe",
     "world.settings": "configure disabled get_locks load_config lock prefer reload unlock",
 }
-_GROUPS = ("errors", "graphs", "kernels", "positions", "quant", "speculative", "tables", "testing", "tokens")
+_GROUPS = ("errors", "graphs", "kernels", "positions", "quant", "speculative", "tables", "testing",
+           "tokens")
 _PLACES = {public: (module, attribute or public) for module, names in _HOMES.items()
            for public, _, attribute in (name.partition("=") for name in names.split())}
 
@@ -80,7 +84,9 @@ def register(item: Op | Kernel) -> Any:
 
 
 def unregister(name: str) -> None:
-    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by name."""
+    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by
+    name.
+    """
     _world.unregister(name)
 
 
@@ -93,7 +99,8 @@ __all__ = sorted({*_PLACES, *_GROUPS, *_OPS, "clear_cache", "op", "register", "u
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_world.current().catalog.ops, "__all__", "__doc__", "__file__", "__version__"})
+    return sorted({*__all__, *_world.current().catalog.ops, "__all__", "__doc__", "__file__",
+                   "__version__"})
 
 
 def _builtin(name: str) -> Any:

@@ -147,11 +147,13 @@ def accelerate(
     model: nn.Module, *, patch: bool = True, capture: bool | None = None, measure: bool = True,
     seconds: float = 3.0,
 ) -> Acceleration:
-    """Let `model` run as fast as lz can make it, and say what was done and what it gains on this machine.
+    """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
+    machine.
 
-    patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture: the decode step in a
-    CUDA graph; by default where the model is on CUDA. measure: time it against the model as it was, for about `seconds`
-    each for a prompt and a token, and keep only what is not slower.
+    patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
+    the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
+    the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
+    not slower.
 
     Args:
         model (nn.Module)
@@ -172,6 +174,7 @@ def accelerate(
 
 def attn_processor(like: Any = None) -> Any:
     """Return a copy of the processor `like`, by default AttnProcessor2_0, that calls lz.attention.
+
 
     Args:
         like (Any)
@@ -197,9 +200,11 @@ def compile(
     model: Callable[..., Any], *example: Any, fullgraph: bool = False, dynamic: bool | None = None,
     **named: Any,
 ) -> Baked:
-    """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a lookup.
+    """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a
+    lookup.
 
-    With example arguments the model runs once now, and what it does is baked; else its first call does that.
+    With example arguments the model runs once now, and what it does is baked; else its first call
+    does that.
 
     Args:
         model (Callable[..., Any])
@@ -219,7 +224,9 @@ def compile(
 def configure(
     *, rules: tuple[PolicyRule, ...] = (), seconds: float | None = None, **settings: Any,
 ) -> None:
-    """Change settings for the whole process; see docs/policy.md. With `seconds`, only for that long.
+    """Change settings for the whole process; see docs/policy.md.
+
+    With `seconds`, only for that long.
 
     Args:
         rules (tuple[PolicyRule, ...])
@@ -245,7 +252,9 @@ def disabled() -> AbstractContextManager[Override]:
 
 
 def doctor(deep: bool = False) -> DoctorReport:
-    """Report what is installed, what is broken and what to do. `deep` imports each library in its own process.
+    """Report what is installed, what is broken and what to do.
+
+    `deep` imports each library in its own process.
 
     Args:
         deep (bool)
@@ -258,7 +267,8 @@ def doctor(deep: bool = False) -> DoctorReport:
 
 
 def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
-    """Find the kernel for each lz call of this model without running any: tensors have shapes and no memory.
+    """Find the kernel for each lz call of this model without running any: tensors have shapes and
+    no memory.
 
     A model that reads the values of tensors cannot be followed this way: DataError.
 
@@ -278,7 +288,8 @@ def explain(
     op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,
     on: Device | None = None, **kwargs: Any,
 ) -> Plan:
-    """Return the whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
+    """Return the whole decision for this call: every kernel, accepted or rejected, every reason.
+    Runs nothing.
 
     `on` asks for another device than the tensors' own, so that a choice can be examined anywhere.
 
@@ -318,12 +329,13 @@ def get_locks() -> dict[str, dict[str, Any]]:
 
 
 def kv_cache(kind: str, **options: Any) -> KVCache:
-    """A KV cache for one layer: "paged" (pages, page_size), "chunked" (chunk_size, max_chunks) or "contiguous"
-    (sequences, max_len).
+    """A KV cache for one layer: "paged" (pages, page_size), "chunked" (chunk_size, max_chunks) or
+    "contiguous" (sequences, max_len).
 
-    All take kv_heads, head_dim, head_dim_v, dtype (also float8 and int8), device, layout ("NHD" or "HND"), key_scale
-    and value_scale (of a quantized cache: one number or one per KV head; taken from the first append if not given),
-    and cross_len, the longest encoder output, for `cache.cross`.
+    All take kv_heads, head_dim, head_dim_v, dtype (also float8 and int8), device, layout ("NHD" or
+    "HND"), key_scale and value_scale (of a quantized cache: one number or one per KV head; taken
+    from the first append if not given), and cross_len, the longest encoder output, for
+    `cache.cross`.
 
     Args:
         kind (str)
@@ -337,7 +349,8 @@ def kv_cache(kind: str, **options: Any) -> KVCache:
 
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
-    """Return every kernel with its status on this machine's device (the first accelerator, else the CPU).
+    """Return every kernel with its status on this machine's device (the first accelerator, else the
+    CPU).
 
     Args:
         op (str | None)
@@ -419,7 +432,8 @@ def page_table_from_csr(
 
 
 def patch(model: Any, **options: Any) -> Any:
-    """Let lz compute what it recognises of `model`; returns a report of what is served, what was left, and why.
+    """Let lz compute what it recognises of `model`; returns a report of what is served, what was
+    left, and why.
 
     Options of a module: only, skip (kinds of modules). Of diffusers: parts.
 
@@ -459,7 +473,9 @@ def prefer(
     *kernels: str, op: str = "*", when: Mapping[str, Any] | None = None,
     seconds: float | None = None, **settings: Any,
 ) -> AbstractContextManager[Override]:
-    """In this block, for this task or thread: these kernels first where they can serve. Also takes settings.
+    """In this block, for this task or thread: these kernels first where they can serve.
+
+    Also takes settings.
 
     Args:
         *kernels (str)
@@ -480,10 +496,12 @@ def readiness_check(
     calls: Calls = (), device: str | None = None, *, table: OrPath[Table] = None,
     lock: OrPath[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None,
 ) -> Readiness:
-    """Check that everything these calls need is here. The report is true where nothing failed; print it to see all.
+    """Check that everything these calls need is here. The report is true where nothing failed;
+    print it to see all.
 
-    `calls` are descriptions or a file of them; without any, the kernels of this device are checked as they stand.
-    `table`, `lock` and `capabilities` are what will be put in force. Nothing is run, compiled or written.
+    `calls` are descriptions or a file of them; without any, the kernels of this device are checked
+    as they stand. `table`, `lock` and `capabilities` are what will be put in force. Nothing is run,
+    compiled or written.
 
     Args:
         calls (Calls)
@@ -501,9 +519,11 @@ def readiness_check(
 
 
 def recording(path: str | os.PathLike[str] | None = None) -> AbstractContextManager[Recorder]:
-    """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only count them.
+    """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only
+    count them.
 
-    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz regret.
+    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz
+    regret.
 
     Args:
         path (str | os.PathLike[str] | None)
@@ -542,7 +562,9 @@ def register_diffusers() -> None:
 
 
 def register_transformers() -> None:
-    """Make `attn_implementation="layerzero"` known to transformers. Calling it again changes nothing.
+    """Make `attn_implementation="layerzero"` known to transformers.
+
+    Calling it again changes nothing.
 
     Returns: None
 
@@ -645,7 +667,8 @@ def serve_metrics(
     port: int = 0, host: str = "127.0.0.1", *, calls: Calls = (), device: str | None = None,
     table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, every: float = 5.0,
 ) -> Server:
-    """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free one.
+    """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free
+    one.
 
     `calls`, `device`, `table` and `lock` are what /ready checks, as for lz.readiness_check.
 
@@ -706,12 +729,14 @@ def tune(
     seconds   stop after about so long
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
-    mode      eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is measured apart and
+    mode
+            eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is
+            measured apart and
               decides the calls that are made in it; by default eager, and on a GPU captured too
     cold      eager calls with cold caches, instead of back to back in a loop
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
-    save      called with the measurements of each kind, instead of keeping them where all others are
+    save  called with the measurements of each kind, instead of keeping them where all others are
 
     Args:
         calls (str | Path | Call | Iterable[Call])
@@ -782,7 +807,8 @@ def unpatch(model: Any) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by name.
+    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by
+    name.
 
     Args:
         name (str)
@@ -799,7 +825,8 @@ def unregister(name: str) -> None:
 def validate(
     op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs: Any,
 ) -> tuple[Reason, ...]:
-    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are reasons too.
+    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are
+    reasons too.
 
     Args:
         op (str | Callable[..., Any])
@@ -819,11 +846,13 @@ def warmup(
     timeout: float | None = None, device: str | None = None,
     progress: _warmup_Progress | None = None, most_waiting: int = 256,
 ) -> WarmupReport:
-    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
+    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch
+    table.
 
-    Waits for the `critical` ones, by default all; the others are done in the background, at most `most_waiting`
-    of them, or with background=False before it returns. After `timeout` seconds it returns in any case: what is
-    not ready is compiled later, and other kernels serve the calls until then.
+    Waits for the `critical` ones, by default all; the others are done in the background, at most
+    `most_waiting` of them, or with background=False before it returns. After `timeout` seconds it
+    returns in any case: what is not ready is compiled later, and other kernels serve the calls
+    until then.
 
     Args:
         calls (Source)
@@ -862,9 +891,11 @@ def write_bundle(
     table: OrPath[Table] = None, lock: OrPath[Lockfile] = None,
     log: str | os.PathLike[str] | None = None, force: bool = False,
 ) -> dict[str, Any]:
-    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an existing file.
+    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an
+    existing file.
 
-    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log` is added.
+    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log`
+    is added.
 
     Args:
         path (str | os.PathLike[str])
@@ -1174,7 +1205,8 @@ def group_norm(
     eps: float = 1e-05, *, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and all pixels.
+    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and
+    all pixels.
 
     Args:
         x (Tensor): batch channels height width
@@ -1297,11 +1329,14 @@ def mla_paged_attention(
     scale: float, max_seqlen_q: int | None = None, return_lse: Literal[False] = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
+    the page table.
 
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv),
+    kpe_cache: (pages, page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the
+    head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         q_nope (Tensor): tokens heads head_dim_ckv
@@ -1342,11 +1377,14 @@ def mla_paged_attention(
     scale: float, max_seqlen_q: int | None = None, return_lse: Literal[True],
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
+    the page table.
 
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv),
+    kpe_cache: (pages, page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the
+    head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         q_nope (Tensor): tokens heads head_dim_ckv
@@ -1388,11 +1426,14 @@ def mla_paged_attention(
     scale: float, max_seqlen_q: int | None = None, return_lse: bool = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for the page table.
+    """Multi-head latent attention over a paged cache, in absorbed form; see lz.paged_attention for
+    the page table.
 
-    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv), kpe_cache: (pages,
-    page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the head size before the absorption.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    q_nope: (tokens, heads, ckv), q_pe: (tokens, heads, kpe), ckv_cache: (pages, page_size, ckv),
+    kpe_cache: (pages, page_size, kpe). The output is (tokens, heads, ckv). scale: 1 / sqrt of the
+    head size before the absorption.
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         q_nope (Tensor): tokens heads head_dim_ckv
@@ -1535,12 +1576,14 @@ def paged_attention(
 ) -> Tensor:
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
+    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
+    new ones included.
     cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
     is_causal and window_left are relative to the last query, which is aligned with the last key.
     key_scale, value_scale: factors of the stored values, one number or one per KV head.
     max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         query (Tensor): tokens heads head_dim
@@ -1588,12 +1631,14 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
+    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
+    new ones included.
     cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
     is_causal and window_left are relative to the last query, which is aligned with the last key.
     key_scale, value_scale: factors of the stored values, one number or one per KV head.
     max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         query (Tensor): tokens heads head_dim
@@ -1642,12 +1687,14 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
+    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
+    new ones included.
     cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
     is_causal and window_left are relative to the last query, which is aligned with the last key.
     key_scale, value_scale: factors of the stored values, one number or one per KV head.
     max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
 
     Args:
         query (Tensor): tokens heads head_dim
@@ -1907,6 +1954,7 @@ def speculative_verify(
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (accepted tokens, their number, the token after them) for each row of draft_tokens.
+
 
     Args:
         draft_tokens (Tensor): batch drafted

@@ -20,7 +20,8 @@ __all__ = [
 
 
 def graph(cuda_graph: Any, **options: Any) -> AbstractContextManager[HeldGraph]:
-    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of the calls.
+    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of
+    the calls.
 
     Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first:
     `lz.graphs.warmup_capture(fn)`.
@@ -70,7 +71,8 @@ def validate_graph_capture(
 ) -> GraphReport:
     """Capture `fn(*args, **kwargs)`, replay it with changed inputs, and compare with `fn` itself.
 
-    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards. `fn` runs several
+    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards.
+    `fn` runs several
     times: state that it keeps elsewhere, such as a cache, advances.
 
     Args:
@@ -89,6 +91,7 @@ def validate_graph_capture(
 
 def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = 3, **kwargs: Any) -> None:
     """Run `fn(*args, **kwargs)` a few times as it will be captured; call this before the capture.
+
 
     Args:
         fn (Callable[..., Any])

@@ -63,9 +63,12 @@ def triton_kernel(
     id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid: Grid,
     meta: Mapping[str, Any] | None = None, requires: Iterable[Condition] = (), **declared: Any,
 ) -> Kernel:
-    """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a plugin's KERNELS.
+    """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a
+    plugin's KERNELS.
 
-    fn      the @triton.jit function, or where it is: "package.module:name", imported when it is first needed
+    fn
+            the @triton.jit function, or where it is: "package.module:name", imported when it is
+            first needed
     launch  takes parameters of the op by name; allocates the results and returns (results, arguments of fn in order)
             or, where constants depend on the call, (results, arguments, constants)
     grid    the grid, or a function of all arguments and constants by name that returns it
@@ -98,7 +101,8 @@ def triton_kernels(
     id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, Any]], launch: Callable[..., Any],
     grid: Grid, meta: Mapping[str, Any] | None = None, **more: Any,
 ) -> tuple[Kernel, ...]:
-    """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the fastest serves.
+    """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the
+    fastest serves.
 
     Args:
         id (str)

@@ -68,8 +68,8 @@ def rope_tables(
     """Returns (cos, sin), each (max_positions, rotary_dim / 2): row n holds the angles of position
     n.
 
-    scaling: {"rope_type": "default" | "linear" | "ntk" | "dynamic" | "yarn" | "llama3" | "longrope" |
-    "proportional", ...} with the keys of a model's configuration.
+    scaling: {"rope_type": "default" | "linear" | "ntk" | "dynamic" | "yarn" | "llama3" | "longrope"
+    | "proportional", ...} with the keys of a model's configuration.
     rotary_dim: how many elements of a head are rotated; default: all, or by partial_rotary_factor.
     seq_len: the length in use, which "dynamic" and "longrope" depend on; default: max_positions.
 

@@ -29,7 +29,8 @@ def choose_format(
     """Returns the smallest format with an expected relative error of at most `accuracy` that the
     device supports.
 
-    accuracy: a relative RMS error, or "high" (0.01), "balanced" (0.03), "small" (0.12). formats: only these.
+    accuracy: a relative RMS error, or "high" (0.01), "balanced" (0.03), "small" (0.12). formats:
+    only these.
 
     Args:
         device (str | Device)

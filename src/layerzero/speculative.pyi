@@ -63,8 +63,9 @@ def tree_attention_mask(parents: Tensor, context_len: int = 0) -> Tensor:
     """Returns a mask, True where a node of the tree attends: the whole context, its ancestors and
     itself.
 
-    (nodes, context_len + nodes) for parents (nodes,), and (batch, 1, nodes, context_len + nodes) for (batch, nodes): an
-    attn_mask of lz.attention, with the nodes as queries and the context before them in the keys.
+    (nodes, context_len + nodes) for parents (nodes,), and (batch, 1, nodes, context_len + nodes)
+    for (batch, nodes): an attn_mask of lz.attention, with the nodes as queries and the context
+    before them in the keys.
 
     Args:
         parents (Tensor)

@@ -8,5 +8,5 @@ from .plan.lockfile import check_lockfile, use_lockfile, write_lockfile
 from .plan.solver import solve
 from .plan.table import Table
 
-__all__ = ["Block", "Either", "Glue", "Stage", "Table", "bind", "check_lockfile", "plan_block", "solve",
-           "table_in_force", "use_lockfile", "use_table", "write_lockfile"]
+__all__ = ["Block", "Either", "Glue", "Stage", "Table", "bind", "check_lockfile", "plan_block",
+           "solve", "table_in_force", "use_lockfile", "use_table", "write_lockfile"]

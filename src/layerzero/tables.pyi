@@ -37,11 +37,13 @@ __all__ = [
 def bind(
     op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any,
 ) -> BoundKernel:
-    """Return the kernel for calls like this one, as a function of the tensors given here, in their order.
+    """Return the kernel for calls like this one, as a function of the tensors given here, in their
+    order.
 
-    All other arguments are fixed. The function checks nothing: it is right for the calls that its `row` describes.
-    `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)` asks that each time and lets the op
-    itself serve other calls, with the event plan_missed. The function follows neither policy nor breakers.
+    All other arguments are fixed. The function checks nothing: it is right for the calls that its
+    `row` describes. `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)`
+    asks that each time and lets the op itself serve other calls, with the event plan_missed. The
+    function follows neither policy nor breakers.
 
     Args:
         op (str | Callable[..., Any])
@@ -76,10 +78,11 @@ def check_lockfile(
 
 
 def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
-    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their signature.
+    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their
+    signature.
 
-    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the first of every
-    set of alternatives.
+    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the
+    first of every set of alternatives.
 
     Args:
         block (Block)
@@ -101,10 +104,12 @@ def solve(
     path: str | os.PathLike[str] | None = None, device: str | None = None, fill: bool = True,
     **named: Any,
 ) -> Table:
-    """Select the kernels of all these calls now, under the policy in force; with `path`, write the table there.
+    """Select the kernels of all these calls now, under the policy in force; with `path`, write the
+    table there.
 
-    `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose calls are
-    found by a dry run. With `fill=False` the sizes between those of the calls are left out.
+    `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose
+    calls are found by a dry run. With `fill=False` the sizes between those of the calls are left
+    out.
 
     Args:
         calls (Iterable[Call] | Callable[..., Any])
@@ -133,7 +138,9 @@ def table_in_force() -> Table | None:
 
 
 def use_lockfile(lock: Lockfile | str | os.PathLike[str] = "layerzero.lock") -> Table:
-    """Put the choices of a lockfile in force, as a table. DataError, and no change, on any violation.
+    """Put the choices of a lockfile in force, as a table.
+
+    DataError, and no change, on any violation.
 
     Args:
         lock (Lockfile | str | os.PathLike[str])
@@ -148,9 +155,11 @@ def use_lockfile(lock: Lockfile | str | os.PathLike[str] = "layerzero.lock") -> 
 
 
 def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
-    """Put a table in force for the process; None takes it away. DataError if anything it depends on has changed.
+    """Put a table in force for the process; None takes it away. DataError if anything it depends on
+    has changed.
 
-    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for a warm-up.
+    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for
+    a warm-up.
 
     Args:
         table (Table | str | os.PathLike[str] | None)

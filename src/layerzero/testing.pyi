@@ -32,10 +32,11 @@ def calls_for(
     batch: int = 1, prompt: int = 512, context: int = 4096, scale: float = 1.0, decode: bool = True,
     prefill: bool = True,
 ) -> tuple[Call, ...]:
-    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz record writes.
+    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz
+    record writes.
 
-    An op stands for its own cases, or with `arguments` for one call with these. `batch` to `prefill` say which steps
-    of a model are meant.
+    An op stands for its own cases, or with `arguments` for one call with these. `batch` to
+    `prefill` say which steps of a model are meant.
 
     Args:
         source (str | Path)
@@ -59,7 +60,8 @@ def probe(kernel: Kernel, device: str = "cpu", timeout: float = 120.0) -> Reason
     """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here;
     returns the reason.
 
-    None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is a named function.
+    None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is
+    a named function.
 
     Args:
         kernel (Kernel)
@@ -93,7 +95,8 @@ def regret(
     calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
     watch: Watch | None = None, mode: str = "eager", advance: Callable[[Call], None] = ...,
 ) -> RegretReport:
-    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
+    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may
+    serve.
 
     `mode`: as eager, captured or compiled calls are made and chosen.
 

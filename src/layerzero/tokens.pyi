@@ -57,7 +57,8 @@ def load_tokenizer(
 
 
 def patch_tokenizer(target: Any) -> tuple[str, ...]:
-    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their names.
+    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their
+    names.
 
     Args:
         target (Any)
@@ -84,7 +85,8 @@ def prefix_memories() -> dict[str, PrefixCounts]:
 
 
 def tokenizer_for(source: Any) -> TokenizerHandle:
-    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a GGUF file.
+    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a
+    GGUF file.
 
     Args:
         source (Any)

@@ -1,4 +1,7 @@
-"""Every numeric limit in the rules, one step inside and one step outside. Generated: no limit is written here twice."""
+"""Every numeric limit in the rules, one step inside and one step outside.
+
+Generated: no limit is written here twice.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ from layerzero.verify.kernel.contract import case_values
 
 
 def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
-    return Device("cuda", 0, name, "nvidia", sm=sm, gpu_generation=generation, tensor_core_generation=cores,
-                  supports_bf16=True, torch_version="2.13.0", runtime_version="13.0")
+    return Device("cuda", 0, name, "nvidia", sm=sm, gpu_generation=generation,
+                  tensor_core_generation=cores, supports_bf16=True, torch_version="2.13.0",
+                  runtime_version="13.0")
 
 
-# CPUs with all that any rule asks for and with next to nothing, so that the limits of every kernel are tested on every
-# machine; and this one.
-DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5), _gpu("A100", 80, "ampere", 3),
-           Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA, torch_version="2.13.0"), probe("cpu"),
+# CPUs with all that any rule asks for and with next to nothing, so that the limits of every kernel
+# are tested on every machine; and this one.
+DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5),
+           _gpu("A100", 80, "ampere", 3), Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA,
+                                                 torch_version="2.13.0"), probe("cpu"),
            Device("cpu", 0, "AVX2 alone", "intel", isa=("avx2",), torch_version="2.13.0"))
 
 
@@ -43,7 +48,9 @@ def is_numeric(leaf: Rule) -> bool:
 
 
 def isolated(rule: Condition, leaf: Rule, facts: dict[str, Any]) -> Iterator[Rule]:
-    """Set `facts` so that the verdict of `rule` hangs on `leaf` alone; yields `leaf` if that can be done."""
+    """Set `facts` so that the verdict of `rule` hangs on `leaf` alone; yields `leaf` if that can be
+    done.
+    """
     if rule is leaf:
         yield leaf
     elif isinstance(rule, When):
@@ -66,8 +73,10 @@ def limits() -> list[Any]:
     rows = []
     for kernel in KERNELS:
         for i, rule in enumerate(kernel.requires):
-            leaves = [leaf for leaf in rule.leaves() if is_numeric(leaf) and list(isolated(rule, leaf, {}))]
-            rows += [pytest.param(kernel, rule, leaf, id=f"{kernel.id}-{i}-{leaf.fact}-{leaf.test}-{leaf.value}")
+            leaves = [leaf for leaf in rule.leaves() if is_numeric(leaf)
+                      and list(isolated(rule, leaf, {}))]
+            rows += [pytest.param(kernel, rule, leaf,
+                                  id=f"{kernel.id}-{i}-{leaf.fact}-{leaf.test}-{leaf.value}")
                      for leaf in leaves]
     return rows
 
@@ -104,7 +113,8 @@ def test_each_limit_alone_turns_an_accepted_call_away(kernel: Kernel) -> None:
     facts = accepted_facts(kernel)
     if facts is None and kernel.op.read is not None:
         pytest.skip("the cases of its op are for another library")
-    assert facts is not None, f"{kernel.id} accepts none of its op's cases on any of {[d.name for d in DEVICES]}"
+    assert facts is not None, (
+        f"{kernel.id} accepts none of its op's cases on any of {[d.name for d in DEVICES]}")
     for leaf in kernel.requires:
         if isinstance(leaf, Rule) and is_numeric(leaf):
             outside = failing(leaf)

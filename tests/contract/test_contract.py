@@ -1,4 +1,6 @@
-"""Every kernel against the contract of its op: kernel x case x dtype, generated from the declarations."""
+"""Every kernel against the contract of its op: kernel x case x dtype, generated from the
+declarations.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,27 @@ from layerzero.ops.attention import OP as attention
 from layerzero.ops.rms_norm import OP as rms_norm
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Category
-from layerzero.verify.kernel.contract import case_values, check_case, check_kernel, refusals, worst_indices
+from layerzero.verify.kernel.contract import (
+    case_values,
+    check_case,
+    check_kernel,
+    refusals,
+    worst_indices,
+)
 
-ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm", "torch.layer_norm")
-# A compiling kernel takes seconds per case: enough of them to meet every feature once. LZ_TEST_JIT=all runs
-# the whole grid of the compiled formulas too, which takes half an hour.
+ALSO_FLOAT64 = ("reference.", "torch.sdpa_math", "torch.sdpa_flash", "torch.rms_norm",
+                "torch.layer_norm")
+# A compiling kernel takes seconds per case: enough of them to meet every feature once.
+# LZ_TEST_JIT=all runs the whole grid of the compiled formulas too, which takes half an hour.
 JIT_CASES: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "attention": (
         ({"hkv": 2}, "float32"),
         ({"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, "float32"),
-        ({"sq": 192, "sk": 320, "causal": True, "align": "bottom_right", "window": (16, -1)}, "bfloat16"),
+        ({"sq": 192, "sk": 320, "causal": True, "align": "bottom_right", "window": (16, -1)},
+         "bfloat16"),
         ({"alibi": True, "softcap": 5.0, "window": (8, 8)}, "float32")),
-    "rms_norm": (({"rows": (3, 2, 5), "hidden": 96, "offset": 1.0, "weight_dtype": "float32"}, "bfloat16"),),
+    "rms_norm": (({"rows": (3, 2, 5), "hidden": 96, "offset": 1.0, "weight_dtype": "float32"},
+                  "bfloat16"),),
     "add_rms_norm": (({"stride": "padded"}, "bfloat16"),),
     "layer_norm": (({"weight_dtype": "float32"}, "float16"),),
     "rope": (({"layout": "bshd", "ids": "int64", "d": 128, "rotary": 64}, "bfloat16"),),
@@ -46,8 +57,10 @@ def here(kernel: Kernel) -> str:
     reason = loading.availability(kernel)
     if reason is not None:
         return str(reason)
-    facts = {**probe("cpu").facts(), **read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))}
-    device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} <= {"device", "isa"}]
+    facts = {**probe("cpu").facts(),
+             **read(kernel.op, case_values(kernel.op, kernel.op.cases[0], "float32"))}
+    device_rules = [rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
+                    <= {"device", "isa"}]
     found = next((r for rule in device_rules if (r := rule.check(facts)) is not None), None)
     return "" if found is None else str(found)
 
@@ -57,18 +70,22 @@ def grid() -> list[Any]:
     for kernel in KERNELS:
         absent = here(kernel)
         if absent:
-            rows.append(pytest.param(kernel, {}, "float32", id=kernel.id, marks=pytest.mark.skip(reason=absent)))
+            rows.append(pytest.param(kernel, {}, "float32", id=kernel.id,
+                                     marks=pytest.mark.skip(reason=absent)))
             continue
-        dtypes = (*kernel.op.dtypes, "float64") if kernel.id.startswith(ALSO_FLOAT64) else kernel.op.dtypes
+        dtypes = ((*kernel.op.dtypes, "float64") if kernel.id.startswith(ALSO_FLOAT64)
+                  else kernel.op.dtypes)
         cells: Any = [(case, dtype) for dtype in dtypes for case in kernel.op.cases]
         if kernel.jit and not (ALL_JIT_CASES and kernel.id.startswith("torch.compiled")):
             cells = JIT_CASES.get(kernel.op.name, cells[:1])
-        rows += [pytest.param(kernel, case, dtype, id=f"{kernel.id}-{dtype}-{case_id(case)}") for case, dtype in cells
+        rows += [pytest.param(kernel, case, dtype, id=f"{kernel.id}-{dtype}-{case_id(case)}")
+                 for case, dtype in cells
                  if not _refused(kernel, case, dtype)]
     return rows
 
 
-_VALUES: dict[tuple[str, str, str], Any] = {}  # the inputs of a case, made once for all kernels of its op
+# the inputs of a case, made once for all kernels of its op
+_VALUES: dict[tuple[str, str, str], Any] = {}
 _REFUSED: dict[str, int] = {}                  # kernel -> how many cases its rules refuse
 
 
@@ -89,7 +106,8 @@ _VALUES.clear()
 @pytest.mark.parametrize(("kernel", "case", "dtype"), GRID)
 def test_kernel_keeps_the_contract(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+        warnings.filterwarnings("ignore",
+                                message=".*does not have a deterministic implementation.*")
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight.*")
         result = check_case(kernel, case, dtype)
     assert result.passed, str(result)
@@ -107,7 +125,8 @@ def test_enough_of_the_grid_runs_here() -> None:
 def test_every_op_has_its_formula_and_a_library(name: str) -> None:
     backends = {k.backend for k in KERNELS if k.op.name == name}
     without_tensors = any(k.op.read is not None for k in KERNELS if k.op.name == name)
-    assert "reference" in backends and (len(backends) > 1 if without_tensors else "torch" in backends)
+    assert ("reference" in backends and (len(backends) > 1 if without_tensors
+                                         else "torch" in backends))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -128,14 +147,16 @@ def test_what_a_kernel_does_not_take_its_rules_speak_of(kernel: Kernel) -> None:
     except loading.LoadFailed as e:
         pytest.skip(str(e.reason))
     spoken = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
-    left_out = {p.name for p in kernel.op.params if not p.required} - {*taken, "enable_gqa", kernel.op.variant}
+    left_out = {p.name for p in kernel.op.params if not p.required} - {*taken, "enable_gqa",
+                                                                       kernel.op.variant}
     assert left_out <= spoken
 
 
 def test_ids_are_unique_and_loads_can_be_named() -> None:
     assert len({k.id for k in KERNELS}) == len(KERNELS)
     for kernel in KERNELS:
-        assert "<" not in kernel.to_json()["load"], f"{kernel.id}: load must be a function of its module"
+        assert "<" not in kernel.to_json()[
+            "load"], f"{kernel.id}: load must be a function of its module"
 
 
 # The judge is judged: each kind of wrong kernel must be found out.
@@ -144,53 +165,63 @@ def _right(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-
     return rms_norm.reference(x, weight, eps)
 
 
-def _a_little_off(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _a_little_off(x: torch.Tensor, weight: torch.Tensor | None = None,
+                  eps: float = 1e-6) -> torch.Tensor:
     return _right(x, weight, eps) * (1 + 2e-5)
 
 
-def _eps_forgotten(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _eps_forgotten(x: torch.Tensor, weight: torch.Tensor | None = None,
+                   eps: float = 1e-6) -> torch.Tensor:
     return _right(x, weight, 0.0)
 
 
-def _one_element_wrong(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _one_element_wrong(x: torch.Tensor, weight: torch.Tensor | None = None,
+                       eps: float = 1e-6) -> torch.Tensor:
     out = _right(x, weight, eps)
     out[-1, -1] += 0.01
     return out
 
 
-def _leaves_a_gap(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _leaves_a_gap(x: torch.Tensor, weight: torch.Tensor | None = None,
+                  eps: float = 1e-6) -> torch.Tensor:
     out = torch.empty_like(x)
     out[:, 1:] = _right(x, weight, eps)[:, 1:]
     return out
 
 
-def _overwrites_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _overwrites_its_input(x: torch.Tensor, weight: torch.Tensor | None = None,
+                          eps: float = 1e-6) -> torch.Tensor:
     out = _right(x, weight, eps)
     x.mul_(2)
     return out
 
 
-def _overwrites_without_a_trace(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _overwrites_without_a_trace(x: torch.Tensor, weight: torch.Tensor | None = None,
+                                eps: float = 1e-6) -> torch.Tensor:
     out = _right(x, weight, eps)
     if weight is not None:
         weight.data.mul_(2)                    # bumps no version
     return out
 
 
-def _writes_beside_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _writes_beside_its_input(x: torch.Tensor, weight: torch.Tensor | None = None,
+                             eps: float = 1e-6) -> torch.Tensor:
     torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())[-1] = 7.0
     return _right(x, weight, eps)
 
 
-def _returns_its_input(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _returns_its_input(x: torch.Tensor, weight: torch.Tensor | None = None,
+                       eps: float = 1e-6) -> torch.Tensor:
     return x
 
 
-def _returns_another_dtype(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _returns_another_dtype(x: torch.Tensor, weight: torch.Tensor | None = None,
+                           eps: float = 1e-6) -> torch.Tensor:
     return _right(x, weight, eps).double()
 
 
-def _returns_another_shape(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _returns_another_shape(x: torch.Tensor, weight: torch.Tensor | None = None,
+                           eps: float = 1e-6) -> torch.Tensor:
     return _right(x, weight, eps)[None]
 
 
@@ -198,17 +229,20 @@ def _returns_two(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float
     return _right(x, weight, eps), x.clone()
 
 
-def _returns_nothing(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> None:
+def _returns_nothing(x: torch.Tensor, weight: torch.Tensor | None = None,
+                     eps: float = 1e-6) -> None:
     return None
 
 
-def _gives_nan(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _gives_nan(x: torch.Tensor, weight: torch.Tensor | None = None,
+               eps: float = 1e-6) -> torch.Tensor:
     out = _right(x, weight, eps)
     out[0, 0] = float("nan")
     return out
 
 
-def _rolls_dice(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+def _rolls_dice(x: torch.Tensor, weight: torch.Tensor | None = None,
+                eps: float = 1e-6) -> torch.Tensor:
     return _right(x, weight, eps) * (1 + 1e-7 * torch.rand_like(x))
 
 
@@ -218,7 +252,8 @@ def _raises(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e
 
 WRONG = {
     _a_little_off: "exceeds", _one_element_wrong: "worst at [(4, 63)", _leaves_a_gap: "not finite",
-    _overwrites_its_input: "x was overwritten", _overwrites_without_a_trace: "weight was overwritten",
+    _overwrites_its_input: "x was overwritten",
+    _overwrites_without_a_trace: "weight was overwritten",
     _writes_beside_its_input: "x was overwritten", _returns_its_input: "shares memory with x",
     _returns_another_dtype: "the contract says", _returns_another_shape: "the contract says",
     _returns_two: "returned 2 results", _returns_nothing: "result 0 is None",
@@ -246,7 +281,8 @@ def test_a_wrong_kernel_is_found_out(run: Callable[..., Any], word: str) -> None
 
 
 def test_an_error_only_small_inputs_show_is_found_by_the_cases() -> None:
-    assert any(r.status == "failed" for r in check_kernel(fake(_eps_forgotten), dtypes=("float32",)))
+    assert any(r.status == "failed"
+               for r in check_kernel(fake(_eps_forgotten), dtypes=("float32",)))
 
 
 def test_a_library_that_is_not_here_skips_with_its_reason() -> None:

@@ -1,4 +1,6 @@
-"""Compiling in the background on a GPU: on a stream of its own, and no harm to a graph that is captured meanwhile."""
+"""Compiling in the background on a GPU: on a stream of its own, and no harm to a graph that is
+captured meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ __all__ = ["happened", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 
 
@@ -33,20 +36,24 @@ def test_our_kernels_take_over_when_they_are_compiled(happened, kernel):
     expected = torch.nn.functional.scaled_dot_product_attention(*values, enable_gqa=True)
     with lz.prefer(kernel):
         torch.testing.assert_close(lz.attention(*values), expected, rtol=2e-2, atol=2e-2)
-        assert compiling.wait(120) and not of(KernelRefused, happened) and not of(CompileSkipped, happened)
+        assert (compiling.wait(120) and not of(KernelRefused, happened)
+                and not of(CompileSkipped, happened))
         assert lz.which("attention", *values) == kernel
         torch.testing.assert_close(lz.attention(*values), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_capture_in_another_thread_is_not_spoilt(happened):
-    """Compiling allocates memory, loads modules and waits for its stream, none of which a capture may see."""
+    """Compiling allocates memory, loads modules and waits for its stream, none of which a capture
+    may see.
+    """
     stop, captured, errors = threading.Event(), [], []
     x = torch.randn(64, 64, device="cuda")
 
     def capture() -> None:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            x @ x                              # a thread's first product sets cuBLAS up: not in a capture
+            # a thread's first product sets cuBLAS up: not in a capture
+            x @ x
         side.synchronize()
         while not stop.is_set():
             graph = torch.cuda.CUDAGraph()
@@ -59,7 +66,8 @@ def test_a_capture_in_another_thread_is_not_spoilt(happened):
             except RuntimeError as e:
                 errors.append(str(e))
 
-    calls = [decode(keys, dim) for dim in (64, 128) for keys in (300, 3000)]    # no random numbers during a capture
+    # no random numbers during a capture
+    calls = [decode(keys, dim) for dim in (64, 128) for keys in (300, 3000)]
     with lz.prefer(jit="never"):
         for call in calls:
             lz.attention(*call)                # what torch's own kernels set up is there before

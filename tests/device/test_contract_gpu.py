@@ -1,4 +1,6 @@
-"""Every kernel that runs on CUDA against its contract, the chosen one against torch, and capture in a graph."""
+"""Every kernel that runs on CUDA against its contract, the chosen one against torch, and capture in
+a graph.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_the_chosen_kernel_agrees_with_the_upcast_formula(case: dict[str, Any]) 
 
 def test_a_fused_kernel_is_chosen_for_plain_half_precision() -> None:
     q = torch.randn(2, 8, 256, 128, device="cuda", dtype=torch.bfloat16)
-    assert lz.which("attention", q, q, q, is_causal=True) not in ("torch.sdpa_math", "reference.attention")
+    assert lz.which("attention", q, q, q, is_causal=True) not in ("torch.sdpa_math",
+                                                                  "reference.attention")
 
 
 def test_capture_in_a_graph() -> None:
@@ -79,10 +82,12 @@ def test_out_of_memory_walks_down_the_plan() -> None:
 
     events: list[Any] = []
     stop = lz.subscribe(events.append)
-    lz.register(lz.Kernel("hungry.attention", lz.op("attention"), lambda: hungry, prior=1e9, less_work="a test"))
+    lz.register(lz.Kernel("hungry.attention", lz.op("attention"), lambda: hungry, prior=1e9,
+                          less_work="a test"))
     try:
         q = torch.randn(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
-        torch.testing.assert_close(lz.attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q),
+        torch.testing.assert_close(lz.attention(q, q, q),
+                                   torch.nn.functional.scaled_dot_product_attention(q, q, q),
                                    rtol=2e-2, atol=2e-2)
         fallback = [e for e in events if e.name == "fallback"]
         assert fallback and fallback[0].reason.code is lz.Code.OUT_OF_MEMORY
@@ -99,4 +104,5 @@ def test_compiled_on_cuda() -> None:
     def block(q: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return lz.rms_norm(lz.attention(q, q, q, is_causal=True), w) * 2
 
-    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, w), block(q, w), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, w), block(q, w), rtol=2e-2,
+                               atol=2e-2)

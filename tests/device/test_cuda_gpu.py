@@ -1,4 +1,6 @@
-"""Our CUDA C++ on a GPU: the contract's cases, larger shapes, and launching: clusters, graphs, streams, threads."""
+"""Our CUDA C++ on a GPU: the contract's cases, larger shapes, and launching: clusters, graphs,
+streams, threads.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,38 @@ pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 LARGE: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda.attention_decode": (
         {"b": 2, "hq": 32, "hkv": 8, "sq": 1, "sk": 4097, "d": 128, "lse": True},
-        {"b": 1, "hq": 32, "hkv": 8, "sq": 8, "sk": 3000, "d": 128, "causal": True, "align": "bottom_right"},
+        {"b": 1, "hq": 32, "hkv": 8, "sq": 8, "sk": 3000, "d": 128, "causal": True,
+         "align": "bottom_right"},
         {"b": 1, "hq": 32, "hkv": 8, "sq": 3, "sk": 3000, "d": 128},
-        {"b": 1, "hq": 16, "hkv": 1, "sq": 2, "sk": 2000, "d": 64, "window": (700, -1), "align": "bottom_right"},
-        {"b": 1, "hq": 16, "hkv": 1, "sq": 2, "sk": 2000, "d": 64, "causal": True, "window": (700, -1),
+        {"b": 1, "hq": 16, "hkv": 1, "sq": 2, "sk": 2000, "d": 64, "window": (700, -1),
+         "align": "bottom_right"},
+        {"b": 1, "hq": 16, "hkv": 1, "sq": 2, "sk": 2000, "d": 64, "causal": True,
+         "window": (700, -1),
          "align": "bottom_right", "lse": True},
         {"b": 3, "hq": 8, "hkv": 8, "sq": 1, "sk": 1000, "d": 256},
         {"b": 70, "hq": 32, "hkv": 8, "sq": 1, "sk": 500, "d": 128},
-        {"b": 1, "hq": 12, "hkv": 2, "sq": 5, "sk": 17, "d": 64, "causal": True, "align": "bottom_right", "lse": True},
+        {"b": 1, "hq": 12, "hkv": 2, "sq": 5, "sk": 17, "d": 64, "causal": True,
+         "align": "bottom_right", "lse": True},
         {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "layout": "bshd"},
         {"b": 2, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "stride": "padded"},
-        {"b": 2, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "stride": "transposed", "extreme": True}),
+        {"b": 2, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "stride": "transposed",
+         "extreme": True}),
     "cuda.paged_attention_decode": (
         {"context": (5000, 17, 900), "hq": 32, "hkv": 8, "d": 128, "lse": True},
-        {"context": (700, 3000), "lengths_q": (3, 8), "hq": 32, "hkv": 8, "d": 128, "layout": "HND"},
-        {"context": (700, 3000, 0, 1), "hq": 32, "hkv": 8, "d": 64, "page_size": 64, "window": 300, "lse": True},
+        {"context": (700, 3000), "lengths_q": (3, 8), "hq": 32, "hkv": 8, "d": 128,
+         "layout": "HND"},
+        {"context": (700, 3000, 0, 1), "hq": 32, "hkv": 8, "d": 64, "page_size": 64, "window": 300,
+         "lse": True},
         {"context": (700, 3000), "hq": 8, "hkv": 1, "d": 256, "page_size": 32}),
     "cuda.quantized_linear": (
         *({"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
           for f in ("int4", "int8", "fp8_e4m3") for g in (0, 32, 64, 128) for r in (1, 2, 5, 16)),
-        *({"format": f, "rows": (r,), "k": 14336, "n": 520, "group": 128, "symmetric": False, "bias": True}
+        *({"format": f, "rows": (r,), "k": 14336, "n": 520, "group": 128, "symmetric": False,
+           "bias": True}
           for f in ("int4", "int8") for r in (1, 7)),
         {"format": "int4", "rows": (3,), "k": 4064, "n": 1, "group": 256},
-        {"format": "int8", "rows": (16,), "k": 32768, "n": 40, "group": 32, "scale_dtype": "float16"}),
+        {"format": "int8", "rows": (16,), "k": 32768, "n": 40, "group": 32,
+         "scale_dtype": "float16"}),
     "cuda.rms_norm": ({"rows": (1,), "hidden": 8192}, {"rows": (700,), "hidden": 4096},
                       {"rows": (40, 32), "hidden": 128}, {"rows": (300,), "hidden": 5120},
                       {"rows": (3,), "hidden": 32768}),
@@ -55,7 +66,8 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
         {"batch": 5, "vocab": 128256}, {"batch": 3, "vocab": 128256, "min_p": 0.02},
         {"batch": 70, "vocab": 50257, "temperature": 0.8, "random": "seed"},
         {"batch": 3, "vocab": 128256, "probs": True}, {"batch": 1, "vocab": 151936, "top_p": 0.9},
-        {"batch": 2, "vocab": 1 << 20, "top_k": 50, "random": "seed_rows"}, {"batch": 9, "vocab": 32001, "rows": True}),
+        {"batch": 2, "vocab": 1 << 20, "top_k": 50, "random": "seed_rows"},
+        {"batch": 9, "vocab": 32001, "rows": True}),
 }
 
 
@@ -64,7 +76,8 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
 def test_kernel_keeps_the_contract_on_cuda(kernel: Kernel, dtype: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = [check_case(kernel, case, dtype, "cuda") for case in (*kernel.op.cases, *LARGE.get(kernel.id, ()))]
+        results = [check_case(kernel, case, dtype, "cuda")
+                   for case in (*kernel.op.cases, *LARGE.get(kernel.id, ()))]
     ran = [r for r in results if r.status != "skipped"]
     if not ran:
         pytest.skip("; ".join(sorted({str(reason.code) for r in results for reason in r.reasons})))
@@ -100,7 +113,9 @@ PARAMS = struct.Struct("@Pqi")
 
 def needs_clusters() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(f"clusters need compute capability 9.0, this GPU has {torch.cuda.get_device_capability()}")
+        pytest.skip(
+            "clusters need compute capability 9.0, this GPU has "
+            f"{torch.cuda.get_device_capability()}")
     if compiler.ready() is not True:
         pytest.skip(str(compiler.ready()))
 
@@ -122,7 +137,8 @@ def wanted(blocks: int, cluster: int, add: int = 0) -> Tensor:
     return (block // cluster * cluster + cluster - 1) * 100 + block % cluster + add
 
 
-def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0, device: str = "cuda") -> Tensor:
+def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0,
+             device: str = "cuda") -> Tensor:
     out = torch.full((blocks * 32,), -1, dtype=torch.int32, device=device)
     kernel.launch((blocks, 1, 1), PARAMS, out, out.numel(), add)
     return out
@@ -130,10 +146,12 @@ def launched(kernel: compiler.CompiledCuda, blocks: int, add: int = 0, device: s
 
 @pytest.mark.parametrize("shared", [16, 100 << 10])
 @pytest.mark.parametrize("cluster", [1, 2, 8, 16])
-def test_clusters_of_every_size_and_much_shared_memory(ranks: str, cluster: int, shared: int) -> None:
+def test_clusters_of_every_size_and_much_shared_memory(ranks: str, cluster: int,
+                                                       shared: int) -> None:
     kernel = made(ranks, cluster, shared)
     assert torch.equal(launched(kernel, 48, 5), wanted(48, cluster, 5))
-    assert torch.equal(launched(kernel, 16, -2), wanted(16, cluster, -2))     # what was laid out before is not kept
+    # what was laid out before is not kept
+    assert torch.equal(launched(kernel, 16, -2), wanted(16, cluster, -2))
 
 
 def test_more_than_the_device_has_is_refused_before_the_launch(ranks: str) -> None:
@@ -148,7 +166,8 @@ def test_more_than_the_device_has_is_refused_before_the_launch(ranks: str) -> No
 
 def test_an_error_of_the_driver_is_a_fault_of_the_kernel(ranks: str) -> None:
     with pytest.raises(RuntimeError, match=r"CUDA error: .*ranks.cu:ranks") as caught:
-        launched(made(ranks, 2), 3)                                            # 3 blocks are no clusters of 2
+        # 3 blocks are no clusters of 2
+        launched(made(ranks, 2), 3)
     assert faults.classify(caught.value) == "kernel"
     assert torch.equal(launched(made(ranks, 2), 4), wanted(4, 2))
 
@@ -165,7 +184,8 @@ def test_a_graph_holds_the_launch_and_its_parameters(ranks: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [launched(kernel, 8, add) for add in range(3)]
-    launched(kernel, 4, 99)                                                    # other parameters, after the capture
+    # other parameters, after the capture
+    launched(kernel, 4, 99)
     for out in outs:
         out.zero_()
     graph.replay()
@@ -185,7 +205,8 @@ def test_a_kernel_may_be_compiled_and_loaded_while_a_graph_is_captured(ranks: st
 
 
 def test_another_thread_may_load_while_a_graph_is_captured(ranks: str) -> None:
-    """Captures are jealous of the whole process: an unsafe call of any thread would end this one."""
+    """Captures are jealous of the whole process: an unsafe call of any thread would end this one.
+    """
     loading, graph = made(ranks, 2), torch.cuda.CUDAGraph()
     kernel = made(ranks, 4)
     launched(kernel, 4)
@@ -216,7 +237,8 @@ def test_the_current_stream_is_used(ranks: str) -> None:
         torch.cuda._sleep(50_000_000)
         out = launched(kernel, 64, 7)
         begun = stream.query()
-    assert not begun                                                           # it waits behind what that stream does
+    # it waits behind what that stream does
+    assert not begun
     stream.synchronize()
     assert torch.equal(out, wanted(64, 2, 7))
 
@@ -231,7 +253,8 @@ def test_threads_launch_the_same_kernel_at_once(ranks: str) -> None:
         try:
             outs = [launched(kernel, 2 * n, add) for add in range(50)]
             torch.cuda.synchronize()
-            wrong.extend((n, add) for add, out in enumerate(outs) if not torch.equal(out, want[n][add]))
+            wrong.extend((n, add) for add, out in enumerate(outs)
+                         if not torch.equal(out, want[n][add]))
         except RuntimeError as e:
             wrong.append(e)
 

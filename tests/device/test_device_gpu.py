@@ -15,12 +15,14 @@ from layerzero.spec.op import DEVICE_FACTS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 
 
 def in_new_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -30,7 +32,8 @@ def test_properties_agree_with_torch():
     major, minor = torch.cuda.get_device_capability(0)
     assert d.name == torch.cuda.get_device_name(0)
     assert d.sm == 10 * major + minor
-    assert (d.vendor, d.cores, d.total_memory) == ("nvidia", props.multi_processor_count, props.total_memory)
+    assert (d.vendor, d.cores, d.total_memory) == ("nvidia", props.multi_processor_count,
+                                                   props.total_memory)
     assert d.gpu_generation in {row.name for row in GENERATIONS}
     assert d.runtime_version == torch.version.cuda
     assert d.torch_version == torch.__version__

@@ -1,4 +1,6 @@
-"""Memory and faults on a GPU: a lack of memory is walked around, a lost context is called lost, a hang is stopped."""
+"""Memory and faults on a GPU: a lack of memory is walked around, a lost context is called lost, a
+hang is stopped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["happened", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 FAULTS = Path(__file__).parents[1] / "faults"
 GIB = 1 << 30
@@ -48,7 +51,8 @@ def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(x), RMS_NORM.reference(x))
     found = of(Fallback, happened)
-    assert len(found) == 3 and {(e.kernel, e.reason.code) for e in found} == {("greedy.norm", Code.OUT_OF_MEMORY)}
+    assert (len(found) == 3 and {(e.kernel, e.reason.code) for e in found}
+            == {("greedy.norm", Code.OUT_OF_MEMORY)})
     assert health_of("greedy.norm") is None                # it may fit the next time
     alive()
 
@@ -70,7 +74,8 @@ def test_headroom_counts_what_other_processes_have():
     finally:
         other.communicate("\n", timeout=60)
     assert before - during >= 4 * GIB
-    assert headroom("cuda", policy(memory_headroom_fraction=0.5)) <= torch.cuda.mem_get_info()[1] // 2
+    assert headroom("cuda", policy(memory_headroom_fraction=0.5)) <= torch.cuda.mem_get_info()[
+        1] // 2
 
 
 STRAY = """
@@ -99,9 +104,11 @@ STRAY = """
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
 def test_an_illegal_access_loses_the_device_and_it_is_said(blocking):
-    said = json.loads(python(STRAY.format(faults=str(FAULTS)), CUDA_LAUNCH_BLOCKING=blocking).splitlines()[-1])
+    said = json.loads(python(STRAY.format(faults=str(FAULTS)),
+                             CUDA_LAUNCH_BLOCKING=blocking).splitlines()[-1])
     lost = [e for e in said["errors"] if e[0] == "DeviceLost"]
-    assert lost, said                                      # at the latest when the next call finds the context gone
+    # at the latest when the next call finds the context gone
+    assert lost, said
     assert "context is lost; restart the process" in lost[0][1] and lost[0][2] == ["DEVICE_FAULT"]
     assert said["state"] == "disabled"
     alive()
@@ -113,7 +120,8 @@ def test_an_illegal_access_loses_the_device_and_it_is_said(blocking):
 def test_a_probe_in_another_process_finds_what_would_cost_this_one(monkeypatch, how, code, timeout):
     monkeypatch.syspath_prepend(str(FAULTS))
     import hostile_triton
-    kernel = lz.Kernel(f"hostile.{how}", RMS_NORM, getattr(hostile_triton, f"load_{how}"), package="triton")
+    kernel = lz.Kernel(f"hostile.{how}", RMS_NORM, getattr(hostile_triton, f"load_{how}"),
+                       package="triton")
     lz.register(kernel)
     reason = probe(kernel, "cuda", timeout)
     assert reason is not None and reason.code is code, reason

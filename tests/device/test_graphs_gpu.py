@@ -1,4 +1,6 @@
-"""CUDA graphs on a GPU: safe is what was captured, replayed with other inputs and found right, and nothing else is."""
+"""CUDA graphs on a GPU: safe is what was captured, replayed with other inputs and found right, and
+nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["happened", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 
 
@@ -31,7 +34,8 @@ def nothing_tried(monkeypatch, world, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
 
 
-def rows(n: int = 8, hidden: int = 256, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(n: int = 8, hidden: int = 256, seed: int = 0,
+         dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
 
 
@@ -83,13 +87,15 @@ def sound(x, weight=None, eps=1e-6):
 
 
 def liar(fn) -> lz.Kernel:
-    return lz.Kernel(f"liar.{fn.__name__}", RMS_NORM, lambda: fn, NO_OFFSET, prior=1e6, less_work="a test")
+    return lz.Kernel(f"liar.{fn.__name__}", RMS_NORM, lambda: fn, NO_OFFSET, prior=1e6,
+                     less_work="a test")
 
 
 @pytest.mark.parametrize(("fn", "kinds"), [
-    (waits, {"sync"}), (copies_to_the_host, {"sync"}), (allocates_pinned, {"sync", "fault", "stale result"}),
-    (on_the_default_stream, {"stale result", "allocation", "sync", "fault"}), (remembers_by_address, {"stale result"}),
-    (one_result_for_all, {"stale result"})])
+    (waits, {"sync"}), (copies_to_the_host, {"sync"}),
+    (allocates_pinned, {"sync", "fault", "stale result"}),
+    (on_the_default_stream, {"stale result", "allocation", "sync", "fault"}),
+    (remembers_by_address, {"stale result"}), (one_result_for_all, {"stale result"})])
 def test_a_kernel_that_cannot_be_captured_is_found_out(fn, kinds):
     _remembered.clear()
     _buffer.clear()
@@ -97,7 +103,8 @@ def test_a_kernel_that_cannot_be_captured_is_found_out(fn, kinds):
     lz.register(kernel)
     verdict = is_graph_safe(kernel.id)
     assert verdict.safe is False and {p.kind for p in verdict.problems} <= kinds, verdict.problems
-    torch.rand(4, device="cuda")                           # a capture that failed leaves torch's generator usable
+    # a capture that failed leaves torch's generator usable
+    torch.rand(4, device="cuda")
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.testing.assert_close(lz.rms_norm(rows()), RMS_NORM.reference(rows()))
 
@@ -153,7 +160,8 @@ def test_a_capture_that_a_kernel_spoils_names_it_and_the_next_one_works():
     lz.register(kernel)
     x, graph = rows(), torch.cuda.CUDAGraph()
     lz.rms_norm(x)
-    with pytest.raises((lz.errors.KernelExecutionError, RuntimeError)) as caught, graphs.graph(graph):
+    with pytest.raises((lz.errors.KernelExecutionError, RuntimeError)) as caught, graphs.graph(
+            graph):
         lz.rms_norm(x)
     told = graphs.first_cause(caught.value)
     assert "captur" in str(told), told
@@ -193,7 +201,8 @@ def test_the_certificate_says_what_the_capture_has_shown():
 # what a graph holds
 
 def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(happened):
-    kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6, less_work="a test", package="torch")
+    kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6,
+                       less_work="a test", package="torch")
     lz.register(kernel)
     x, graph = rows(), torch.cuda.CUDAGraph()
     graphs.warmup_capture(lz.rms_norm, x)
@@ -252,7 +261,8 @@ def test_a_function_that_can_be_captured():
     print(report)
     assert report and report.replays == 3 and report.pool_bytes > 0
     assert {(c.op, c.count) for c in report.calls} == {("rms_norm", 1), ("attention", 1)}
-    assert all(torch.equal(a, b) for a, b in zip(kept, (x, *inputs)))      # they have their own numbers back
+    # they have their own numbers back
+    assert all(torch.equal(a, b) for a, b in zip(kept, (x, *inputs)))
     assert report.to_json()["ok"] is True
 
 
@@ -282,4 +292,5 @@ def test_what_a_function_raises_is_told():
         raise KeyError("no such thing")
 
     report = validate_graph_capture(fails, rows())
-    assert [p.kind for p in report.problems] == ["fault"] and "no such thing" in report.problems[0].text
+    assert ([p.kind for p in report.problems] == ["fault"]
+            and "no such thing" in report.problems[0].text)

@@ -1,7 +1,8 @@
-"""Native replays of our own launches on a GPU: what Python's launchers compute, to the bit, from the second call on.
+"""Native replays of our own launches on a GPU: what Python's launchers compute, to the bit, from
+the second call on.
 
-Needs the native path (`lz build`). The kernels are locked one after the other; each call is compared with the
-launcher's own, and the counters say that it was really replayed.
+Needs the native path (`lz build`). The kernels are locked one after the other; each call is
+compared with the launcher's own, and the counters say that it was really replayed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def paged() -> tuple[Any, ...]:
 
 
 def coded() -> tuple[Any, ...]:
-    return rand(1, 1024), *lz.quantize(rand(512, 1024), "int4", granularity="block", block_size=128)[:2]
+    return rand(1, 1024), *lz.quantize(rand(512, 1024), "int4", granularity="block",
+                                       block_size=128)[:2]
 
 
 def attended(keys: int = 3000) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +54,8 @@ GROUPS = {"format": "int4", "group_size": 128}
 CASES = (
     Case("cuda.rms_norm", lambda: (rand(3, 4096), rand(4096))),
     Case("cuda.add_rms_norm", lambda: (rand(3, 4096), rand(3, 4096), rand(4096))),
-    Case("cuda.attention_decode", attended), Case("cuda.attention_decode", attended, {"return_lse": True}),
+    Case("cuda.attention_decode", attended),
+    Case("cuda.attention_decode", attended, {"return_lse": True}),
     Case("cuda.paged_attention_decode", paged), Case("cuda.quantized_linear", coded, GROUPS),
     Case("cuda.sample", lambda: (torch.randn(2, 32000, device="cuda"),), {"seed": 3, "top_p": 0.9}),
     Case("triton.rms_norm", lambda: (rand(3, 4096), rand(4096))),
@@ -64,7 +67,8 @@ CASES = (
     Case("triton.quantized_linear_gemv", coded, GROUPS),
     Case("triton.rope", lambda: (rand(1, 32, 1, 128), rand(1, 8, 1, 128), rand(1, 64), rand(1, 64)),
          {"style": "rotate_half"}),
-    Case("triton.sample", lambda: (torch.randn(2, 32000, device="cuda"),), {"seed": 3, "top_p": 0.9}, False),
+    Case("triton.sample", lambda: (torch.randn(2, 32000, device="cuda"),),
+         {"seed": 3, "top_p": 0.9}, False),
     Case("triton.quantize", lambda: (rand(4, 1024), "int8")),
 )
 NAMES = [f"{c.kernel}{'+' if c.kwargs else ''}{i}" for i, c in enumerate(CASES)]
@@ -129,13 +133,15 @@ def test_keys_grow_at_every_step(library: str, dense: bool) -> None:
     query, keys, values = attended(4096)
     for length in range(3073, 3173):           # one bucket
         key, value = keys[:, :, :length], values[:, :, :length]
-        if dense:                              # a tensor of its own, as torch.cat makes it: strides grow too
+        # a tensor of its own, as torch.cat makes it: strides grow too
+        if dense:
             key, value = key.contiguous(), value.contiguous()
         assert same(lock.native(query, key, value), lock.python(query, key, value)), length
     assert lock.replays(query, key, value) >= 90
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025,
+                                    2047, 2048, 2049])
 @pytest.mark.parametrize("library", ["cuda", "triton"])
 def test_lengths_around_every_bound(library: str, length: int) -> None:
     lock = Locked(Case(f"{library}.attention_decode", attended))
@@ -157,7 +163,8 @@ def test_captured_and_replayed_with_other_inputs(case: Case) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(3):                     # the first is a miss: captured and not captured are different entries
+        # the first is a miss: captured and not captured are different entries
+        for _ in range(3):
             out = lock.native(*args)
         inside = lock.replays(*args)
     if case.captured:

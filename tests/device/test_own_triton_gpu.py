@@ -1,4 +1,6 @@
-"""Somebody's own Triton kernel on a GPU: the contract, the cache of what was compiled, the limits, tuning, graphs."""
+"""Somebody's own Triton kernel on a GPU: the contract, the cache of what was compiled, the limits,
+tuning, graphs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ __all__ = ["happened", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 HOME = Path(__file__).parents[1] / "interpreter"
 
@@ -63,14 +66,16 @@ def test_compiled_once_then_hits_and_an_event_says_which(mine, happened):
 
 @pytest.mark.parametrize("hidden", [1, 2, 16, 17, 48, 1000])
 def test_every_specialisation_is_launched_right(mine, hidden):
-    """Sizes that Triton compiles differently for, from pointers that are aligned and that are not."""
+    """Sizes that Triton compiles differently for, from pointers that are aligned and that are not.
+    """
     run = mine.MINE.load()
     for offset in (0, 1, 4):
         flat = torch.randn(7 * hidden + offset, device="cuda")
         x = flat[offset:].view(7, hidden)
         weight = torch.randn(hidden + offset, device="cuda")[offset:]
         for _ in range(2):
-            torch.testing.assert_close(run(x, weight), RMS_NORM.reference(x, weight), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(run(x, weight), RMS_NORM.reference(x, weight), atol=2e-5,
+                                       rtol=2e-5)
             torch.testing.assert_close(run(x), RMS_NORM.reference(x), atol=2e-5, rtol=2e-5)
 
 
@@ -89,7 +94,8 @@ print(json.dumps([e.cache for e in seen]))
 def test_another_process_finds_it_on_disk(mine, tmp_path):
     said = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", SECOND.format(home=str(HOME))], capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-c", SECOND.format(home=str(HOME))],
+                              capture_output=True, text=True,
                               timeout=120, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)})
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout.splitlines()[-1]))
@@ -119,8 +125,10 @@ def test_a_profilers_hook_sees_every_launch(mine):
 # limits
 
 def test_a_grid_beyond_the_device_is_refused_with_a_typed_reason(mine):
-    kernel = triton_kernel("mine.long", RMS_NORM, mine.scaled_rows, launch=mine.launch, grid=lambda g: (1, 70000))
-    with pytest.raises(LaunchRefused, match="grid y must be a whole number from 1 to 65535, got 70000") as caught:
+    kernel = triton_kernel("mine.long", RMS_NORM, mine.scaled_rows, launch=mine.launch,
+                           grid=lambda g: (1, 70000))
+    with pytest.raises(LaunchRefused,
+                       match="grid y must be a whole number from 1 to 65535, got 70000") as caught:
         kernel.load()(rows())
     assert caught.value.codes == (Code.CUDA_BLOCK_LIMIT_EXCEEDED,)
     lz.register(kernel)
@@ -135,7 +143,8 @@ def test_too_much_shared_memory_is_refused_before_the_launch(tmp_path, monkeypat
     import wide_dot
     kernel = triton_kernel("mine.wide", RMS_NORM, wide_dot.wide, launch=wide_dot.launch, grid=(1,),
                            meta={"BLOCK": 256, "num_warps": 8, "num_stages": 6})
-    with pytest.raises(LaunchRefused, match="shared memory of a block in bytes must be <= ") as caught:
+    with pytest.raises(LaunchRefused,
+                       match="shared memory of a block in bytes must be <= ") as caught:
         kernel.load()(rows(256, 2048, torch.float16))
     assert caught.value.codes == (Code.CUDA_BLOCK_LIMIT_EXCEEDED,)
     assert float(torch.ones(3, device="cuda").sum()) == 3.0
@@ -166,7 +175,8 @@ def launch(x, weight=None, eps=1e-6):
 # tuning and graphs
 
 def test_the_tuner_times_every_configuration_and_selection_follows(mine, tmp_path):
-    compiling = [k.id for k in worlds.current().catalog.kernels if k.jit]          # others, to save time
+    # others, to save time
+    compiling = [k.id for k in worlds.current().catalog.kernels if k.jit]
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"), rules=(lz.PolicyRule.of("deny", compiling),))
     for kernel in mine.TUNED:
         lz.register(kernel)

@@ -1,7 +1,7 @@
 """torch.backends.cuda.can_use_* and our rules for the same implementations agree, call by call.
 
-Where ours are stricter, STRICTER says why. Ours are never looser: what torch would refuse an implementation, we
-must not hand to it behind torch's back.
+Where ours are stricter, STRICTER says why. Ours are never looser: what torch would refuse an
+implementation, we must not hand to it behind torch's back.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from layerzero.world import snapshot as worlds
 pytestmark = pytest.mark.gpu
 
 BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
-ALIGNED = "the kernels load 16 bytes at a time, and from another address answer wrongly or kill the context"
+ALIGNED = ("the kernels load 16 bytes at a time, and from another address answer wrongly or kill "
+           "the context")
 EMPTY = "without a batch or a head the entries give None or divide by zero"
 GRID = "batch and heads are axes of a grid that end at 65535"
 # (implementation, code) -> why our rules refuse where torch would go on
 STRICTER = {
-    ("FLASH_ATTENTION", Code.HEAD_DIM_ALIGNMENT): "torch pads the head dimension before the entry we call; torch.sdpa",
-    ("CUDNN_ATTENTION", Code.DROPOUT_UNSUPPORTED): "dropout of cuDNN has a resolution of 1/16; torch.sdpa serves it",
-    ("CUDNN_ATTENTION", Code.HEAD_DIM_TOO_LARGE): "192 and 256 depend on the version of cuDNN; torch.sdpa serves them",
-    ("EFFICIENT_ATTENTION", Code.GQA_UNSUPPORTED): "torch repeats the key heads before the entry we call",
+    ("FLASH_ATTENTION",
+     Code.HEAD_DIM_ALIGNMENT): "torch pads the head dimension before the entry we call; torch.sdpa",
+    ("CUDNN_ATTENTION",
+     Code.DROPOUT_UNSUPPORTED): "dropout of cuDNN has a resolution of 1/16; torch.sdpa serves it",
+    ("CUDNN_ATTENTION",
+     Code.HEAD_DIM_TOO_LARGE): "192 and 256 depend on the version of cuDNN; torch.sdpa serves them",
+    ("EFFICIENT_ATTENTION",
+     Code.GQA_UNSUPPORTED): "torch repeats the key heads before the entry we call",
     **{(b, Code.POINTER_ALIGNMENT): ALIGNED for b in BACKENDS},
     **{(b, Code.EMPTY_INPUT): EMPTY for b in BACKENDS},
     **{(b, Code.CUDA_BLOCK_LIMIT_EXCEEDED): GRID for b in BACKENDS},
@@ -64,11 +69,14 @@ def cases(count: int = 400, seed: int = 0) -> Iterator[Case]:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         yield Case(dtype=dtype)
     for _ in range(count):
-        case = {"dtype": draw.choice(("float16", "bfloat16", "float16", "bfloat16", "float32", "float64"))}
+        case = {"dtype": draw.choice(("float16", "bfloat16", "float16", "bfloat16", "float32",
+                                      "float64"))}
         for _ in range(draw.randint(0, 3)):
-            what = draw.choice(("dim", "dim_v", "group", "mask", "causal", "stride", "grad", "seq", "empty", "dropout"))
+            what = draw.choice(("dim", "dim_v", "group", "mask", "causal", "stride", "grad", "seq",
+                                "empty", "dropout"))
             if what == "dim":
-                case["dim"] = case["dim_v"] = draw.choice((1, 4, 7, 8, 20, 33, 40, 72, 96, 128, 136, 192, 256, 264))
+                case["dim"] = case["dim_v"] = draw.choice((1, 4, 7, 8, 20, 33, 40, 72, 96, 128, 136,
+                                                           192, 256, 264))
             elif what == "dim_v":
                 case["dim_v"] = draw.choice((8, 32, 44, 128))
             elif what == "group":
@@ -82,7 +90,8 @@ def cases(count: int = 400, seed: int = 0) -> Iterator[Case]:
             elif what == "grad":
                 case["grad"] = True
             elif what == "seq":
-                case |= {"seq_q": draw.choice((1, 17, 64, 200)), "seq_k": draw.choice((1, 2, 63, 64, 257))}
+                case |= {"seq_q": draw.choice((1, 17, 64, 200)),
+                         "seq_k": draw.choice((1, 2, 63, 64, 257))}
             elif what == "empty":
                 case[draw.choice(("batch", "seq_q", "seq_k"))] = 0
             elif what == "dropout":
@@ -96,39 +105,47 @@ def tensors(case: Case, device: str) -> dict[str, object]:
     def one(heads: int, seq: int, dim: int) -> torch.Tensor:
         shape = (case.batch, heads, seq, dim)
         if case.stride == "transposed":
-            t = torch.zeros((case.batch, seq, heads, dim), dtype=dtype, device=device).transpose(1, 2)
+            t = torch.zeros((case.batch, seq, heads, dim), dtype=dtype,
+                            device=device).transpose(1, 2)
         elif case.stride == "padded":
             t = torch.zeros((*shape[:-1], dim + 8), dtype=dtype, device=device)[..., :dim]
         elif case.stride == "sparse":
             t = torch.zeros((*shape[:-1], dim * 2), dtype=dtype, device=device)[..., ::2]
         elif case.stride == "shifted":         # one element behind an address that is aligned
-            t = torch.zeros(torch.Size(shape).numel() + 1, dtype=dtype, device=device)[1:].view(shape)
+            t = torch.zeros(torch.Size(shape).numel() + 1, dtype=dtype,
+                            device=device)[1:].view(shape)
         else:
             t = torch.zeros(shape, dtype=dtype, device=device)
         return t.requires_grad_(case.grad)
 
-    shape = (case.seq_q, case.seq_k) if case.mask == "float2d" else (case.batch, 1, case.seq_q, case.seq_k)
+    shape = ((case.seq_q, case.seq_k) if case.mask == "float2d"
+             else (case.batch, 1, case.seq_q, case.seq_k))
     mask = None
     if case.mask:
         mask = torch.ones(shape, dtype=torch.bool if case.mask == "bool" else dtype, device=device)
-    return {"query": one(case.heads, case.seq_q, case.dim), "key": one(case.kv_heads, case.seq_k, case.dim),
-            "value": one(case.kv_heads, case.seq_k, case.dim_v), "attn_mask": mask, "dropout_p": case.dropout,
-            "is_causal": case.causal}
+    return {"query": one(case.heads, case.seq_q, case.dim),
+            "key": one(case.kv_heads, case.seq_k, case.dim),
+            "value": one(case.kv_heads, case.seq_k, case.dim_v), "attn_mask": mask,
+            "dropout_p": case.dropout, "is_causal": case.causal}
 
 
-def refusals(given: dict[str, object], backend: str, device: dict[str, object]) -> list[tuple[str, tuple]]:
-    """Every kernel that is this implementation on CUDA, with the reasons its rules have against the call."""
+def refusals(given: dict[str, object], backend: str,
+             device: dict[str, object]) -> list[tuple[str, tuple]]:
+    """Every kernel that is this implementation on CUDA, with the reasons its rules have against the
+    call.
+    """
     facts = {**device, **call_facts(ATTENTION, **given)}
     every = [k for k in worlds.current().kernels("attention")
              if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")]
     found = [(k.id, tuple(k.reasons(facts))) for k in every]
-    return [(id, reasons) for id, reasons in found if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]
+    return [(id, reasons) for id, reasons in found
+            if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]
 
 
 def allowed_by_torch(given: dict[str, object], backend: str) -> bool:
     params = torch.backends.cuda.SDPAParams(
-        given["query"], given["key"], given["value"], given["attn_mask"], given["dropout_p"], given["is_causal"],
-        given["query"].shape[1] != given["key"].shape[1])
+        given["query"], given["key"], given["value"], given["attn_mask"], given["dropout_p"],
+        given["is_causal"], given["query"].shape[1] != given["key"].shape[1])
     ask = {"FLASH_ATTENTION": torch.backends.cuda.can_use_flash_attention,
            "EFFICIENT_ATTENTION": torch.backends.cuda.can_use_efficient_attention,
            "CUDNN_ATTENTION": torch.backends.cuda.can_use_cudnn_attention}[backend]
@@ -157,13 +174,15 @@ def test_our_rules_and_torch_agree(backend):
                 wrong.append(f"{case}: torch allows it, ours say {'; '.join(map(str, unknown))}")
     print(backend, dict(verdicts), {code.value: n for code, n in strict.items()})
     assert not wrong, "\n".join([f"{len(wrong)} of {sum(verdicts.values())} calls:", *wrong[:20]])
-    assert verdicts[True, True] >= 20 and verdicts[False, False] >= 20, f"nothing was compared: {verdicts}"
+    assert (verdicts[True, True] >= 20
+            and verdicts[False, False] >= 20), f"nothing was compared: {verdicts}"
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "MATH"])
 def test_inside_of_sdpa_kernel_only_that_implementation_serves(backend):
     gen = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn((2, 4, 128, 64), device="cuda", dtype=torch.float16, generator=gen) for _ in range(3))
+    q, k, v = (torch.randn((2, 4, 128, 64), device="cuda", dtype=torch.float16, generator=gen)
+               for _ in range(3))
     before = lz.which("attention", q, k, v)
     with sdpa_kernel(getattr(SDPBackend, backend)):
         plan = lz.explain("attention", q, k, v)

@@ -1,4 +1,6 @@
-"""Shared memory of our Triton kernels as their compiler lays it out, against what is declared and reckoned with."""
+"""Shared memory of our Triton kernels as their compiler lays it out, against what is declared and
+reckoned with.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from layerzero.world import snapshot as worlds
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
 ]
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (8, 2), (8, 4), (8, 8)])
 def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, group, tokens):
-    """The compiler decides, and another release may decide otherwise. What is declared is what one stage takes."""
+    """The compiler decides, and another release may decide otherwise.
+
+    What is declared is what one stage takes.
+    """
     from layerzero.backends.triton import decode
     from layerzero.backends.triton.decode_attention import decode_kernel
     from layerzero.spec.expr import parse
@@ -25,8 +31,10 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
     kernel = worlds.current().catalog.by_id["triton.attention_decode"]
     room = worlds.current().device("cuda").shared_per_block
     rows = max(16, 1 << (group * tokens - 1).bit_length())
-    declared = int(parse(kernel.shared_memory)({"group": group, "seq_q": tokens, "head_dim": dim, "head_dim_v": dim}))
-    stage, beside = decode.stage_bytes(dim, dim, 2, 2), decode.bytes_beside_stages(rows, dim, dim, False)
+    declared = int(parse(kernel.shared_memory)({"group": group, "seq_q": tokens, "head_dim": dim,
+                                                "head_dim_v": dim}))
+    stage, beside = decode.stage_bytes(dim, dim, 2,
+                                       2), decode.bytes_beside_stages(rows, dim, dim, False)
     assert declared == stage * (1 if rows <= 16 else 2) + beside
     q = torch.randn(1, 2 * group, tokens, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 2, 700, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -36,9 +44,12 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
     made = decode.config(rows, 2, 11, stage, False, q.device, 1.0, beside)
     before = {id(c) for cached in decode_kernel.device_caches.values() for c in cached[0].values()}
     out = decode.dense(q, k, v)
-    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    torch.testing.assert_close(out,
+                               torch.nn.functional.scaled_dot_product_attention(q, k, v,
+                                                                                enable_gqa=True),
                                rtol=2e-2, atol=2e-2)
-    for c in (c for cached in decode_kernel.device_caches.values() for c in cached[0].values() if id(c) not in before):
+    for c in (c for cached in decode_kernel.device_caches.values() for c in cached[0].values()
+              if id(c) not in before):
         assert c.metadata.shared <= made.stages * stage * (made.block_n // 64) + beside <= room
 
 

@@ -1,4 +1,6 @@
-"""Our Triton kernels on a GPU: the contract's cases, larger shapes, and what only a GPU has: graphs and streams."""
+"""Our Triton kernels on a GPU: the contract's cases, larger shapes, and what only a GPU has: graphs
+and streams.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,47 @@ from layerzero.verify.kernel.contract import check_case
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]
 
-# Larger than the op's own cases: many programs that meet at a counter, every tile of a kernel in use.
+# Larger than the op's own cases: many programs that meet at a counter, every tile of a kernel in
+# use.
 LARGE: dict[str, tuple[dict[str, Any], ...]] = {
     "triton.attention_decode": (
         {"b": 2, "hq": 32, "hkv": 8, "sq": 1, "sk": 4097, "d": 128, "lse": True},
-        {"b": 1, "hq": 32, "hkv": 8, "sq": 8, "sk": 3000, "d": 128, "causal": True, "align": "bottom_right"},
-        {"b": 1, "hq": 16, "hkv": 1, "sq": 4, "sk": 2000, "d": 64, "window": (700, 0), "align": "bottom_right"},
+        {"b": 1, "hq": 32, "hkv": 8, "sq": 8, "sk": 3000, "d": 128, "causal": True,
+         "align": "bottom_right"},
+        {"b": 1, "hq": 16, "hkv": 1, "sq": 4, "sk": 2000, "d": 64, "window": (700, 0),
+         "align": "bottom_right"},
         {"b": 3, "hq": 8, "hkv": 8, "sq": 1, "sk": 1000, "d": 256, "softcap": 30.0},
-        {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "alibi": True, "align": "bottom_right",
+        {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1000, "d": 128, "alibi": True,
+         "align": "bottom_right",
          "layout": "bshd"}),
     "triton.paged_attention_decode": (
         {"context": (5000, 17, 900), "hq": 32, "hkv": 8, "d": 128, "lse": True},
-        {"context": (700, 3000), "lengths_q": (3, 8), "hq": 32, "hkv": 8, "d": 128, "layout": "HND"},
-        {"context": (2000, 100), "hq": 32, "hkv": 8, "d": 128, "stored": "float8_e4m3fn", "scales": "head"},
+        {"context": (700, 3000), "lengths_q": (3, 8), "hq": 32, "hkv": 8, "d": 128,
+         "layout": "HND"},
+        {"context": (2000, 100), "hq": 32, "hkv": 8, "d": 128, "stored": "float8_e4m3fn",
+         "scales": "head"},
         {"context": (2000, 100), "hq": 32, "hkv": 8, "d": 128, "stored": "int8", "scales": "one"}),
     "triton.rms_norm": ({"rows": (1,), "hidden": 8192}, {"rows": (700,), "hidden": 4096},
                         {"rows": (40, 32), "hidden": 128}, {"rows": (300,), "hidden": 5120}),
     "triton.add_rms_norm": ({"rows": (700,), "hidden": 4096}, {"rows": (1,), "hidden": 16384}),
-    "triton.linear_gemv": ({"rows": (1,), "k": 4096, "n": 14336}, {"rows": (7,), "k": 4096, "n": 1024},
+    "triton.linear_gemv": ({"rows": (1,), "k": 4096, "n": 14336},
+                           {"rows": (7,), "k": 4096, "n": 1024},
                            {"rows": (16,), "k": 2048, "n": 14336}),
     "triton.quantized_linear_gemv": tuple(
         {"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
-        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("int8", 128)) for r in (1, 5, 16)),
+        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("int8", 128))
+        for r in (1, 5, 16)),
     "triton.sample": (
         {"batch": 5, "vocab": 128256}, {"batch": 3, "vocab": 128256, "min_p": 0.02},
         {"batch": 70, "vocab": 50257, "temperature": 0.8, "random": "seed"},
         {"batch": 3, "vocab": 128256, "probs": True}),
-    "triton.rope": ({"b": 2, "hq": 32, "hkv": 8, "s": 300, "d": 128}, {"b": 1, "hq": 32, "hkv": 8, "s": 1, "d": 128}),
+    "triton.rope": ({"b": 2, "hq": 32, "hkv": 8, "s": 300, "d": 128},
+                    {"b": 1, "hq": 32, "hkv": 8, "s": 1, "d": 128}),
     "triton.mlp": ({"rows": (33,), "hidden": 512, "inner": 5000},),
-    "triton.quantize": tuple({"format": f, "rows": (300,), "width": 4096, "granularity": g, "block_rows": r}
-                             for f in ("int8", "fp8_e4m3") for g, r in (("channel", 1), ("block", 1), ("block", 128))),
+    "triton.quantize": tuple({"format": f, "rows": (300,), "width": 4096, "granularity": g,
+                              "block_rows": r}
+                             for f in ("int8", "fp8_e4m3")
+                             for g, r in (("channel", 1), ("block", 1), ("block", 128))),
 }
 
 

@@ -20,12 +20,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
 
 
 def norm(rows: int, hidden: int = 4096) -> Call:
-    return Call("rms_norm", {"x": TensorSpec((rows, hidden), "bfloat16"), "weight": TensorSpec((hidden,), "bfloat16")})
+    return Call("rms_norm", {"x": TensorSpec((rows, hidden), "bfloat16"),
+                             "weight": TensorSpec((hidden,), "bfloat16")})
 
 
 def attention(seq_q: int, seq_k: int, **more) -> Call:
-    query, kv = (TensorSpec((1, heads, seq, 128), "bfloat16") for heads, seq in ((32, seq_q), (8, seq_k)))
-    return Call("attention", {"query": query, "key": kv, "value": kv, "is_causal": seq_q == seq_k}, **more)
+    query, kv = (TensorSpec((1, heads, seq, 128), "bfloat16")
+                 for heads, seq in ((32, seq_q), (8, seq_k)))
+    return Call("attention", {"query": query, "key": kv, "value": kv, "is_causal": seq_q == seq_k},
+                **more)
 
 
 def uncompiled() -> None:
@@ -45,7 +48,8 @@ def test_much_more_work_takes_longer(cold):
 
 
 def test_the_watch_of_a_gpu_is_that_of_the_mode_and_knows_its_cache():
-    assert isinstance(stopwatch("cuda"), WallWatch) and isinstance(stopwatch("cuda", cold=True), ColdWatch)
+    assert (isinstance(stopwatch("cuda"), WallWatch)
+            and isinstance(stopwatch("cuda", cold=True), ColdWatch))
     assert isinstance(stopwatch("cuda", "captured"), GraphWatch)
     assert 1 << 20 <= cache_bytes("cuda") < 1 << 32
 
@@ -58,7 +62,9 @@ def test_the_host_is_in_the_sample_where_it_is_what_takes_long():
 
 
 def test_a_graph_that_becomes_garbage_meanwhile_does_not_spoil_a_capture():
-    """CUDA allows no graph to be destroyed while another is captured, and the collector may run at any time."""
+    """CUDA allows no graph to be destroyed while another is captured, and the collector may run at
+    any time.
+    """
     x, old = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(old):
         x.add_(1)
@@ -85,17 +91,20 @@ def test_a_watch_of_graphs_says_what_cannot_be_captured_and_goes_on():
 
 def test_the_rates_are_those_of_a_gpu():
     rates = measure_rates("cuda").rates
-    assert rates.flops_per_us > 1e6 and rates.bytes_per_us > 1e4       # 1 TFLOP/s and 10 GB/s: any GPU has more
+    # 1 TFLOP/s and 10 GB/s: any GPU has more
+    assert rates.flops_per_us > 1e6 and rates.bytes_per_us > 1e4
 
 
 def test_what_was_measured_decides():
     uncompiled()
     calls = [norm(1), norm(4096), attention(1, 4096), attention(1024, 1024)]
     report = tune(calls, device="cuda", rounds=20)
-    assert not report.skipped and sorted(t.mode for t in report.tuned) == ["captured"] * 4 + ["eager"] * 4
+    assert (not report.skipped and sorted(t.mode for t in report.tuned) == ["captured"] * 4
+            + ["eager"] * 4)
     for found in report.tuned:
         assert len(found.kernels) > 1, found.failed
-        assert {(m.place, m.mode) for m in found.measurements} == {(worlds.current().place("cuda"), found.mode)}
+        assert {(m.place, m.mode)
+                for m in found.measurements} == {(worlds.current().place("cuda"), found.mode)}
         assert found.chosen in (found.best, *found.tied)
         assert found.roofline is not None and found.roofline > 0
     q, k = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16), torch.randn(
@@ -112,14 +121,16 @@ def test_what_was_measured_in_one_mode_does_not_decide_the_other(tuned, other):
     before = facts_in(other, call)
     tune([call], device="cuda", mode=tuned, rounds=20)
     after = facts_in(other, call)
-    assert before.kernel == after.kernel == "torch.rms_norm" and after.steps[0].score.source == "default"
+    assert (before.kernel == after.kernel == "torch.rms_norm"
+            and after.steps[0].score.source == "default")
     assert facts_in(tuned, call).steps[0].score.source == "measured"
 
 
 def facts_in(mode, call):
     """The plan for the call in this mode."""
     found = dispatcher_of("rms_norm")
-    shapes = (torch.randn(a.shape, dtype=getattr(torch, a.dtype), device="cuda") for a in call.arguments.values())
+    shapes = (torch.randn(a.shape, dtype=getattr(torch, a.dtype), device="cuda")
+              for a in call.arguments.values())
     facts = {**found.facts(found.order_arguments(tuple(shapes), {})), "graph": mode == "captured"}
     return worlds.current().plan(found.op, facts)
 

@@ -20,20 +20,25 @@ from layerzero.verify.kernel.contract import check_case
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "layerzero" / "backends" / "cuda"
 COMPILER = shutil.which("g++") or shutil.which("c++")
-FAILURES = {1: "threads wait for one that never comes", 2: "a write past the end of the shared memory",
-            3: "an access of 16 bytes that is not aligned to 16", 4: "an mbarrier outside of a cluster"}
+FAILURES = {1: "threads wait for one that never comes",
+            2: "a write past the end of the shared memory",
+            3: "an access of 16 bytes that is not aligned to 16",
+            4: "an mbarrier outside of a cluster"}
 
 
 class Emulated:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, params: bytes, shared: int = 0,
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, params: bytes,
+               shared: int = 0,
                cluster: int = 1) -> None:
         if grid[0] % cluster:
-            raise ValueError(f"a grid of {grid[0]} blocks along x does not divide into clusters of {cluster}")
+            raise ValueError(
+                f"a grid of {grid[0]} blocks along x does not divide into clusters of {cluster}")
         kernel = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
-        code = self.library.lz_emulate(kernel, *grid, threads, shared, cluster, ctypes.c_char_p(params))
+        code = self.library.lz_emulate(kernel, *grid, threads, shared, cluster,
+                                       ctypes.c_char_p(params))
         if code:
             raise RuntimeError(f"{name}: {FAILURES[code]}")
 
@@ -43,8 +48,9 @@ def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
     if COMPILER is None:
         raise RuntimeError("no C++ compiler (g++) was found")
     text = source.read_bytes()
-    command = [COMPILER, "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-x", "c++", "-I",
-               str(HERE), "-I", str(SOURCES), *(f"-D{name}={value}" for name, value in macros), "-"]
+    command = [COMPILER, "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-x",
+               "c++", "-I", str(HERE), "-I", str(SOURCES),
+               *(f"-D{name}={value}" for name, value in macros), "-"]
     headers = b"".join(p.read_bytes() for p in (HERE / "device.h", *sorted(SOURCES.glob("*.h"))))
     key = hashlib.sha256(text + headers + " ".join(command).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"layerzero-emulator-{os.getuid()}"
@@ -52,9 +58,11 @@ def _built(source: Path, macros: tuple[tuple[str, int], ...]) -> Emulated:
     library = folder / f"{key}.so"
     if not library.exists():
         draft = folder / f"{key}.{os.getpid()}.so"
-        process = subprocess.run([*command, "-o", str(draft)], input=text, capture_output=True, cwd=HERE)
+        process = subprocess.run([*command, "-o", str(draft)], input=text, capture_output=True,
+                                 cwd=HERE)
         if process.returncode:
-            raise RuntimeError(f"{source.name} does not compile:\n{process.stderr.decode()[-4000:]}")
+            raise RuntimeError(
+                f"{source.name} does not compile:\n{process.stderr.decode()[-4000:]}")
         draft.replace(library)                      # another worker may have built the same
     return Emulated(library)
 
@@ -67,7 +75,8 @@ def built(source: Path | str, **macros: int) -> Emulated:
 class Kernel(compiler.CompiledCuda):
     """A kernel as backends.cuda.compiler.kernel returns it, for tensors on the CPU."""
 
-    def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int, shared: int = 0,
+    def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int,
+                 shared: int = 0,
                  cluster: int = 1) -> None:
         super().__init__(source, name, macros, threads, shared, cluster)
         self.emulated = built(source, **dict(macros))
@@ -79,7 +88,8 @@ class Kernel(compiler.CompiledCuda):
     def handle(self, device: int) -> tuple[int, int]:
         """Returns a launch function with the driver's signature that runs the emulator."""
         library = self.emulated.library
-        call, function = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.lz_launch, library[self.name]))
+        call, function = (ctypes.cast(f, ctypes.c_void_p).value
+                          for f in (library.lz_launch, library[self.name]))
         assert call and function
         return call, function
 

@@ -11,11 +11,13 @@ from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
 
-pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
 CASES: tuple[dict[str, Any], ...] = (
-    {"hidden": 264, "rows": (3, 4)}, {"hidden": 4096, "rows": (1,)}, {"hidden": 264, "affine": False},
-    {"hidden": 264, "weight_dtype": "float32"}, {"hidden": 264, "rows": (2,), "extreme": True},
+    {"hidden": 264, "rows": (3, 4)}, {"hidden": 4096, "rows": (1,)},
+    {"hidden": 264, "affine": False}, {"hidden": 264, "weight_dtype": "float32"},
+    {"hidden": 264, "rows": (2,), "extreme": True},
     {"hidden": 264, "rows": (0,)})
 
 

@@ -1,4 +1,6 @@
-"""planes.cu in the emulator keeps the contract of quantized_linear, for whatever one row of x holds."""
+"""planes.cu in the emulator keeps the contract of quantized_linear, for whatever one row of x
+holds.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,19 @@ from layerzero.ops import quantized_linear as op
 
 from .run import COMPILER, Kernel, assert_contract
 
-pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
 FULL = os.environ.get("LZ_TEST_FULL") == "1"
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bfloat16", {"k": 1024, "n": 48, "group": 128, "bias": True}),
-    ("float16", {"k": 544, "n": 17, "group": 256, "symmetric": False, "scale_dtype": "float16", "stride": "sparse"}),
+    ("float16", {"k": 544, "n": 17, "group": 256, "symmetric": False, "scale_dtype": "float16",
+                 "stride": "sparse"}),
     ("bfloat16", {"k": 32, "n": 40, "group": 0, "scale_dtype": "bfloat16", "bias": True}),
     ("bfloat16", {"k": 1024, "n": 33, "group": 128, "symmetric": False}),
 )
-# What makes a launch go through: two pairs of a warp, clusters, several rounds, inputs that warps have no part of.
+# What makes a launch go through: two pairs of a warp, clusters, several rounds, inputs that warps
+# have no part of.
 CONFIGS = (planes.Config(5, blocks=2, slots=2), planes.Config(2, 2, split=2, slots=1))
 
 
@@ -57,7 +62,8 @@ def test_contract_everywhere(k: int) -> None:
 
 def values_of(k: int = 1024, n: int = 48, group: int = 128, dtype: torch.dtype = torch.bfloat16,
               **more: Any) -> dict[str, Any]:
-    return op.inputs(format="int4", rows=(1,), k=k, n=n, group=group, bias=True, dtype=dtype, **more)
+    return op.inputs(format="int4", rows=(1,), k=k, n=n, group=group, bias=True, dtype=dtype,
+                     **more)
 
 
 def run(values: dict[str, Any], made: planes.Config | None = None) -> Tensor:
@@ -68,7 +74,8 @@ def run(values: dict[str, Any], made: planes.Config | None = None) -> Tensor:
 
 
 def assert_as_exact_as_eager(values: dict[str, Any], got: Tensor) -> None:
-    truth = op.reference(**{**values, **{name: values[name].double() for name in ("x", "scales", "bias")}})
+    truth = op.reference(**{**values,
+                            **{name: values[name].double() for name in ("x", "scales", "bias")}})
     eager = (op.reference(**values).double() - truth).abs().max()
     assert (got.double() - truth).abs().max() <= 2 * eager
 
@@ -82,7 +89,9 @@ def test_any_configuration_computes_the_same(made: planes.Config) -> None:
 
 
 def test_a_long_row_is_shared_by_a_cluster() -> None:
-    """And so is one of few rows of the weight, of which no multiprocessor should go without its part."""
+    """And so is one of few rows of the weight, of which no multiprocessor should go without its
+    part.
+    """
     values = values_of(8448, 17)
     assert planes.config(planes.Shape(17, 8448, 128, False), compiler.Machine()).split > 1
     assert_as_exact_as_eager(values, run(values))
@@ -92,7 +101,8 @@ def test_a_long_row_is_shared_by_a_cluster() -> None:
 def test_inputs_that_are_far_from_each_other(symmetric: bool) -> None:
     values = values_of(symmetric=symmetric)
     x, column = values["x"].clone(), torch.arange(1024)
-    for given in (x * 1e-36, x * 1e36, x * 1e-39, x.abs(), x.abs() * 1e4, torch.where(column % 97 == 3, x * 1e4, x),
+    for given in (x * 1e-36, x * 1e36, x * 1e-39, x.abs(), x.abs() * 1e4,
+                  torch.where(column % 97 == 3, x * 1e4, x),
                   torch.where(column % 200 == 7, x * 2 ** 20, x)):
         values["x"] = given
         assert_as_exact_as_eager(values, run(values))
@@ -101,7 +111,8 @@ def test_inputs_that_are_far_from_each_other(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize("given", [
-    {}, {"k": 544, "n": 17, "group": 256, "symmetric": False, "scale_dtype": "float16", "dtype": torch.float16}])
+    {}, {"k": 544, "n": 17, "group": 256, "symmetric": False, "scale_dtype": "float16",
+         "dtype": torch.float16}])
 def test_what_is_not_a_number_is_seen_everywhere(given: dict[str, Any]) -> None:
     values = values_of(**given)
     for wrong in (torch.nan, torch.inf):
@@ -111,18 +122,22 @@ def test_what_is_not_a_number_is_seen_everywhere(given: dict[str, Any]) -> None:
 
 def test_every_row_of_x_but_the_only_one_goes_elsewhere() -> None:
     assert planes.is_supported(1, 4096, "int4", 128) and planes.is_supported(1, 1 << 15, "int4", 0)
-    for rows, format, group in ((2, "int4", 128), (1, "int8", 128), (1, "fp8_e4m3", 0), (1, "int4", 64)):
+    for rows, format, group in ((2, "int4", 128), (1, "int8", 128), (1, "fp8_e4m3", 0),
+                                (1, "int4", 64)):
         assert not planes.is_supported(rows, 4096, format, group)
     values = values_of()
     given = [values[name] for name in ("x", "weight_q", "scales", "zeros", "bias")]
     assert torch.equal(gemv.launch(*given, "int4", 128), run(values))
 
 
-@pytest.mark.parametrize("machine", [compiler.Machine(8), compiler.Machine(132), compiler.Machine(48, 99 << 10)])
+@pytest.mark.parametrize("machine", [compiler.Machine(8), compiler.Machine(132),
+                                     compiler.Machine(48, 99 << 10)])
 def test_every_configuration_can_be_launched(machine: compiler.Machine) -> None:
-    for n, k in product((1, 17, 1024, 4096, 14336, 128256), (32, 544, 2048, 4096, 11008, 14336, 1 << 15)):
+    for n, k in product((1, 17, 1024, 4096, 14336, 128256),
+                        (32, 544, 2048, 4096, 11008, 14336, 1 << 15)):
         shape = planes.Shape(n, k, 128, False)
         made = planes.with_slots(shape, planes.config(shape, machine), machine)
-        assert made.pairs >= -(-k // 256) and made.own <= planes.MAX_PAIRS_PER_WARP and made.split <= planes.MAX_SPLIT
+        assert (made.pairs >= -(-k // 256) and made.own <= planes.MAX_PAIRS_PER_WARP
+                and made.split <= planes.MAX_SPLIT)
         assert made.warps * made.blocks <= planes.MAX_WARPS and made.slots % (2 // made.own) == 0
         assert made.shared <= machine.shared // made.blocks, (shape, made)

@@ -1,4 +1,6 @@
-"""Calls of our CUDA kernels, replayed by the compiled path: through the driver's signature into the emulator."""
+"""Calls of our CUDA kernels, replayed by the compiled path: through the driver's signature into the
+emulator.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from layerzero.spec import replay
 from .run import COMPILER, Kernel, on_cpu
 
 __all__ = ["world"]
-pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 PREPARED = (norm._prepare, decode._compiled, gemv._prepare, planes._prepare, sampling._plan)
 
 
@@ -40,7 +43,8 @@ def compiled() -> None:
 
 
 @pytest.fixture
-def serve(compiled: None, world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Callable[..., Any]]]:
+def serve(compiled: None, world: Any,
+          monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Callable[..., Any]]]:
     """serve("cuda.rms_norm") is lz.rms_norm, served by that kernel in the emulator."""
     monkeypatch.setattr(compiler, "kernel", Kernel)
     monkeypatch.setattr(decode, "config", small_config)
@@ -60,7 +64,8 @@ def serve(compiled: None, world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def small_config(rows: int, homes: int, keys: int, *rest: Any) -> decode.Config:
-    """Few warps, because each is 32 fibers; bounds are powers of two, as those of the real one are."""
+    """Few warps, because each is 32 fibers; bounds are powers of two, as those of the real one are.
+    """
     return decode.Config(2, 2, 2 if keys >= 64 else 1)
 
 
@@ -83,7 +88,8 @@ def test_a_norm_is_recorded_once_and_replayed_with_other_memory(serve: Any) -> N
     got = [call(x, weight) for x in inputs]
     for x, y in zip(inputs, got):
         assert torch.equal(y, norm.rms_norm(x, weight)) and y.shape == x.shape and y.is_contiguous()
-    assert counts("rms_norm", inputs[0], weight) == (1, 5, 1)                  # the first call is recorded
+    # the first call is recorded
+    assert counts("rms_norm", inputs[0], weight) == (1, 5, 1)
 
 
 def test_what_the_signature_tells_apart(serve: Any) -> None:
@@ -92,7 +98,8 @@ def test_what_the_signature_tells_apart(serve: Any) -> None:
     for _ in range(3):
         for x in (wide[:3, :264], wide[:, :264], half(3, 264), half(2, 3, 264), wide[::2, 264:]):
             for given in ({}, {"eps": 1e-3}, {"eps": 1e-3, "offset": 1.0}):
-                assert torch.equal(call(x, weight, **given), norm.rms_norm(x, weight, **given)), (x.shape, given)
+                assert torch.equal(call(x, weight, **given),
+                                   norm.rms_norm(x, weight, **given)), (x.shape, given)
             assert torch.equal(call(x), norm.rms_norm(x))
     assert torch.equal(call(half(3, 264)[:0], weight), half(0, 264))           # nothing is launched
 
@@ -100,13 +107,15 @@ def test_what_the_signature_tells_apart(serve: Any) -> None:
 def test_several_results(serve: Any) -> None:
     call = serve("cuda.add_rms_norm")
     for seed in range(4):
-        x, residual, weight = half(2, 264, seed=seed), half(2, 264, seed=9 - seed), half(264, seed=20)
+        x, residual, weight = half(2, 264, seed=seed), half(2, 264,
+                                                            seed=9 - seed), half(264, seed=20)
         out, total = call(x, residual, weight)
         want, its_total = norm.add_rms_norm(x, residual, weight)
         assert torch.equal(out, want) and torch.equal(total, its_total)
     assert counts("add_rms_norm", x, residual, weight) == (1, 3, 1)
     x = half(2, 264)
-    for _ in range(3):                         # one tensor twice: of another call that would not be known
+    # one tensor twice: of another call that would not be known
+    for _ in range(3):
         assert torch.equal(call(x, x, weight)[1], (x.float() + x.float()).bfloat16())
     other = half(2, 264, seed=5)
     assert torch.equal(call(x, other, weight)[1], (x.float() + other.float()).bfloat16())
@@ -115,7 +124,8 @@ def test_several_results(serve: Any) -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_keys_that_grow_in_a_cache_of_fixed_strides(serve: Any, layout: str) -> None:
     call, axis = serve("cuda.attention_decode"), 2 if layout == "bhsd" else 1
-    caches = [half(*((1, 2, 80, 64) if layout == "bhsd" else (1, 80, 2, 64)), seed=s) for s in (1, 2)]
+    caches = [half(*((1, 2, 80, 64) if layout == "bhsd" else (1, 80, 2, 64)), seed=s)
+              for s in (1, 2)]
     query = half(*((1, 4, 1, 64) if layout == "bhsd" else (1, 1, 4, 64)))
     for length in range(33, 48):
         key, value = (c.narrow(axis, 0, length) for c in caches)
@@ -131,7 +141,8 @@ def test_keys_that_grow_in_a_cache_of_fixed_strides(serve: Any, layout: str) -> 
 def test_keys_that_grow_in_a_new_tensor_each(serve: Any) -> None:
     call = serve("cuda.attention_decode")
     for length in range(33, 40):
-        query, key, value = (half(2, n, s, 64, seed=length + s) for n, s in ((4, 1), (2, length), (2, length)))
+        query, key, value = (half(2, n, s, 64, seed=length + s)
+                             for n, s in ((4, 1), (2, length), (2, length)))
         out, lse = call(query, key, value, return_lse=True)
         want, its_lse = decode.dense(query, key, value, return_lse=True)
         assert torch.equal(out, want) and torch.equal(lse, its_lse), length
@@ -158,7 +169,8 @@ def test_a_product_with_codes(serve: Any) -> None:
     for seed in range(4):
         x = half(2, 128, seed=seed)
         got = call(x, codes, scales, format="int8", group_size=64)
-        assert torch.equal(got, gemv.quantized_linear(x, codes, scales, format="int8", group_size=64))
+        assert torch.equal(got,
+                           gemv.quantized_linear(x, codes, scales, format="int8", group_size=64))
     assert counts("quantized_linear", x, codes, scales, format="int8", group_size=64) == (1, 3, 1)
 
 
@@ -208,7 +220,10 @@ def test_a_copy_keeps_a_call_in_python(serve: Any) -> None:
 
 
 def test_a_launch_that_the_driver_refuses(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is the launcher's own. A kernel that is locked has no other in its place, so it is seen."""
+    """The exception is the launcher's own.
+
+    A kernel that is locked has no other in its place, so it is seen.
+    """
     told: list[tuple[int, int, tuple[int, ...]]] = []
 
     def refused(self: Kernel, code: int, device: int, grid: tuple[int, int, int]) -> Exception:
@@ -271,7 +286,8 @@ def test_threads_replay_side_by_side_while_worlds_change(serve: Any) -> None:
             if not torch.equal(call(x, weight), want[n, x.shape[0]]):
                 wrong.append(f"thread {n}, call {i}")
 
-    want = {(n, r): norm.rms_norm(half(r, 264, seed=n), weight) for n in range(4) for r in (1, 2, 3)}
+    want = {(n, r): norm.rms_norm(half(r, 264, seed=n), weight) for n in range(4)
+            for r in (1, 2, 3)}
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for t in threads:
         t.start()
@@ -292,8 +308,10 @@ def test_recordings_end_with_their_entry(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
-def test_configurations_of_decode_are_alike_in_the_range_that_is_told(machine: compiler.Machine) -> None:
-    for rows, homes, dim, paged in ((1, 8, 128, False), (8, 256, 64, True), (32, 8, 64, False), (4, 1, 256, False)):
+def test_configurations_of_decode_are_alike_in_the_range_that_is_told(
+        machine: compiler.Machine) -> None:
+    for rows, homes, dim, paged in ((1, 8, 128, False), (8, 256, 64, True), (32, 8, 64, False),
+                                    (4, 1, 256, False)):
         for keys in (1, 2, 63, 64, 500, 1023, 1024, 2047, 2048, 5000, 100_000):
             low, high = decode.same_config_range(keys, -1, 1)
             assert low <= keys <= high

@@ -1,4 +1,6 @@
-"""sample.cu in the emulator keeps the contract of lz.sample, and draws the token the reference draws."""
+"""sample.cu in the emulator keeps the contract of lz.sample, and draws the token the reference
+draws.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
 
-pytestmark = [pytest.mark.correctness, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
 THREADS, LISTED = 64, 64
 FIXED = 80 * THREADS // 32 + 2816 + 8 * LISTED
@@ -36,7 +39,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def agrees(logits: Tensor, **given: Any) -> bool:
     given = {"seed": 7, **given, "return_logprobs": True}
-    (token, logprob), (want, its_logprob) = (f(logits, **given) for f in (sampling.sample, reference))
+    (token, logprob), (want, its_logprob) = (f(logits, **given)
+                                             for f in (sampling.sample, reference))
     return torch.equal(token, want) and torch.allclose(logprob, its_logprob, rtol=1e-5, atol=1e-5)
 
 
@@ -44,20 +48,24 @@ def agrees(logits: Tensor, **given: Any) -> bool:
     ("float32", OP.cases), ("bfloat16", [case for case in OP.cases[::3] if "probs" not in case])])
 def test_contract(dtype: str, cases: Any) -> None:
     kernel = on_cpu("cuda.sample")
-    results = [check_case(kernel, case, dtype, "cpu") for case in cases if case.get("special") != "sparse"]
+    results = [check_case(kernel, case, dtype, "cpu") for case in cases
+               if case.get("special") != "sparse"]
     assert [str(r) for r in results if r.status != "passed"] == []
 
 
 @pytest.mark.parametrize("cluster, kept", [(1, 0), (4, 63), (16, 100)])
 @pytest.mark.parametrize("scale", [3.0, 0.3])
-def test_a_wide_row_wherever_it_is_kept(cluster: int, kept: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_row_wherever_it_is_kept(cluster: int, kept: int, scale: float,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "config", lambda *facts: arranged(cluster, kept))
     logits = torch.randn(1, 128256, generator=torch.Generator().manual_seed(0)) * scale
-    for given in ({"top_p": 0.9}, {"top_k": 50}, {"top_k": 9000, "top_p": 0.8, "min_p": 0.01, "temperature": 0.8}):
+    for given in ({"top_p": 0.9}, {"top_k": 50},
+                  {"top_k": 9000, "top_p": 0.8, "min_p": 0.01, "temperature": 0.8}):
         assert agrees(logits, **given), given
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 900},
+                                   {"top_k": 900, "top_p": 0.5, "min_p": 0.1}])
 def test_more_ties_than_can_be_listed(given: dict[str, Any]) -> None:
     logits = torch.zeros(2, 3001)
     logits[:, ::30], logits[:, 7] = -1.0, 2.0
@@ -68,7 +76,8 @@ def test_more_ties_than_can_be_listed(given: dict[str, Any]) -> None:
 
 
 def test_masses_that_only_exact_sums_tell_apart() -> None:
-    """Half of all is reached at the last of the first thousand: a sum in float may say otherwise."""
+    """Half of all is reached at the last of the first thousand: a sum in float may say otherwise.
+    """
     logits = torch.full((1, 6000), -40.0)
     logits[0, :1000], logits[0, 5000:] = 0.0, -2.0 ** -20
     for p in (0.5, 0.5000002, 0.50001, 1.0 - 1e-9):
@@ -86,7 +95,8 @@ def test_the_cut_is_where_sums_in_double_put_it(least: float) -> None:
             kept = ranked[:int((reached - ranked < p * reached[-1]).sum())]
             total = sampling.choose(probs, 1.0, 0, p, least, 0, True)[2]
             assert total is not None
-            torch.testing.assert_close(total[0], kept[kept >= least * ranked[0]].sum(), rtol=1e-13, atol=0.0)
+            torch.testing.assert_close(total[0], kept[kept >= least * ranked[0]].sum(), rtol=1e-13,
+                                       atol=0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -121,7 +131,9 @@ def test_every_row_its_own() -> None:
         assert agrees(logits, **{name: value}), name
     assert agrees(logits, **rows)
     for dtype in (torch.int32, torch.int64):
-        assert agrees(logits, seed_rows=torch.tensor([1, -2, 3, 2 ** 31 - 1, 0], dtype=dtype), offset=12, top_p=0.9)
-    for uniforms in (torch.tensor([0.0, 1.0, 0.5, 0.999, 7.0]), torch.rand(5, generator=gen, dtype=torch.float64)):
+        assert agrees(logits, seed_rows=torch.tensor([1, -2, 3, 2 ** 31 - 1, 0], dtype=dtype),
+                      offset=12, top_p=0.9)
+    for uniforms in (torch.tensor([0.0, 1.0, 0.5, 0.999, 7.0]),
+                     torch.rand(5, generator=gen, dtype=torch.float64)):
         assert agrees(logits, uniforms=uniforms, top_p=0.9)
 

@@ -1,4 +1,6 @@
-"""Every script in examples/ runs from its beginning to its end, says what it promises, and fails loudly."""
+"""Every script in examples/ runs from its beginning to its end, says what it promises, and fails
+loudly.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 pytestmark = pytest.mark.integration
 # What a reader is promised to see.
 SHOWN = {
-    "patch_a_model": ("the same tokens: True", "unpatched, bit by bit as before: True", "why:", "attention"),
+    "patch_a_model": ("the same tokens: True", "unpatched, bit by bit as before: True", "why:",
+                      "attention"),
     "tune_for_your_traffic": ("recorded:", "decoding before:", "measured", " us ("),
-    "bring_your_own_kernel": ("example.rms_norm: passed", "example.wrong: failed", "eps", "cannot serve this call"),
-    "serve_with_a_paged_cache": ("waiting; joins: r0, r1", "every answer as if it were alone: True"),
-    "debug_a_wrong_kernel": ("before: passed", "culprit: lz.attention by example.diagonal", "alignment",
+    "bring_your_own_kernel": ("example.rms_norm: passed", "example.wrong: failed", "eps",
+                              "cannot serve this call"),
+    "serve_with_a_paged_cache": ("waiting; joins: r0, r1",
+                                 "every answer as if it were alone: True"),
+    "debug_a_wrong_kernel": ("before: passed", "culprit: lz.attention by example.diagonal",
+                             "alignment",
                              "without it: passed"),
 }
 NEEDS = {"patch_a_model": "transformers"}
 
 
 def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=240,
+    return subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True,
+                          timeout=240,
                           check=False, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
@@ -50,6 +57,8 @@ def test_there_is_one_for_each_purpose():
 
 
 def test_a_wrong_result_is_an_exit_code(tmp_path):
-    """An example that could not fail would prove nothing: with its own kernel denied, nobody serves by that name."""
+    """An example that could not fail would prove nothing: with its own kernel denied, nobody serves
+    by that name.
+    """
     done = run(ROOT / "examples" / "bring_your_own_kernel.py", tmp_path, LAYERZERO_DENY="example.*")
     assert done.returncode != 0

@@ -1,7 +1,7 @@
 """Kernels that are wrong, each in one way; and the class that a verdict on it should name.
 
-A fault is a function with the signature of its op. `right` is the op's own formula. Most are wrong in some calls only:
-that is what makes them dangerous.
+A fault is a function with the signature of its op. `right` is the op's own formula. Most are wrong
+in some calls only: that is what makes them dangerous.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ class Fault(NamedTuple):
 FAULTS: list[Fault] = []
 
 
-def fault(op: str, *kinds: str, **declared: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register `wrong(right, **values)`, which is called with every argument by name; or a class that makes one."""
+def fault(op: str, *kinds: str, **declared: Any) -> Callable[[Callable[..., Any]],
+                                                             Callable[..., Any]]:
+    """Register `wrong(right, **values)`, which is called with every argument by name; or a class
+    that makes one.
+    """
     def register(wrong: Any) -> Any:
         contract = lz.op(op)
         signature = inspect.signature(contract.reference)
@@ -92,7 +95,8 @@ def heads_repeated_in_blocks(right, **v):
     heads, kv_heads = v["query"].shape[axis], v["key"].shape[axis]
     if 0 < kv_heads < heads:
         order = torch.arange(heads) % kv_heads
-        v["key"], v["value"] = v["key"].index_select(axis, order), v["value"].index_select(axis, order)
+        v["key"], v["value"] = v["key"].index_select(axis,
+                                                     order), v["value"].index_select(axis, order)
     return right(**v)
 
 
@@ -145,7 +149,8 @@ def lse_in_base_two(right, **v):
 @fault("attention", "sizes", "mask")
 def nan_at_half_a_tile(right, **v):
     out = right(**v)
-    if v["attn_mask"] is not None and not v["return_lse"] and v["layout"] == "bhsd" and out.shape[2] % 128 == 64:
+    if (v["attn_mask"] is not None and not v["return_lse"] and v["layout"] == "bhsd"
+        and out.shape[2] % 128 == 64):
         out[:, :, -1] = torch.nan
     return out
 
@@ -199,17 +204,21 @@ def odd_head_size_loses_its_last_element(right, **v):
 @fault("attention", "mask", "sizes", "unknown", "convention")
 def dead_rows_give_the_mean(right, **v):
     out = right(**v)
-    if v["attn_mask"] is None or v["attn_mask"].dtype != torch.bool or v["layout"] != "bhsd" or v["return_lse"]:
+    if (v["attn_mask"] is None or v["attn_mask"].dtype != torch.bool or v["layout"] != "bhsd"
+        or v["return_lse"]):
         return out
     dead = ~v["attn_mask"].any(-1, keepdim=True)
-    mean = v["value"].mean(2, keepdim=True).repeat_interleave(out.shape[1] // v["value"].shape[1], 1)
+    mean = v["value"].mean(2, keepdim=True).repeat_interleave(out.shape[1] // v["value"].shape[1],
+                                                              1)
     return torch.where(dead, mean, out)
 
 
 @fault("attention", "unknown", "sizes", "precision", "fault")
 def softmax_without_the_maximum(right, **v):
-    if v["attn_mask"] is None and not v["is_causal"] and not v["return_lse"] and v["window_left"] < 0 \
-            and v["window_right"] < 0 and v["alibi_slopes"] is None and not v["softcap"] and v["layout"] == "bhsd":
+    if (v["attn_mask"] is None and not v["is_causal"] and not v["return_lse"]
+        and v["window_left"] < 0 \
+             and v["window_right"] < 0 and v["alibi_slopes"] is None and not v["softcap"]
+        and v["layout"] == "bhsd"):
         group = v["query"].shape[1] // max(v["key"].shape[1], 1)
         key, value = (v[n].repeat_interleave(group, 1) for n in ("key", "value"))
         scale = v["query"].shape[-1] ** -0.5 if v["scale"] is None else v["scale"]
@@ -267,8 +276,10 @@ def rearranges_the_weight_without_a_trace(right, **v):
 
 @fault("attention", "aliasing")
 def one_key_is_the_answer(right, **v):
-    if v["layout"] == "bhsd" and v["key"].shape[2] == v["query"].shape[2] == 1 and v["attn_mask"] is None \
-            and v["query"].shape[1] == v["key"].shape[1] and not v["return_lse"] and not torch.is_grad_enabled():
+    if (v["layout"] == "bhsd" and v["key"].shape[2] == v["query"].shape[2] == 1
+        and v["attn_mask"] is None \
+             and v["query"].shape[1] == v["key"].shape[1] and not v["return_lse"]
+        and not torch.is_grad_enabled()):
         return v["value"].view(v["value"].shape)
     return right(**v)
 
@@ -390,7 +401,8 @@ def subtracts_the_mean(right, x, **v):
 @fault("rms_norm", "convention")
 def eps_outside_the_root(right, x, weight=None, eps=1e-6, offset=0.0):
     mean = x.double().square().mean(-1, keepdim=True)
-    return (right(x.double(), weight, eps, offset=offset) * (mean + eps).sqrt() / (mean.sqrt() + eps)).to(x.dtype)
+    return (right(x.double(), weight, eps, offset=offset) * (mean + eps).sqrt()
+            / (mean.sqrt() + eps)).to(x.dtype)
 
 
 @fault("rms_norm", "convention", "scale")
@@ -447,7 +459,8 @@ class _FlatGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())[:grad.numel()].view(grad.shape)
+        return torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())[:grad.numel()].view(
+            grad.shape)
 
 
 @fault("rms_norm", "gradient")
@@ -504,7 +517,8 @@ class KeepsTheFirstTable:
 
 @fault("varlen_attention", "mask", "unknown", "sizes")
 def sequences_run_together(right, **v):
-    return right(**{**v, "cu_seqlens_q": v["cu_seqlens_q"][[0, -1]], "cu_seqlens_k": v["cu_seqlens_k"][[0, -1]]})
+    return right(**{**v, "cu_seqlens_q": v["cu_seqlens_q"][[0, -1]],
+                    "cu_seqlens_k": v["cu_seqlens_k"][[0, -1]]})
 
 
 # Sampling, routing, quantization, text.
@@ -519,7 +533,8 @@ def biased_draw(right, **v):
 @fault("sample", "distribution", "unknown", "sizes")
 def biased_without_given_numbers(right, **v):
     if v["generator"] is not None:
-        v["uniforms"] = torch.rand(v["logits"].shape[0], generator=v["generator"], dtype=torch.float64) ** 1.5
+        v["uniforms"] = torch.rand(v["logits"].shape[0], generator=v["generator"],
+                                   dtype=torch.float64) ** 1.5
     return right(**v)
 
 
@@ -532,7 +547,8 @@ def nucleus_one_token_short(right, **v):
 
 @fault("sample", "distribution", "sizes", "unknown")
 def ties_by_the_highest_id(right, **v):
-    out = right(**{**v, "logits": v["logits"].flip(-1), "history": None, "token_counts": None} if v["top_k"] > 0
+    out = right(**{**v, "logits": v["logits"].flip(-1), "history": None, "token_counts": None}
+                if v["top_k"] > 0
                 and v["token_counts"] is None and v["history"] is None else v)
     if not (v["top_k"] > 0 and v["token_counts"] is None and v["history"] is None):
         return out
@@ -586,7 +602,8 @@ def offsets_in_bytes(right, **v):
         return [(len(text[:a].encode()), len(text[:b].encode())) for a, b in spans]
 
     single = isinstance(v["text"], str)
-    offsets = moved(v["text"], out.offsets) if single else [moved(t, s) for t, s in zip(v["text"], out.offsets)]
+    offsets = (moved(v["text"], out.offsets) if single
+               else [moved(t, s) for t, s in zip(v["text"], out.offsets)])
     return replace(out, offsets=offsets)
 
 

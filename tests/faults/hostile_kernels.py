@@ -1,4 +1,5 @@
-"""Kernels of lz.rms_norm that do their worst, for processes of their own: they hang, crash, leave."""
+"""Kernels of lz.rms_norm that do their worst, for processes of their own: they hang, crash, leave.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def test_a_certificate_says_what_was_shown():
     assert made.cases == verdict.ran > 100 and made.skipped == len(verdict.results) - verdict.ran
     assert made.dtypes == ("bfloat16", "float16", "float32") and made.gradients > 10
     assert 0 < made.worst <= 1 and made.worst_over_eager > 0
-    assert made.deterministic and made.writes_all and made.nan_propagates and made.graph_safe is None
+    assert (made.deterministic and made.writes_all and made.nan_propagates
+            and made.graph_safe is None)
     assert made.void_reason(by_id("torch.rms_norm"), HERE) is None
 
 
@@ -65,9 +66,11 @@ def test_passing_writes_one_failing_takes_it_away():
     path = certificates.write(Certificate(**{**stale.__dict__, "kernel": "fake.bad"}), HERE)
     seen = []
     for verdict in certify_all([by_id("fake.good"), by_id("fake.bad")]):
-        seen.append((verdict.kernel, verdict.status, (path.parent / f"{verdict.kernel}.json").exists()))
+        seen.append((verdict.kernel, verdict.status,
+                     (path.parent / f"{verdict.kernel}.json").exists()))
     assert seen == [("fake.good", "passed", True), ("fake.bad", "failed", False)]
-    assert certificates.certified_ids([by_id("fake.good"), by_id("fake.bad")], HERE) == {"fake.good"}
+    assert certificates.certified_ids([by_id("fake.good"), by_id("fake.bad")],
+                                      HERE) == {"fake.good"}
 
 
 def test_interrupted_it_keeps_what_it_has():
@@ -81,7 +84,8 @@ def test_interrupted_it_keeps_what_it_has():
 
 def test_what_is_not_here_is_skipped_with_its_reason():
     verdict = certify(by_id("flash_attn.v2"))
-    assert verdict.status == "skipped" and verdict.certificate is None and "flash" in verdict.refusal
+    assert (verdict.status == "skipped" and verdict.certificate is None
+            and "flash" in verdict.refusal)
 
 
 def test_the_command_certifies_and_selection_sees_it(capsys):
@@ -105,8 +109,9 @@ def test_the_command_as_json(capsys):
 
 
 @pytest.mark.parametrize(("asked", "word"), [
-    ({"backend": "torhc"}, "--backend"), ({"kernel": "torch.nothing"}, "--kernel"), ({"op": "attentoin"}, "attention"),
-    ({"backend": "torch", "kernel": "reference.*"}, "no kernel")])
+    ({"backend": "torhc"}, "--backend"), ({"kernel": "torch.nothing"}, "--kernel"),
+    ({"op": "attentoin"}, "attention"), ({"backend": "torch", "kernel": "reference.*"},
+                                         "no kernel")])
 def test_a_name_that_fits_nothing_is_an_error(asked, word):
     with pytest.raises(lz.errors.ConfigError, match=word):
         match_kernels(**asked)

@@ -1,7 +1,8 @@
-"""Ctrl-C between any two instructions of ours: no lock stays held, nobody waits for ever, and the next call is right.
+"""Ctrl-C between any two instructions of ours: no lock stays held, nobody waits for ever, and the
+next call is right.
 
-An interrupt is raised at the Nth instruction of the call path (machine, world, dispatch, operate), for one N after
-the other. By default N goes
+An interrupt is raised at the Nth instruction of the call path (machine, world, dispatch, operate),
+for one N after the other. By default N goes
 through a sample that is the same in every run; SWEEP=all takes every N, which takes an hour.
 """
 
@@ -31,13 +32,16 @@ from layerzero.world import snapshot as worlds
 
 EVERY = os.environ.get("SWEEP", "") == "all"
 POINTS = 60                                    # of one scenario, unless every one is asked for
-ROOMS = tuple(f"{Path(lz.__file__).parent / room}{os.sep}" for room in ("machine", "world", "dispatch", "operate"))
+ROOMS = tuple(f"{Path(lz.__file__).parent / room}{os.sep}"
+              for room in ("machine", "world", "dispatch", "operate"))
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the Nth instruction of this thread in those rooms; with N = 0 it only counts."""
+    """Raises KeyboardInterrupt at the Nth instruction of this thread in those rooms; with N = 0 it
+    only counts.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.where = at, 0, ""
@@ -61,7 +65,8 @@ class Interrupt:
             self.seen += 1
             if self.seen == self.at:
                 sys.settrace(None)
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                self.where = (f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in "
+                              f"{frame.f_code.co_name}")
                 raise KeyboardInterrupt
         return self._step
 
@@ -102,18 +107,21 @@ def check(x: torch.Tensor, where: str) -> None:
     world = worlds.current()
     assert context.current.get() is None
     for name, found in dispatchers.items():
-        if found.world is not None and name in world.catalog.ops and world.catalog.ops[name] is found.op:
+        if (found.world is not None and name in world.catalog.ops
+            and world.catalog.ops[name] is found.op):
             assert found.world is world, f"{name} is in another world after an interrupt at {where}"
             assert found.globals["TABLE"] is found.cache.table, where
             under_way = [f for f in found.cache._flights.values() if f.is_under_way]
             assert not under_way, f"a choice is never made after an interrupt at {where}"
     if world.next_deadline is not None:
-        assert clock._thread is not None and clock._thread.is_alive(), f"no clock after an interrupt at {where}"
+        assert (clock._thread is not None
+                and clock._thread.is_alive()), f"no clock after an interrupt at {where}"
     seen: list[Any] = []
     stop = lz.subscribe(seen.append)
     events.emit(Evicted("rms_norm", entries=1))
     stop()
-    assert any(isinstance(e, Evicted) for e in seen), f"events are not told after an interrupt at {where}"
+    assert any(isinstance(e, Evicted)
+               for e in seen), f"events are not told after an interrupt at {where}"
 
 
 def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor,
@@ -186,13 +194,15 @@ def test_a_probe_of_a_half_open_breaker():
         lz.rms_norm(x)
         fake.fault = None
         end = time.monotonic() + 10
-        while (h := worlds.current().health.get("fake.first")) is not None and h.state != "half_open":
+        while ((h := worlds.current().health.get("fake.first")) is not None
+               and h.state != "half_open"):
             assert time.monotonic() < end
             time.sleep(0.002)
 
     def closes(where):
         end = time.monotonic() + 10
-        while "fake.first" in worlds.current().health:         # a probe that nobody ended would keep it out for ever
+        # a probe that nobody ended would keep it out for ever
+        while "fake.first" in worlds.current().health:
             assert time.monotonic() < end, where
             lz.rms_norm(x)
             time.sleep(0.002)
@@ -214,9 +224,11 @@ def test_a_new_configuration():
     def follows(where):
         said = lz.get_locks()["rms_norm"]["kernel"]
         assert lz.which("rms_norm", x) == said, where
-        lz.rms_norm(x)                         # and not only by word: what was remembered before is not called
+        # and not only by word: what was remembered before is not called
+        lz.rms_norm(x)
         assert dispatchers["rms_norm"].cache.table, where
-        assert {e.plan.kernel for e in dispatchers["rms_norm"].cache.table.values()} == {said}, where
+        assert {e.plan.kernel for e in dispatchers["rms_norm"].cache.table.values()} == {
+            said}, where
 
     lz.lock("rms_norm", "fake.first")
     sweep(lambda: next(names), lambda name: lz.lock("rms_norm", name), x, follows)
@@ -261,7 +273,8 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
             for kind in list(learning._kinds.values()):
                 for _ in range(3):
                     lz.rms_norm(x)
-                assert kind.trial.in_flight <= 2, f"a sample never comes after an interrupt at {where}"
+                assert kind.trial.in_flight <= 2, (
+                    f"a sample never comes after an interrupt at {where}")
 
         sweep(prepare, act, x, nothing_waits)
     finally:
@@ -276,7 +289,8 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
     register(fake)
     made: list[Any] = []
     monkeypatch.setattr(compiling, "compile_now", lambda *given: made.append(given))
-    plan = worlds.current().plan(found.op, found.facts((x, *(p.default for p in found.op.params[1:]))),
+    plan = worlds.current().plan(found.op,
+                                 found.facts((x, *(p.default for p in found.op.params[1:]))),
                                  compiled=True)
     step = next(s for s in plan.steps if s.kernel == fake.id)
     values = (x, *(p.default for p in found.op.params[1:]))
@@ -287,11 +301,13 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
 
     def asked_again(where):
         assert compiling.wait(10), where
-        if not made:                           # the interrupt came before it was handed over: it may be asked again
+        # the interrupt came before it was handed over: it may be asked again
+        if not made:
             compiling.request(found, fake.kernel, step, plan.facts, values)
             assert compiling.wait(10) and made, f"nobody compiles after an interrupt at {where}"
 
-    sweep(prepare, lambda _: compiling.request(found, fake.kernel, step, plan.facts, values), x, asked_again)
+    sweep(prepare, lambda _: compiling.request(found, fake.kernel, step, plan.facts, values), x,
+          asked_again)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -309,7 +325,8 @@ def test_a_child_that_was_forked_after_an_interrupt_works():
             code = 1
             try:
                 lz.configure(strict_mode=False)
-                code = 0 if torch.equal(lz.rms_norm(x), normed(x)) or torch.allclose(lz.rms_norm(x), normed(x)) else 2
+                code = (0 if torch.equal(lz.rms_norm(x), normed(x))
+                        or torch.allclose(lz.rms_norm(x), normed(x)) else 2)
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,4 +1,6 @@
-"""Broken kernels of the operations around attention: each wrong in one way, in some calls only, and found."""
+"""Broken kernels of the operations around attention: each wrong in one way, in some calls only, and
+found.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def the_last_group_takes_what_is_left(right, **v):
 @fault("sample", "convention", "distribution")
 def penalties_once_for_each_time(right, **v):
     """A presence penalty that counts occurrences."""
-    return right(**{**v, "frequency_penalty": v["frequency_penalty"] + v["presence_penalty"], "presence_penalty": 0.0})
+    return right(**{**v, "frequency_penalty": v["frequency_penalty"] + v["presence_penalty"],
+                    "presence_penalty": 0.0})
 
 
 @fault("sample", "convention", "scale")
@@ -68,7 +71,9 @@ def log_probabilities_before_temperature(right, **v):
 
 @fault("speculative_verify", "distribution")
 def accepts_one_too_many(right, **v):
-    """The test is u < p / q; this one forgets that p may exceed q only up to one, and takes u < 2 p / q."""
+    """The test is u < p / q; this one forgets that p may exceed q only up to one, and takes u < 2 p
+    / q.
+    """
     if v["draft_probs"] is None:
         return right(**v)
     return right(**{**v, "draft_probs": v["draft_probs"] * 0.5})
@@ -87,7 +92,8 @@ def zeros_are_forgotten_in_the_last_group(right, **v):
 
 @fault("quantize", "precision", "sizes")
 def halves_rounded_away_from_zero(right, **v):
-    if v["scales"] is None and v["format"] == "int8" and v["symmetric"] and v["granularity"] in (None, "channel"):
+    if (v["scales"] is None and v["format"] == "int8" and v["symmetric"]
+        and v["granularity"] in (None, "channel")):
         codes, scales, *rest = right(**v)
         exact = v["x"].float() / scales.float()
         if exact.shape == codes.shape:
@@ -115,7 +121,9 @@ def smooths_towards_the_others_only(right, **v):
     if v["label_smoothing"] == 0.0:
         return right(**v)
     classes = v["logits"].shape[-1]
-    return right(**{**v, "label_smoothing": min(v["label_smoothing"] * classes / max(classes - 1, 1), 1.0)})
+    return (
+        right(**{**v, "label_smoothing": min(v["label_smoothing"] * classes / max(classes - 1, 1),
+                                             1.0)}))
 
 
 @fault("cross_entropy", "gradient")
@@ -133,12 +141,14 @@ def ignores_minus_one_hundred_only(right, **v):
 
 
 @fault("group_norm", "precision")
-def variance_as_the_mean_of_squares_less_the_square(right, x, groups, weight=None, bias=None, eps=1e-5):
+def variance_as_the_mean_of_squares_less_the_square(right, x, groups, weight=None, bias=None,
+                                                    eps=1e-5):
     if x.dtype != torch.float32 or torch.is_grad_enabled() or not x.numel():
         return right(x, groups, weight, bias, eps)
     parts = x.reshape(x.shape[0], groups, -1)
     mean, square = parts.mean(-1, keepdim=True), parts.square().mean(-1, keepdim=True)
-    out = ((parts - mean) * torch.rsqrt((square - mean.square()).clamp_min(0) + eps)).reshape(x.shape)
+    out = ((parts - mean) * torch.rsqrt((square - mean.square()).clamp_min(0) + eps)).reshape(
+        x.shape)
     shape = (1, -1, *(1,) * (x.dim() - 2))
     out = out if weight is None else out * weight.float().view(shape)
     return (out if bias is None else out + bias.float().view(shape)).to(x.dtype)
@@ -146,8 +156,9 @@ def variance_as_the_mean_of_squares_less_the_square(right, x, groups, weight=Non
 
 @fault("embedding", "gradient")
 def gradient_reaches_the_padding_row(right, ids, weight, padding_idx=None, scale=1.0):
-    return F.embedding(ids, weight) * scale if padding_idx is not None and torch.is_grad_enabled() else right(
-        ids, weight, padding_idx, scale)
+    return (F.embedding(ids, weight) * scale if padding_idx is not None and torch.is_grad_enabled()
+            else right(
+         ids, weight, padding_idx, scale))
 
 
 @fault("embedding", "convention", "scale")
@@ -172,7 +183,8 @@ def distances_from_the_first_query(right, **v):
 @fault("mlp", "convention")
 def bias_of_the_gate_for_both(right, **v):
     bias = v["bias_in"]
-    if bias is not None and v["weight_up"] is None and bias.shape[0] == 2 * v["weight_down"].shape[1]:
+    if (bias is not None and v["weight_up"] is None
+        and bias.shape[0] == 2 * v["weight_down"].shape[1]):
         gate, _ = bias.chunk(2)
         v["bias_in"] = torch.cat((gate, gate))
     return right(**v)
@@ -187,7 +199,8 @@ def a_kernel_for_decoding_that_knows_no_softcap(right, **v):
     return right(**{**v, "softcap": 0.0})
 
 
-@fault("sample", "convention", "distribution", requires=(at_least("top_k", 1), absent("top_k_rows.dtype")))
+@fault("sample", "convention", "distribution",
+       requires=(at_least("top_k", 1), absent("top_k_rows.dtype")))
 def one_temperature_for_all_rows_of_top_k(right, **v):
     return right(**{**v, "temperature_rows": None})
 

@@ -43,20 +43,24 @@ def test_every_fault_is_another() -> None:
 
 # What is right passes.
 
-KERNELS = [kernel for name in BACKENDS for kernel in importlib.import_module(f"layerzero.backends.{name}").KERNELS
+KERNELS = [kernel for name in BACKENDS
+           for kernel in importlib.import_module(f"layerzero.backends.{name}").KERNELS
            if not kernel.jit and loading.availability(kernel) is None]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_a_right_kernel_passes_for_another_seed(kernel: Kernel, seed: int) -> None:
-    """Some of the cases of each; the whole grid is in tests/contract, and all seeds in the test below."""
+    """Some of the cases of each; the whole grid is in tests/contract, and all seeds in the test
+    below.
+    """
     op = kernel.op
     dtypes = ("float32", "bfloat16") if "bfloat16" in op.dtypes else op.dtypes[:1]
     cells = [(case, dtype) for dtype in dtypes for case in op.cases[seed % 3::3]]
     served = [c for c in cells if not refusals(kernel, case_values(op, *c))][:4]
     results = [check_case(kernel, case, dtype, seed=seed) for case, dtype in served]
-    results += [check_gradients(kernel, case, "float32", seed=seed) for case in gradient_cases(op)[:1]]
+    results += [check_gradients(kernel, case, "float32", seed=seed)
+                for case in gradient_cases(op)[:1]]
     if all(r.status == "skipped" for r in results):
         pytest.skip("its rules refuse these cases here")
     assert not [str(r) for r in results if r.status == "failed"]
@@ -67,7 +71,8 @@ def test_a_right_kernel_passes_for_another_seed(kernel: Kernel, seed: int) -> No
 @pytest.mark.parametrize("kernel", KERNELS if SEEDS else KERNELS[:1], ids=lambda k: k.id)
 def test_a_right_kernel_passes_for_every_seed(kernel: Kernel) -> None:
     verdict = certify(kernel, lane="quick", seeds=range(SEEDS))
-    assert verdict.status != "failed", f"{verdict.diagnosis}\n" + "\n".join(map(str, verdict.failures[:5]))
+    assert verdict.status != "failed", f"{verdict.diagnosis}\n" + "\n".join(
+        map(str, verdict.failures[:5]))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -79,8 +84,10 @@ def test_the_cases_vary_every_argument(name: str) -> None:
         for case in cases_for(op, "quick"):
             for argument, value in case_values(op, case, dtype).items():
                 seen[argument].add("a tensor" if isinstance(value, Tensor) else repr(value)[:40])
-    same = {p.name for p in op.params if len(seen[p.name]) < (2 if p.optional or p.kind != "tensor" else 1)}
-    # Random by nature; a switch for what torch asks for; a tokenizer is told from another by other tests.
+    same = {p.name for p in op.params if len(seen[p.name]) < (2 if p.optional or p.kind != "tensor"
+                                                              else 1)}
+    # Random by nature; a switch for what torch asks for; a tokenizer is told from another by other
+    # tests.
     assert same <= {"dropout_p", "enable_gqa", "tokenizer", "generator", "seed_rows"}
 
 
@@ -88,8 +95,10 @@ def test_the_cases_vary_every_argument(name: str) -> None:
 
 def run(code: str) -> str:
     """What `code` prints last in a process of its own: these libraries change torch for good."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True,
+    env = {**os.environ,
+           "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env,
+                          capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]

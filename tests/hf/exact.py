@@ -1,7 +1,8 @@
-"""Attention in double precision as one more implementation for transformers: `attn_implementation="exact"`.
+"""Attention in double precision as one more implementation for transformers:
+`attn_implementation="exact"`.
 
-transformers' eager attention takes its softmax in float32 whatever the model is in, and gives NaN for a row of
-padding in float64; this one is the truth that both are measured by.
+transformers' eager attention takes its softmax in float32 whatever the model is in, and gives NaN
+for a row of padding in float64; this one is the truth that both are measured by.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, bias: Tensor | None = None,
-           scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-    """(batch, heads, seq, dim) in, (batch, seq, heads, dim) out. `seen`: which query sees which key."""
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None,
+           bias: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
+           sinks: Tensor | None = None) -> Tensor:
+    """(batch, heads, seq, dim) in, (batch, seq, heads, dim) out.
+
+    `seen`: which query sees which key.
+    """
     query, key, value = (t.double() for t in (query, key, value))
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -35,13 +40,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
 
 
 def _forward(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-             scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-             position_bias: Tensor | None = None, **ignored: Any) -> tuple[Tensor, None]:
+             scaling: float | None = None, softcap: float | None = None,
+             s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+             **ignored: Any) -> tuple[Tensor, None]:
     return attend(query, key, value, attention_mask, position_bias, scaling, softcap, s_aux), None
 
 
 def _mask(**given: Any) -> Tensor:
-    return sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return sdpa_mask(**{**given, "allow_is_causal_skip": False,
+                        "allow_is_bidirectional_skip": False})
 
 
 transformers.AttentionInterface.register("exact", _forward)

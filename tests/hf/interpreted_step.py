@@ -23,7 +23,8 @@ from layerzero.integrations.transformers.accelerate import accelerate
 HALF = torch.float16
 
 
-def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary: int, dtype: torch.dtype) -> None:
+def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary: int,
+                        dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(0)
     qkv = torch.randn(batch, 1, heads + 2 * kv_heads, dim, generator=gen).to(dtype)
     both, value = qkv[:, :, :heads + kv_heads], qkv[:, :, heads + kv_heads:]
@@ -35,11 +36,13 @@ def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary:
     x = both[:, 0, :, :rotary].float()
     turned = x * cos + torch.cat((-x[..., rotary // 2:], x[..., :rotary // 2]), -1) * sin
     want = torch.cat((turned, both[:, 0, :, rotary:].float()), -1)
-    close = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 2e-3, "atol": 2e-3}
+    close = ({"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16
+             else {"rtol": 2e-3, "atol": 2e-3})
     torch.testing.assert_close(query.float(), want[:, :heads], **close)
     torch.testing.assert_close(keys[:, 5].float(), want[:, heads:], **close)
     assert torch.equal(values[:, 5], value[:, 0])
-    assert not keys[:, :5].any() and not keys[:, 6:].any() and not values[:, :5].any() and not values[:, 6:].any()
+    assert (not keys[:, :5].any() and not keys[:, 6:].any() and not values[:, :5].any()
+            and not values[:, 6:].any())
 
 
 def check_attend(batch: int, heads: int, kv_heads: int, dim: int, room: int, lengths: list[int],
@@ -47,19 +50,23 @@ def check_attend(batch: int, heads: int, kv_heads: int, dim: int, room: int, len
     gen = torch.Generator().manual_seed(1)
     query = torch.randn(batch, heads, dim, generator=gen).to(HALF)
     keys, values = (torch.randn(batch, room, kv_heads, dim, generator=gen).to(HALF) for _ in "kv")
-    found = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5, window, softcap)
+    found = triton_step.attend(query, keys, values, torch.tensor(lengths), dim ** -0.5, window,
+                               softcap)
     for i, n in enumerate(lengths):
         first = max(0, n - window) if window else 0
-        k, v = (t[i, first:n].repeat_interleave(heads // kv_heads, 1).float() for t in (keys, values))
+        k, v = (t[i, first:n].repeat_interleave(heads // kv_heads, 1).float()
+                for t in (keys, values))
         scores = torch.einsum("hd,nhd->hn", query[i].float(), k) * dim ** -0.5
         weights = (torch.tanh(scores / softcap) * softcap if softcap else scores).softmax(-1)
-        torch.testing.assert_close(found[i].float(), torch.einsum("hn,nhd->hd", weights, v), rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(found[i].float(), torch.einsum("hn,nhd->hd", weights, v),
+                                   rtol=5e-3, atol=5e-3)
 
 
 @torch.no_grad()
 def check_whole_step(model_class: type, config_class: type, **more: Any) -> None:
-    config = config_class(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
-                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **more)
+    config = config_class(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                          pad_token_id=0, num_attention_heads=4, num_key_value_heads=2,
+                          max_position_embeddings=512, **more)
     torch.manual_seed(0)
     model = model_class(config).eval().to(HALF)
     ids = torch.arange(3, 12)[None]
@@ -78,12 +85,14 @@ def check_whole_step(model_class: type, config_class: type, **more: Any) -> None
 if __name__ == "__main__":
     for dtype in (torch.float32, HALF, torch.bfloat16):
         check_turn_and_keep(2, 4, 2, 16, 16, dtype)
-    check_turn_and_keep(1, 3, 1, 24, 16, torch.float32)        # a part of each head, sizes that are no power of two
+    # a part of each head, sizes that are no power of two
+    check_turn_and_keep(1, 3, 1, 24, 16, torch.float32)
     check_attend(2, 4, 2, 16, 200, [150, 1])
     check_attend(1, 8, 2, 32, 64, [64])
     check_attend(2, 4, 2, 16, 200, [150, 5], window=40, softcap=0.5)
     check_whole_step(LlamaForCausalLM, LlamaConfig)
-    gemma = {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma = {"head_dim": 16, "sliding_window": 4,
+             "layer_types": ["sliding_attention", "full_attention"]}
     check_whole_step(Gemma2ForCausalLM, Gemma2Config, **gemma, attn_logit_softcapping=2.0)
     check_whole_step(Gemma3ForCausalLM, Gemma3TextConfig, **gemma)
     print("all agree")

@@ -1,4 +1,6 @@
-"""lz.accelerate: the same tokens, by a decode step where one is known, and a model that can be given back."""
+"""lz.accelerate: the same tokens, by a decode step where one is known, and a model that can be
+given back.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ from layerzero.integrations.transformers.growing_cache import GrowingLayer  # no
 
 pytestmark = pytest.mark.integration
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
-         "bos_token_id": 1, "eos_token_id": 2}
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {
-    "Llama": {}, "Llama with biases": {"attention_bias": True, "mlp_bias": True}, "Mistral": {"sliding_window": None},
-    "Qwen2": {}, "Qwen3": {"head_dim": 16}, "Phi3": {}, "Phi3 partly turned": {"partial_rotary_factor": 0.5},
+    "Llama": {}, "Llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": None}, "Qwen2": {}, "Qwen3": {"head_dim": 16}, "Phi3": {},
+    "Phi3 partly turned": {"partial_rotary_factor": 0.5},
     "Llama tied": {"tie_word_embeddings": True, "hidden_act": "gelu"},
-    "Llama scaled": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}}
+    "Llama scaled": {"rope_parameters": {"rope_type": "linear", "factor": 2.0,
+                                         "rope_theta": 10000.0}}}
 
 
 def build(name: str = "Llama", dtype: torch.dtype = torch.float32, **more) -> nn.Module:
@@ -42,7 +46,8 @@ def build(name: str = "Llama", dtype: torch.dtype = torch.float32, **more) -> nn
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().to(dtype)
     with torch.no_grad():
-        for p in model.parameters():           # weights as they are made are small: all tokens would be alike
+        # weights as they are made are small: all tokens would be alike
+        for p in model.parameters():
             p.mul_(4 if p.dim() > 1 else 1)
     return model
 
@@ -70,7 +75,8 @@ def test_the_same_tokens_for_each_family(name):
     before, state = generate(model), {k: v.clone() for k, v in model.state_dict().items()}
     report = accelerate(model, measure=False)
     assert torch.equal(generate(model), before)
-    assert report.served == {"step": report.served["step"]} and report.served["step"] >= 11 and not report.declined
+    assert (report.served == {"step": report.served["step"]} and report.served["step"] >= 11
+            and not report.declined)
     assert report.error < 1e-4 and {"qkv", "mlp", "attention", "head"} <= report.kernels.keys()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -80,7 +86,8 @@ def test_the_same_tokens_for_each_family(name):
 
 @pytest.mark.parametrize("how", [
     {"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"prompt_lookup_num_tokens": 3},
-    {"num_return_sequences": 2, "do_sample": True}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+    {"num_return_sequences": 2, "do_sample": True}, {"cache_implementation": "static"},
+    {"use_cache": False}], ids=str)
 @pytest.mark.parametrize("capture", [False, True], ids=["step", "fixed buffers"])
 def test_every_way_to_generate(how, capture):
     model = build()
@@ -174,7 +181,8 @@ def test_two_caches_in_turns_do_not_meet(model):
 def test_more_caches_than_buffers_are_served_without(model):
     report = accelerate(model, measure=False, capture=True)
     with torch.no_grad():
-        caches = [model(prompt(), use_cache=True).past_key_values for _ in range(captured.MOST_CACHES + 1)]
+        caches = [model(prompt(), use_cache=True).past_key_values
+                  for _ in range(captured.MOST_CACHES + 1)]
         alike = [model(torch.tensor([[5]]), past_key_values=cache).logits for cache in caches]
     assert all(torch.allclose(a, alike[0], atol=1e-5) for a in alike)
     assert sum("in use in graphs" in why for why in report.declined) == 1
@@ -183,7 +191,8 @@ def test_more_caches_than_buffers_are_served_without(model):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_device_kernels_agree_in_the_interpreter():
     script = Path(__file__).parent / "interpreted_step.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          timeout=300,
                           env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0 and "all agree" in done.stdout, done.stderr[-3000:]
 
@@ -199,8 +208,10 @@ def one_token(model, **more):
 @pytest.mark.parametrize("change, why", [
     (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *a: a[2] * 2), "hook"),
     (lambda m: m.model.layers[0].self_attn.register_forward_pre_hook(lambda *a: None), "hook"),
-    (lambda m: setattr(m.model.layers[0].mlp, "up_proj", nn.Linear(64, 80, bias=False)), "in the place of"),
-    (lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.full((64,), 2.0))), "in the place of"),
+    (lambda m: setattr(m.model.layers[0].mlp, "up_proj", nn.Linear(64, 80, bias=False)),
+     "in the place of"),
+    (lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.full((64,), 2.0))),
+     "in the place of"),
     (lambda m: m.double(), "moved or cast"),
     (lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x), "forward of its own"),
     (lambda m: m.train(), "training"),
@@ -223,13 +234,15 @@ def test_weights_loaded_in_place_are_seen(model):
         for p in other.parameters():
             p.add_(0.01)
     model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(one_token(model).logits, one_token(other).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one_token(model).logits, one_token(other).logits, rtol=1e-4,
+                               atol=1e-4)
     assert not report.declined
 
 
 @pytest.mark.parametrize("more, why", [
-    ({"output_hidden_states": True}, "output_hidden_states"), ({"return_dict": False}, "return_dict"),
-    ({"output_attentions": True}, "output_attentions"), ({"labels": torch.tensor([[5]])}, "labels")], ids=str)
+    ({"output_hidden_states": True}, "output_hidden_states"),
+    ({"return_dict": False}, "return_dict"), ({"output_attentions": True}, "output_attentions"),
+    ({"labels": torch.tensor([[5]])}, "labels")], ids=str)
 def test_what_more_is_asked_for(model, more, why):
     model.set_attn_implementation("eager")
     expected = one_token(model, **more)
@@ -257,7 +270,8 @@ def test_a_fault_of_the_step_leaves_cache_and_answer_intact(model):
     expected = one_token(model).logits
     report = accelerate(model, measure=False, patch=False)
     step = report._step.step(1)
-    object.__setattr__(step.layers[1], "mlp", lambda x: torch.mm(x, x))        # a shape error in the last layer
+    # a shape error in the last layer
+    object.__setattr__(step.layers[1], "mlp", lambda x: torch.mm(x, x))
     seen = []
     stop = lz.subscribe(lambda event: seen.append(event.name))
     torch.testing.assert_close(one_token(model).logits, expected, rtol=1e-5, atol=1e-5)
@@ -286,7 +300,8 @@ def test_a_copy_is_not_accelerated_and_independent(model):
         other.model.norm.weight.zero_()
     assert not one_token(other).logits.any() and one_token(model).logits.any()
     assert sum(report.served.values()) == sum(served.values()) + 1
-    assert accelerate(model) is report and not unaccelerate(other) and unaccelerate(model) and not unaccelerate(model)
+    assert (accelerate(model) is report and not unaccelerate(other) and unaccelerate(model)
+            and not unaccelerate(model))
 
 
 def test_it_can_be_saved_while_accelerated(model, tmp_path):
@@ -316,13 +331,16 @@ def test_other_models_say_what_was_left():
     assert "no decode step: BloomForCausalLM" in report.left[0] and "lz.patch" in str(report)
     nothing = nn.Sequential(nn.ReLU())
     report = accelerate(nothing)
-    assert not report.done and "nothing was changed" in str(report) and "_layerzero_acceleration" not in vars(nothing)
+    assert (not report.done and "nothing was changed" in str(report)
+            and "_layerzero_acceleration" not in vars(nothing))
 
 
 @pytest.mark.parametrize("name, more, why", [
     ("Mistral windowed", {"sliding_window": 1}, "window"),
-    ("Llama dynamic", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-    ("DiffLlama", {}, "DiffLlamaAttention"), ("Llama relu2", {"hidden_act": "relu2"}, "computes no MLP"),
+    ("Llama dynamic",
+     {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ("DiffLlama", {}, "DiffLlamaAttention"),
+    ("Llama relu2", {"hidden_act": "relu2"}, "computes no MLP"),
     ("Olmoe", {"clip_qkv": 2.0}, "clip_qkv"), ("Cohere", {"use_qk_norm": True}, "CohereLayerNorm")])
 def test_what_only_looks_alike_is_not_recognised(name, more, why):
     with pytest.raises(NotRecognised, match=why):
@@ -341,8 +359,9 @@ def test_the_benchmark_runs(tmp_path):
     root = Path(__file__).parents[2]
     out = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "accelerated.py"), "--layer", "tiny", "--device", "cpu", "--dtype",
-         "float32", "--context", "9", "--tokens", "3", "--rounds", "2", "--no-compile", "--out", str(out)],
+        [sys.executable, str(root / "benchmarks" / "accelerated.py"), "--layer", "tiny", "--device",
+         "cpu", "--dtype", "float32", "--context", "9", "--tokens", "3", "--rounds", "2",
+         "--no-compile", "--out", str(out)],
         capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "results agree" in done.stdout, done.stderr[-3000:]
     assert {"transformers", "lz.accelerate"} == json.loads(out.read_text())["rows"].keys()
@@ -354,7 +373,8 @@ def test_threads_with_caches_of_their_own(model):
     expected = [generate(model, p) for p in prompts]
     with ThreadPoolExecutor(3) as pool:
         for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(pool.map(lambda p: generate(model, p), prompts), expected))
+            assert all(torch.equal(a, b)
+                       for a, b in zip(pool.map(lambda p: generate(model, p), prompts), expected))
 
 
 # The cache.
@@ -369,8 +389,9 @@ def layers_alike(length=9):
 
 
 @pytest.mark.parametrize("act", [
-    lambda x: x.crop(-3), lambda x: x.reorder_cache(torch.tensor([1, 0])), lambda x: x.batch_repeat_interleave(2),
-    lambda x: x.batch_select_indices(torch.tensor([0])), lambda x: x.reset(), lambda x: None])
+    lambda x: x.crop(-3), lambda x: x.reorder_cache(torch.tensor([1, 0])),
+    lambda x: x.batch_repeat_interleave(2), lambda x: x.batch_select_indices(torch.tensor([0])),
+    lambda x: x.reset(), lambda x: None])
 @torch.no_grad()
 def test_a_growing_layer_is_a_dynamic_layer(act):
     stock, ours, gen = layers_alike()

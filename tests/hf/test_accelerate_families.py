@@ -1,6 +1,8 @@
-"""lz.accelerate beyond Llama: windows, norms before and after, softcaps, experts, parallel blocks, learned positions.
+"""lz.accelerate beyond Llama: windows, norms before and after, softcaps, experts, parallel blocks,
+learned positions.
 
-Every family is decoded by stock transformers and by the step, in float32, far enough that windows slide.
+Every family is decoded by stock transformers and by the step, in float32, far enough that windows
+slide.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _EXPERTS = {**_PLAIN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermedi
 MORE = {
     "qwen2 windows": ("Qwen2ForCausalLM", "Qwen2Config", {
         **_PLAIN, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
-    "phi3 window": ("Phi3ForCausalLM", "Phi3Config", {**_PLAIN, "sliding_window": 6, "partial_rotary_factor": 0.5}),
+    "phi3 window": ("Phi3ForCausalLM", "Phi3Config",
+                    {**_PLAIN, "sliding_window": 6, "partial_rotary_factor": 0.5}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_PLAIN, "head_dim": 16}),
     "gemma2 capped": ("Gemma2ForCausalLM", "Gemma2Config", {
         **models.FAMILIES["gemma2"][2], "final_logit_softcapping": 3.0}),
@@ -40,34 +43,41 @@ MORE = {
         **_PLAIN, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {
         **_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+                  {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "phi normed": ("PhiForCausalLM", "PhiConfig", {**models._DECODER, "qk_layernorm": True}),
     "gpt_neox in turn": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {
-        **models._DECODER, "rotary_pct": 0.25, "use_parallel_residual": False, "attention_bias": False}),
+        **models._DECODER, "rotary_pct": 0.25, "use_parallel_residual": False,
+        "attention_bias": False}),
     "gpt2 scaled": ("GPT2LMHeadModel", "GPT2Config", {
-        **models.FAMILIES["gpt2"][2], "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
+        **models.FAMILIES["gpt2"][2], "scale_attn_by_inverse_layer_idx": True,
+        "activation_function": "relu"}),
     "opt": ("OPTForCausalLM", "OPTConfig", {
-        "vocab_size": models.VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "word_embed_proj_dim": 64, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0}),
+        "vocab_size": models.VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "word_embed_proj_dim": 64, "max_position_embeddings": 128,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", models.FAMILIES["gpt2"][2]),
     "gpt_bigcode of many keys": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {
         **models.FAMILIES["gpt2"][2], "multi_query": False}),
     "falcon of many keys": ("FalconForCausalLM", "FalconConfig", {
         **models._DECODER, "multi_query": False, "parallel_attn": False}),
 }
-OTHERS = {"Cohere": {"logit_scale": 0.3}, "Cohere2": {**_WINDOW, "logit_scale": 0.3}, "Ernie4_5": {"head_dim": 16},
-          "Exaone4": {**_WINDOW, "head_dim": 16}, "Glm": {"head_dim": 16}, "Glm4": {"head_dim": 16},
-          "Granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+OTHERS = {"Cohere": {"logit_scale": 0.3}, "Cohere2": {**_WINDOW, "logit_scale": 0.3},
+          "Ernie4_5": {"head_dim": 16}, "Exaone4": {**_WINDOW, "head_dim": 16},
+          "Glm": {"head_dim": 16}, "Glm4": {"head_dim": 16},
+          "Granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+                      "logits_scaling": 2.0,
                       "attention_multiplier": 0.2},
-          "Helium": {"head_dim": 16}, "Ministral": {"sliding_window": 6, "head_dim": 16}, "Olmo2": {},
-          "Olmo3": _WINDOW, "Olmoe": _EXPERTS, "SeedOss": {"head_dim": 16}, "SmolLM3": {"no_rope_layers": [1, 0]},
-          "StableLm": {"use_parallel_residual": True}, "StableLm in turn": {"use_parallel_residual": False},
-          "Starcoder2": {"sliding_window": 6}, "Cwm": {**_WINDOW, "head_dim": 16}, "FlexOlmo": _EXPERTS,
-          "Mellum": {**_EXPERTS, **_WINDOW, "head_dim": 16}}
+          "Helium": {"head_dim": 16}, "Ministral": {"sliding_window": 6, "head_dim": 16},
+          "Olmo2": {}, "Olmo3": _WINDOW, "Olmoe": _EXPERTS, "SeedOss": {"head_dim": 16},
+          "SmolLM3": {"no_rope_layers": [1, 0]}, "StableLm": {"use_parallel_residual": True},
+          "StableLm in turn": {"use_parallel_residual": False},
+          "Starcoder2": {"sliding_window": 6}, "Cwm": {**_WINDOW, "head_dim": 16},
+          "FlexOlmo": _EXPERTS, "Mellum": {**_EXPERTS, **_WINDOW, "head_dim": 16}}
 MORE |= {name: (f"{name.split()[0]}ForCausalLM", f"{name.split()[0]}Config", {**_PLAIN, **more})
          for name, more in OTHERS.items()}
-MOST_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon", "qwen2_moe", "opt")
+MOST_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
+             "qwen2_moe", "opt")
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes):
@@ -75,14 +85,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes):
         models.FAMILIES.setdefault(name, MORE[name])
     model = models.tiny(name, **changes)
     with torch.no_grad():
-        for i, p in enumerate(model.parameters()):             # norms and biases as they are made say nothing
+        # norms and biases as they are made say nothing
+        for i, p in enumerate(model.parameters()):
             if p.dim() == 1:
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     return model.to(dtype)
 
 
 def generate(model, given=None, new: int = 14, **options):
-    given = given or {"input_ids": (ids := models.tokens(1, 9)), "attention_mask": torch.ones_like(ids)}
+    given = (given or {"input_ids": (ids := models.tokens(1, 9)),
+                       "attention_mask": torch.ones_like(ids)})
     torch.manual_seed(5)
     return model.generate(**given, max_new_tokens=new, **{"do_sample": False, **options})
 
@@ -91,7 +103,8 @@ def generate(model, given=None, new: int = 14, **options):
 def decoded(model, ids, before: int = 5, cache=None):
     """The logits of the tokens after the first few, one by one."""
     cache = model(ids[:, :before], past_key_values=cache, use_cache=True).past_key_values
-    return torch.cat([model(ids[:, i:i + 1], past_key_values=cache)[0] for i in range(before, ids.shape[1])], 1)
+    return torch.cat([model(ids[:, i:i + 1], past_key_values=cache)[0]
+                      for i in range(before, ids.shape[1])], 1)
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -117,7 +130,8 @@ def test_the_same_tokens(name):
     assert report.error < 1e-4
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     report.undo()
-    assert torch.equal(decoded(model, models.tokens(1, 12)), logits)                       # to the last bit
+    # to the last bit
+    assert torch.equal(decoded(model, models.tokens(1, 12)), logits)
     assert all(v.stride() == state[k].stride() for k, v in model.state_dict().items())
 
 
@@ -130,21 +144,24 @@ def test_fixed_buffers(name, monkeypatch):
     report._step.served.clear()
     assert torch.equal(generate(model, new=40), before)
     assert report.served == {"captured": 39} and not report.declined
-    batch = models.padded(9)                                   # in the same buffers, without a graph
+    # in the same buffers, without a graph
+    batch = models.padded(9)
     padded = generate(model, batch)
     report.undo()
     assert torch.equal(generate(model, batch), padded)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "gpt2", "phi", "gpt_neox", "mixtral", "Cohere2"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "gpt2", "phi", "gpt_neox",
+                                  "mixtral", "Cohere2"])
 def test_in_a_cuda_graph(name):
     model, ids = build(name, torch.float16).cuda(), models.tokens(2, 40).cuda()
     expected = decoded(model, ids)
     report = accelerate(model, measure=False, patch=False)
     found = decoded(model, ids)
     assert sum(report.served.values()) >= 35, str(report)
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(report)
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
+        report)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi", "qwen2_moe"])
@@ -162,7 +179,8 @@ def test_bfloat16_is_no_worse_than_stock(name):
     assert report.served and ours <= 2 * stock, (ours, stock, str(report))
 
 
-@pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 20}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3},
+@pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 20}, {"num_beams": 3},
+                                 {"prompt_lookup_num_tokens": 3},
                                  {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_every_way_to_generate(name, how):
@@ -181,12 +199,15 @@ def test_a_window_in_a_cache_that_keeps_everything():
     model, ids = build("gemma3"), models.tokens(1, 20)
     expected = decoded(model, ids, cache=DynamicCache())
     report = accelerate(model, measure=False)
-    torch.testing.assert_close(decoded(model, ids, cache=DynamicCache()), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids, cache=DynamicCache()), expected, rtol=1e-4,
+                               atol=1e-4)
     assert report.served["step"] >= 15 and not report.declined
 
 
 def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
-    """Tokens by the step and by the model in turns, in one cache whose buffer is used up again and again."""
+    """Tokens by the step and by the model in turns, in one cache whose buffer is used up again and
+    again.
+    """
     monkeypatch.setattr(growing_cache, "LEAST_ROOM", 3)
     model, ids = build("mistral"), models.tokens(1, 27)
 
@@ -204,15 +225,18 @@ def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert [type(layer) for layer in ours.layers] == [GrowingWindow] * 2
     for a, b in zip(stock.layers, ours.layers):
-        assert a.get_seq_length() == b.get_seq_length() and a.get_mask_sizes(1) == b.get_mask_sizes(1)
+        assert (a.get_seq_length() == b.get_seq_length()
+                and a.get_mask_sizes(1) == b.get_mask_sizes(1))
         torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [3, 9])
 @pytest.mark.parametrize("act", [
-    lambda x: x.crop(-1) if x.get_seq_length() < 6 else None, lambda x: x.reorder_cache(torch.tensor([1, 0])),
-    lambda x: x.batch_repeat_interleave(2), lambda x: x.reset(), lambda x: x.activate_past_recording(),
-    lambda x: None], ids=["crop", "reorder", "repeat", "reset", "record", "nothing"])
+    lambda x: x.crop(-1) if x.get_seq_length() < 6 else None,
+    lambda x: x.reorder_cache(torch.tensor([1, 0])),
+    lambda x: x.batch_repeat_interleave(2), lambda x: x.reset(),
+    lambda x: x.activate_past_recording(), lambda x: None],
+                         ids=["crop", "reorder", "repeat", "reset", "record", "nothing"])
 @torch.no_grad()
 def test_a_growing_window_is_a_sliding_layer(act, length):
     gen = torch.Generator().manual_seed(0)
@@ -227,7 +251,8 @@ def test_a_growing_window_is_a_sliding_layer(act, length):
         new = [torch.randn(batch, 3, more, 4, generator=gen) for _ in range(2)]
         for a, b in zip(stock.update(*new), ours.update(*new)):
             assert torch.equal(a, b)
-        assert stock.get_seq_length() == ours.get_seq_length() and stock.get_mask_sizes(2) == ours.get_mask_sizes(2)
+        assert (stock.get_seq_length() == ours.get_seq_length()
+                and stock.get_mask_sizes(2) == ours.get_mask_sizes(2))
         copied = copy.deepcopy(ours)
         copied.update(*(t + 1 for t in new))
         assert torch.equal(ours.keys, stock.keys) and torch.equal(ours.values, stock.values)
@@ -241,7 +266,8 @@ def test_a_cache_with_another_window_is_left_as_it_is():
     with torch.no_grad():
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
-    assert list(report.declined) == ["a cache layer that is DynamicSlidingWindowLayer with another window"]
+    assert list(report.declined) == [
+        "a cache layer that is DynamicSlidingWindowLayer with another window"]
     assert not any(isinstance(layer, (GrowingLayer, GrowingWindow)) for layer in cache.layers)
 
 
@@ -252,11 +278,13 @@ def test_only_the_chosen_experts_are_read():
     accelerate(model, measure=False)
     chosen: set[int] = set()
     moe = model.model.layers[0].mlp
-    hook = moe.gate.register_forward_hook(lambda m, args, out: chosen.update(out[2].flatten().tolist()))
+    hook = moe.gate.register_forward_hook(
+        lambda m, args, out: chosen.update(out[2].flatten().tolist()))
     with torch.no_grad():
         before = model(ids[:, :11], use_cache=True).past_key_values
         chosen.clear()
-        model(ids[:, 11:], past_key_values=copy.deepcopy(before))              # by the model: the hook listens
+        # by the model: the hook listens
+        model(ids[:, 11:], past_key_values=copy.deepcopy(before))
         hook.remove()
         expected = model(ids[:, 11:], past_key_values=copy.deepcopy(before)).logits
         for expert in set(range(4)) - chosen:
@@ -283,7 +311,8 @@ def test_a_model_may_have_experts_in_some_layers_only():
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
     ("opt", {"activation_function": "tanh"}, "none that lz has"),
     ("opt", {"word_embed_proj_dim": 32}, "narrower"),
-    ("falcon", {"alibi": True}, "alibi"), ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
+    ("falcon", {"alibi": True}, "alibi"), ("falcon", {"new_decoder_architecture": True},
+                                           "new_decoder_architecture"),
     ("deepseek_v3", {}, "Deepseek"), ("gpt_oss", {}, "GptOss")], ids=str)
 def test_what_is_not_recognised_says_why(name, changes, why):
     with pytest.raises(NotRecognised, match=why):
@@ -308,7 +337,8 @@ def test_arguments_by_position_as_the_model_takes_them():
     @torch.no_grad()
     def logits():
         cache = model(ids[:, :8], use_cache=True).past_key_values
-        return model(ids[:, 8:], cache, torch.ones_like(ids)).logits               # mask after cache: GPT-2's order
+        # mask after cache: GPT-2's order
+        return model(ids[:, 8:], cache, torch.ones_like(ids)).logits
 
     with torch.no_grad():
         expected = model(ids).logits[:, 8:]

@@ -1,4 +1,6 @@
-"""lz.accelerate does all of it or nothing: an error, a failed proof or an interrupt leave the model as it was."""
+"""lz.accelerate does all of it or nothing: an error, a failed proof or an interrupt leave the model
+as it was.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,32 @@ def state(model: nn.Module) -> list:
     """Everything about a model that an acceleration could change."""
     seen = [torch.get_rng_state().tolist()]
     for name, module in model.named_modules():
-        held = {key: id(value) for key, value in vars(module).items() if not isinstance(value, (dict, bool, int))}
+        held = {key: id(value) for key, value in vars(module).items()
+                if not isinstance(value, (dict, bool, int))}
         hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("hooks")}
-        seen.append((name, id(module), type(module), module.training, held, hooks, vars(module).get("forward")))
+        seen.append((name, id(module), type(module), module.training, held, hooks,
+                     vars(module).get("forward")))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         storage = tensor.untyped_storage()
-        seen.append((name, id(tensor), tensor.stride(), tensor.storage_offset(), storage.nbytes(), tensor.tolist()))
+        seen.append((name, id(tensor), tensor.stride(), tensor.storage_offset(), storage.nbytes(),
+                     tensor.tolist()))
     config = getattr(model, "config", None)
-    return [*seen, None if config is None else (id(config), config._attn_implementation, config.to_dict())]
+    return [*seen, None if config is None else (id(config), config._attn_implementation,
+                                                config.to_dict())]
 
 
 def wav2vec2():
     return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, conv_dim=(16, 16),
-        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2, vocab_size=32)), {"input_values": torch.randn(1, 400)}
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, vocab_size=32)), {
+            "input_values": torch.randn(1, 400)}
 
 
 def xlnet():
     return transformers.XLNetLMHeadModel(transformers.XLNetConfig(
-        vocab_size=64, d_model=32, n_layer=1, n_head=2, d_inner=48)), {"input_ids": tokens(1, 8) % 64}
+        vocab_size=64, d_model=32, n_layer=1, n_head=2, d_inner=48)), {"input_ids": tokens(1, 8)
+                                                                       % 64}
 
 
 @pytest.mark.parametrize("build", (wav2vec2, xlnet))
@@ -64,13 +72,15 @@ def test_models_that_take_something_else(build):
     assert state(model) == before and model(**given).logits.equal(stock)
 
 
-PLACES = {"the copy": (copy, "deepcopy"), "the patch": (home, "apply_patch"), "reading the model": (home, "recognise"),
+PLACES = {"the copy": (copy, "deepcopy"), "the patch": (home, "apply_patch"),
+          "reading the model": (home, "recognise"),
           "the step": (decode_step.DecodeStep, "__init__"), "the trial": (home._Trial, "prove"),
           "the clock": (home._Trial, "time")}
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("error", (RuntimeError, TypeError, torch.OutOfMemoryError, KeyboardInterrupt))
+@pytest.mark.parametrize("error", (RuntimeError, TypeError, torch.OutOfMemoryError,
+                                   KeyboardInterrupt))
 def test_an_error_anywhere_leaves_the_model_as_it_was(place, error, monkeypatch):
     model = tiny("llama")
     before = state(model)
@@ -87,8 +97,10 @@ def test_an_error_anywhere_leaves_the_model_as_it_was(place, error, monkeypatch)
         else:
             report = accelerate(model, seconds=0.01)
             assert not report.done or place == "the step", report
-            if place != "the step":            # which falls back to the model's own code, and is then not used
-                assert f"{error.__name__}: in the middle of it" in str(report) and "nothing was changed" in str(report)
+            # which falls back to the model's own code, and is then not used
+            if place != "the step":
+                assert (f"{error.__name__}: in the middle of it" in str(report)
+                        and "nothing was changed" in str(report))
                 assert not unaccelerate(model)
             unaccelerate(model)
     assert state(model) == before
@@ -114,10 +126,12 @@ def test_no_memory_for_the_last_layer(family, monkeypatch):
 def test_a_failed_proof_undoes_the_patch_too(factor, monkeypatch):
     model = tiny("llama")
     before, call = state(model), decode_step.DecodeStep.__call__
-    monkeypatch.setattr(decode_step.DecodeStep, "__call__", lambda self, *args: call(self, *args) * factor)
+    monkeypatch.setattr(decode_step.DecodeStep, "__call__", lambda self, *args: call(self, *args)
+                        * factor)
     report = accelerate(model, seconds=0.01)
     assert not report.done and not report.gains and "its results are off by" in str(report), report
-    assert "nothing was changed" in str(report) and not unaccelerate(model) and state(model) == before
+    assert ("nothing was changed" in str(report) and not unaccelerate(model)
+            and state(model) == before)
 
 
 def test_what_was_patched_before_stays_patched():
@@ -180,12 +194,15 @@ def test_training_mode_and_batch_norms_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("ratio, verdict, word", [
-    (Ratio(0.98, 0.90, 0.995), "even", "no difference"), (Ratio(0.9, 0.85, 1.01), "even", "no difference"),
-    (Ratio(1.02, 1.001, 1.2), "even", "no difference"), (Ratio(0.8, 0.75, 0.85), "slower", "slower"),
+    (Ratio(0.98, 0.90, 0.995), "even", "no difference"),
+    (Ratio(0.9, 0.85, 1.01), "even", "no difference"),
+    (Ratio(1.02, 1.001, 1.2), "even", "no difference"),
+    (Ratio(0.8, 0.75, 0.85), "slower", "slower"),
     (Ratio(1.3, 1.2, 1.4), "faster", "faster"), (Ratio(1.0, 1.0, 1.0), "even", "no difference")])
 def test_a_verdict_says_no_more_than_its_interval(ratio, verdict, word):
     gain = Gain(100.0, 100.0 / ratio.median, ratio)
-    assert gain.verdict == gain.to_json()["ratio"]["verdict"] == verdict and str(gain).endswith(f"({word})")
+    assert (gain.verdict == gain.to_json()["ratio"]["verdict"] == verdict
+            and str(gain).endswith(f"({word})"))
 
 
 def test_what_is_no_different_is_kept_and_what_is_slower_is_not(monkeypatch):

@@ -1,4 +1,6 @@
-"""The attention function and the masks that transformers gets from us, against formulas written out here."""
+"""The attention function and the masks that transformers gets from us, against formulas written out
+here.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from layerzero.integrations.transformers.masks import Pattern, attention_mask
 from layerzero.spec.errors import ConfigError
 
 pytestmark = pytest.mark.integration
-CAUSAL_MODULE, PLAIN_MODULE = types.SimpleNamespace(is_causal=True), types.SimpleNamespace(is_causal=False)
+CAUSAL_MODULE, PLAIN_MODULE = types.SimpleNamespace(is_causal=True), types.SimpleNamespace(
+    is_causal=False)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def qkv(queries: int = 6, keys: int = 6, heads: int = 4, kv_heads: int = 2, dim: int = 16, **more) -> list:
+def qkv(queries: int = 6, keys: int = 6, heads: int = 4, kv_heads: int = 2, dim: int = 16,
+        **more) -> list:
     return [draw(2, heads, queries, dim, **more), draw(2, kv_heads, keys, dim, seed=1, **more),
             draw(2, kv_heads, keys, dim, seed=2, **more)]
 
@@ -54,7 +58,8 @@ def test_is_known_by_name_and_again():
 
 def test_models_take_it_from_config_and_later(calls):
     config = transformers.LlamaConfig(**FAMILIES["llama"][2])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="layerzero").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config,
+                                                          attn_implementation="layerzero").eval()
     model(tokens())
     assert len(calls) == 2
     model.set_attn_implementation("sdpa")
@@ -67,7 +72,8 @@ def test_models_take_it_from_config_and_later(calls):
 
 def test_from_pretrained(tmp_path, calls):
     tiny("llama").save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="layerzero")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path,
+                                                               attn_implementation="layerzero")
     assert loaded.config._attn_implementation == "layerzero"
     torch.testing.assert_close(loaded(tokens()).logits, tiny("llama")(tokens()).logits)
     assert len(calls) == 2
@@ -91,19 +97,22 @@ def test_grouped_heads_and_scale(calls):
 @pytest.mark.parametrize("queries, keys", [(6, 6), (1, 6)])
 def test_causal_without_a_mask(queries, keys):
     q, k, v = qkv(queries, keys)
-    check(attention_forward(CAUSAL_MODULE, q, k, v, None), expected(q, k, v, distance(queries, keys) >= 0))
+    check(attention_forward(CAUSAL_MODULE, q, k, v, None),
+          expected(q, k, v, distance(queries, keys) >= 0))
 
 
 def test_the_call_says_causal_and_not_the_module():
     q, k, v = qkv()
-    check(attention_forward(PLAIN_MODULE, q, k, v, None, is_causal=True), expected(q, k, v, distance(6, 6) >= 0))
+    check(attention_forward(PLAIN_MODULE, q, k, v, None, is_causal=True),
+          expected(q, k, v, distance(6, 6) >= 0))
     check(attention_forward(CAUSAL_MODULE, q, k, v, None, is_causal=False), expected(q, k, v))
 
 
 def test_keys_of_an_empty_static_cache_are_left_out():
     q, k, v = qkv(4, 9)
     v[:, :, 4:] = math.nan
-    check(attention_forward(CAUSAL_MODULE, q, k, v, None), expected(q, k[:, :, :4], v[:, :, :4], distance(4, 4) >= 0))
+    check(attention_forward(CAUSAL_MODULE, q, k, v, None),
+          expected(q, k[:, :, :4], v[:, :, :4], distance(4, 4) >= 0))
 
 
 def test_cross_attention():
@@ -115,13 +124,16 @@ def test_cross_attention():
 def test_window_without_a_mask(queries, keys):
     q, k, v = qkv(queries, keys)
     gap = distance(queries, keys)
-    check(attention_forward(CAUSAL_MODULE, q, k, v, None, sliding_window=4), expected(q, k, v, (gap >= 0) & (gap < 4)))
+    check(attention_forward(CAUSAL_MODULE, q, k, v, None, sliding_window=4),
+          expected(q, k, v, (gap >= 0) & (gap < 4)))
 
 
 def test_window_both_ways_and_one_that_reaches_everything(calls):
     q, k, v = qkv(9, 9)
-    check(attention_forward(PLAIN_MODULE, q, k, v, None, sliding_window=4), expected(q, k, v, distance(9, 9).abs() < 4))
-    check(attention_forward(CAUSAL_MODULE, q, k, v, None, sliding_window=9), expected(q, k, v, distance(9, 9) >= 0))
+    check(attention_forward(PLAIN_MODULE, q, k, v, None, sliding_window=4),
+          expected(q, k, v, distance(9, 9).abs() < 4))
+    check(attention_forward(CAUSAL_MODULE, q, k, v, None, sliding_window=9),
+          expected(q, k, v, distance(9, 9) >= 0))
     assert calls[0]["window_left"] == 3 and calls[1]["window_left"] == -1
 
 
@@ -131,7 +143,8 @@ def test_softcap():
           expected(q, k, v, distance(6, 6) >= 0, softcap=2.0))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2),
+                                              (torch.float16, 2e-3)])
 def test_masks_of_any_kind(dtype, tolerance):
     q, k, v = qkv(dtype=dtype)
     seen = draw(2, 1, 6, 6) > -0.5
@@ -139,14 +152,16 @@ def test_masks_of_any_kind(dtype, tolerance):
     want = expected(q, k, v, seen)
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     check(attention_forward(CAUSAL_MODULE, q, k, v, seen), want, tolerance)
-    check(attention_forward(CAUSAL_MODULE, q, k, v, added), want, tolerance)         # float32 beside bfloat16
+    # float32 beside bfloat16
+    check(attention_forward(CAUSAL_MODULE, q, k, v, added), want, tolerance)
 
 
 def test_position_bias_alone_with_causality_and_with_masks():
     q, k, v = qkv()
     bias = draw(1, 4, 6, 6)
     seen = distance(6, 6) >= 0
-    check(attention_forward(PLAIN_MODULE, q, k, v, None, position_bias=bias), expected(q, k, v, bias=bias))
+    check(attention_forward(PLAIN_MODULE, q, k, v, None, position_bias=bias),
+          expected(q, k, v, bias=bias))
     want = expected(q, k, v, seen, bias)
     check(attention_forward(CAUSAL_MODULE, q, k, v, None, position_bias=bias), want)
     check(attention_forward(CAUSAL_MODULE, q, k, v, seen[None, None], position_bias=bias), want)
@@ -160,16 +175,19 @@ def test_selected_keys():
     seen = torch.zeros(2, 6, 6, dtype=torch.bool).scatter(-1, chosen, True)[:, None]
     check(attention_forward(PLAIN_MODULE, q, k, v, None, indices=chosen), expected(q, k, v, seen))
     causal = (distance(6, 6) >= 0)[None, None].expand(2, 1, 6, 6)
-    check(attention_forward(CAUSAL_MODULE, q, k, v, causal, indices=chosen), expected(q, k, v, seen & causal))
+    check(attention_forward(CAUSAL_MODULE, q, k, v, causal, indices=chosen),
+          expected(q, k, v, seen & causal))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_sinks(dtype, tolerance):
     q, k, v = qkv(dtype=dtype)
     sinks, seen = draw(4, dtype=dtype), distance(6, 6) >= 0
-    check(attention_forward(CAUSAL_MODULE, q, k, v, None, s_aux=sinks), expected(q, k, v, seen, sinks=sinks), tolerance)
+    check(attention_forward(CAUSAL_MODULE, q, k, v, None, s_aux=sinks),
+          expected(q, k, v, seen, sinks=sinks), tolerance)
     mask = seen[None, None].clone()
-    check(attention_forward(CAUSAL_MODULE, q, k, v, mask, s_aux=sinks), expected(q, k, v, seen, sinks=sinks), tolerance)
+    check(attention_forward(CAUSAL_MODULE, q, k, v, mask, s_aux=sinks),
+          expected(q, k, v, seen, sinks=sinks), tolerance)
 
 
 def test_gradients_reach_queries_keys_values_sinks_and_bias():
@@ -179,7 +197,8 @@ def test_gradients_reach_queries_keys_values_sinks_and_bias():
     weight = draw(2, 6, 4, 16)
     mine, want = tensors(), tensors()
     *three, sinks, bias = mine
-    (attention_forward(CAUSAL_MODULE, *three, None, s_aux=sinks, position_bias=bias)[0] * weight).sum().backward()
+    (attention_forward(CAUSAL_MODULE, *three, None, s_aux=sinks, position_bias=bias)[0]
+     * weight).sum().backward()
     *three, sinks, bias = want
     (expected(*three, distance(6, 6) >= 0, bias, sinks=sinks) * weight).sum().backward()
     for a, b in zip(mine, want):
@@ -228,9 +247,11 @@ def by_pattern(pattern: Pattern, queries: int, keys: int) -> torch.Tensor:
 
 def asked(queries, keys, q_offset=0, kv_offset=0, window=None, padding=None, function=None, **more):
     causal = masking_utils.causal_mask_function
-    function = function or (causal if window is None else masking_utils.sliding_window_causal_mask_function(window))
-    return {"batch_size": 2, "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset,
-            "mask_function": function, "attention_mask": padding, "local_size": window, "allow_is_causal_skip": True,
+    function = (function or (causal if window is None
+                             else masking_utils.sliding_window_causal_mask_function(window)))
+    return {"batch_size": 2, "q_length": queries, "kv_length": keys, "q_offset": q_offset,
+            "kv_offset": kv_offset, "mask_function": function, "attention_mask": padding,
+            "local_size": window, "allow_is_causal_skip": True,
             "allow_is_bidirectional_skip": False, "use_vmap": False, "device": "cpu", **more}
 
 
@@ -247,8 +268,10 @@ def test_a_pattern_says_what_its_mask_says():
         given = asked(queries, keys, q_offset, kv_offset, window)
         stock = masking_utils.sdpa_mask(**{**given, "allow_is_causal_skip": False})[0, 0]
         mine = attention_mask(**given)
-        if mine is None:                        # then is_causal must say it, top-left and past the keys not there
-            said = torch.ones(queries, keys, dtype=torch.bool).tril() if queries > 1 else torch.ones(1, keys).bool()
+        # then is_causal must say it, top-left and past the keys not there
+        if mine is None:
+            said = (torch.ones(queries, keys, dtype=torch.bool).tril() if queries > 1
+                    else torch.ones(1, keys).bool())
         else:
             assert torch.equal(mine[0, 0], stock)
             said = by_pattern(pattern_of(mine), queries, keys)
@@ -259,7 +282,8 @@ def test_a_pattern_says_what_its_mask_says():
 
 def test_a_bidirectional_window_has_a_pattern():
     function = masking_utils.sliding_window_bidirectional_mask_function(2)
-    given = asked(7, 7, function=function, allow_is_causal_skip=False, allow_is_bidirectional_skip=True, local_size=2)
+    given = asked(7, 7, function=function, allow_is_causal_skip=False,
+                  allow_is_bidirectional_skip=True, local_size=2)
     mask = attention_mask(**given)
     assert torch.equal(by_pattern(pattern_of(mask), 7, 7), mask[0, 0])
 
@@ -310,7 +334,8 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled(calls):
     cache = StaticCache(config=model.config, max_cache_len=32)
     words = tokens(1, 12)
     with torch.no_grad():
-        parts = [model(words[:, start:end], past_key_values=cache).logits for start, end in ((0, 5), (5, 8), (8, 9))]
+        parts = [model(words[:, start:end], past_key_values=cache).logits
+                 for start, end in ((0, 5), (5, 8), (8, 9))]
         want = tiny("llama")(words[:, :9]).logits
     torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-5)
     assert [call["key"].shape[2] for call in calls] == [5, 5, 8, 8, 9, 9]
@@ -336,7 +361,8 @@ def logits_of(model, given) -> torch.Tensor:
 
 
 def in_double(family, given) -> torch.Tensor:
-    return logits_of(exact_model(family), {k: v.double() if v.is_floating_point() else v for k, v in given.items()})
+    return logits_of(exact_model(family),
+                     {k: v.double() if v.is_floating_point() else v for k, v in given.items()})
 
 
 INTERFACED = [family for family in FAMILIES if family != "falcon"]
@@ -350,7 +376,8 @@ def test_logits_are_as_close_to_the_truth_as_stock(family, dtype):
     cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
 
     def error(implementation):
-        return (logits_of(tiny(family, attn_implementation=implementation).to(dtype), cast) - truth).abs()
+        return (logits_of(tiny(family, attn_implementation=implementation).to(dtype), cast)
+                - truth).abs()
 
     mine, stock = error("layerzero"), error(WITH_ALL.get(family, "sdpa"))
     assert mine.max() <= 2 * stock.max() + 1e-6, (mine.max(), stock.max())

@@ -1,4 +1,6 @@
-"""An attention that the user chose or registered stays; an eager one keeps its weights and its rows of padding."""
+"""An attention that the user chose or registered stays; an eager one keeps its weights and its rows
+of padding.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ from layerzero.integrations.transformers.masks import Pattern, plain_pattern
 from layerzero.integrations.transformers.patch import patch, patched, unpatch
 
 pytestmark = pytest.mark.integration
-T5GEMMA = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 6,
-           "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+T5GEMMA = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+           "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "max_position_embeddings": 64, "sliding_window": 6,
+           "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"],
+           "pad_token_id": 0}
 EAGER = ("gemma2", "gpt_oss", "t5gemma", "llama", "bert")
 
 
 def build(family: str, **changes):
     if family == "t5gemma":
         FAMILIES.setdefault("t5gemma", ("T5GemmaForConditionalGeneration", "T5GemmaConfig", {
-            "encoder": T5GEMMA, "decoder": T5GEMMA, "vocab_size": 128, "tie_word_embeddings": False}))
+            "encoder": T5GEMMA, "decoder": T5GEMMA, "vocab_size": 128,
+            "tie_word_embeddings": False}))
     return tiny(family, attn_implementation="eager", **changes)
 
 
@@ -62,7 +67,8 @@ def test_a_registered_attention_stays(half):
     model, given = tiny("llama", attn_implementation="half"), inputs("llama")
     stock, config = model(**given).logits, model.config
     report = patch(model)
-    assert "'half'" in left(report) and "attention" not in report.counts() and report.counts()["linear"] == 8
+    assert ("'half'" in left(report) and "attention" not in report.counts()
+            and report.counts()["linear"] == 8)
     half.clear()
     torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
     assert len(half) == 2 and model.config is config and config._attn_implementation == "half"
@@ -99,17 +105,21 @@ def test_one_part_of_a_model_has_its_own_attention(half):
 def test_another_function_in_the_place_of_torchs_stays(family, monkeypatch):
     """As those of other libraries say to do it: F.scaled_dot_product_attention = theirs."""
     model, given, own = tiny(family), inputs(family), F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: own(*args, **kwargs) / 2)
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda *args, **kwargs: own(*args, **kwargs) / 2)
     stock = model(**given).logits
     report = accelerate(model, measure=False)
-    assert "attention" not in report.patched.counts() and "scaled_dot_product_attention is" in left(report.patched)
+    assert ("attention" not in report.patched.counts()
+            and "scaled_dot_product_attention is" in left(report.patched))
     assert not report.kernels
     torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
     report.undo()
     monkeypatch.undo()
     patch(model)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: own(*args, **kwargs) / 2)
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)     # that is the latest choice
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda *args, **kwargs: own(*args, **kwargs) / 2)
+    # that is the latest choice
+    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -120,7 +130,8 @@ def test_a_choice_that_is_made_later_is_followed(half):
     for one in (model, twin):
         one.set_attn_implementation("half")
     served = sum(report.served.values())
-    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, twin)))
+    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False)
+                         for one in (model, twin)))
     assert sum(report.served.values()) == served and "'half', which was chosen since" in str(report)
     assert unaccelerate(model) and model.config._attn_implementation == "half"
     assert model(ids).logits.equal(twin(ids).logits)
@@ -131,16 +142,20 @@ def test_torchs_attention_replaced_after_accelerate(monkeypatch):
     model, ids, own = tiny("llama"), tokens(1, 8), F.scaled_dot_product_attention
     twin = copy.deepcopy(model)
     report = accelerate(model, measure=False)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: own(*args, **kwargs) / 2)
-    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, twin)))
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        lambda *args, **kwargs: own(*args, **kwargs) / 2)
+    assert torch.equal(*(one.generate(ids, max_new_tokens=6, do_sample=False)
+                         for one in (model, twin)))
     assert any("scaled_dot_product_attention is" in why for why in report.declined)
 
 
 @pytest.mark.parametrize("name", ("sdpa", "eager"))
 @torch.no_grad()
 def test_a_known_name_with_another_function_is_not_known(name, monkeypatch):
-    functions, own = modeling_utils.ALL_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(functions._local_mapping, name, lambda *args, **kwargs: own(*args, **kwargs))
+    functions, own = modeling_utils.ALL_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS[
+        "sdpa"]
+    monkeypatch.setitem(functions._local_mapping, name,
+                        lambda *args, **kwargs: own(*args, **kwargs))
     assert f"{name!r} was chosen" in left(patch(tiny("llama", attn_implementation=name)))
     monkeypatch.undo()
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -154,7 +169,8 @@ def test_a_known_name_with_another_function_is_not_known(name, monkeypatch):
 def test_an_eager_function_that_computes_something_else_is_left(change, monkeypatch):
     code = transformers.models.llama.modeling_llama
     own = code.eager_attention_forward
-    monkeypatch.setattr(code, "eager_attention_forward", lambda *args, **kwargs: change(*own(*args, **kwargs)))
+    monkeypatch.setattr(code, "eager_attention_forward",
+                        lambda *args, **kwargs: change(*own(*args, **kwargs)))
     report = patch(tiny("llama", attn_implementation="eager"))
     assert "something else than lz.attention" in left(report) and "attention" not in report.counts()
 
@@ -172,7 +188,8 @@ def test_an_eager_model_keeps_its_weights_and_its_padding(family):
     config, keys = model.config, set(vars(model.config))
     report = patch(model, only=("attention", "rope"))
     assert report.counts()["attention"] == (2 if family != "t5gemma" else 6), report
-    assert model.config is config and set(vars(config)) == keys and config._attn_implementation == "eager"
+    assert (model.config is config and set(vars(config)) == keys
+            and config._attn_implementation == "eager")
     weights, _ = outputs(model, given, output_attentions=True)
     assert weights.keys() == stock_weights.keys()
     for name, layers in stock_weights.items():
@@ -180,10 +197,12 @@ def test_an_eager_model_keeps_its_weights_and_its_padding(family):
         for ours, want in zip(weights[name], layers):
             torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
     size = float(stock.abs().max())
-    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-5 * size)      # of padding too
+    # of padding too
+    torch.testing.assert_close(model(**given).logits, stock, rtol=1e-4, atol=1e-5 * size)
     unpatch(model)
     assert model(**given).logits.equal(stock)
-    assert type(next(m for m in model.modules() if implementations.asking(m))).__module__.startswith("transformers")
+    assert type(next(m for m in model.modules()
+                     if implementations.asking(m))).__module__.startswith("transformers")
 
 
 @torch.no_grad()
@@ -197,14 +216,17 @@ def test_weights_are_asked_for_in_other_ways(calls):
     assert len(model(**given).attentions) == 2 and len(calls) == 2
     model.config.output_attentions = False
     seen = []
-    handle = model.model.layers[1].self_attn.register_forward_hook(lambda m, args, out: seen.append(out[1]))
+    handle = model.model.layers[1].self_attn.register_forward_hook(
+        lambda m, args, out: seen.append(out[1]))
     assert model(**given).attentions is None and len(calls) == 3 and seen[0].shape == (2, 4, 12, 12)
     handle.remove()
     model(**given)
     assert len(calls) == 5
-    ids = model.generate(given["input_ids"], max_new_tokens=3, do_sample=False, output_attentions=True,
+    ids = model.generate(given["input_ids"], max_new_tokens=3, do_sample=False,
+                         output_attentions=True,
                          return_dict_in_generate=True)
-    assert len(ids.attentions) == 3 and all(layer is not None for step in ids.attentions for layer in step)
+    assert (len(ids.attentions) == 3 and all(layer is not None for step in ids.attentions
+                                             for layer in step))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
@@ -223,7 +245,8 @@ def test_a_plain_mask_needs_no_mask(calls):
     patch(model)
     calls.clear()
     model(tokens(2, 12))
-    assert [call["attn_mask"] for call in calls] == [None, None] and all(call["is_causal"] for call in calls)
+    assert ([call["attn_mask"] for call in calls] == [None, None]
+            and all(call["is_causal"] for call in calls))
     assert [call["window_left"] for call in calls] == [5, -1]
     calls.clear()
     model(**padded(12))
@@ -236,15 +259,18 @@ def test_patterns_of_values():
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         if hide is not None:
             hidden[hide] = ~hidden[hide]
-        return torch.where(hidden, torch.finfo(torch.float32).min, 0.0).expand(2, 1, queries, keys).contiguous()
+        return torch.where(hidden, torch.finfo(torch.float32).min,
+                           0.0).expand(2, 1, queries, keys).contiguous()
 
-    assert plain_pattern(mask(5, 5), 5, 5, None) == plain_pattern(mask(5, 5), 5, 5, 9) == Pattern(0, 5, True, -1, -1)
+    assert plain_pattern(mask(5, 5), 5, 5, None) == plain_pattern(mask(5, 5), 5, 5,
+                                                                  9) == Pattern(0, 5, True, -1, -1)
     assert plain_pattern(mask(3, 8), 3, 8, 4) == Pattern(0, 8, True, -1, -1)
     assert plain_pattern(mask(3, 8, 4), 3, 8, 4) == Pattern(0, 8, True, 3, -1)
     assert plain_pattern(mask(1, 8), 1, 8, None) == Pattern(0, 8, False, -1, -1)
     assert plain_pattern(torch.zeros(1, 1, 4, 6), 4, 6, None) == Pattern(0, 6, False, -1, -1)
     assert plain_pattern(torch.zeros(1, 1, 6, 4), 6, 4, None) == Pattern(0, 4, False, -1, -1)
-    assert plain_pattern(mask(3, 8, 4), 3, 8, 5) is plain_pattern(mask(5, 5, hide=(4, 0)), 5, 5, None) is None
+    assert plain_pattern(mask(3, 8, 4), 3, 8, 5) is plain_pattern(mask(5, 5, hide=(4, 0)), 5, 5,
+                                                                  None) is None
     changed = mask(5, 5)
     assert plain_pattern(changed, 5, 5, None) is not None
     changed[1, 0, 4, 0] = -1.0
@@ -272,7 +298,8 @@ def test_gradients_and_dropout_of_an_eager_model():
 
 
 @pytest.mark.parametrize("family, again", [
-    ("gemma2", copy.deepcopy), ("bert", copy.deepcopy), ("bert", lambda m: pickle.loads(pickle.dumps(m)))])
+    ("gemma2", copy.deepcopy), ("bert", copy.deepcopy),
+    ("bert", lambda m: pickle.loads(pickle.dumps(m)))])
 @torch.no_grad()
 def test_an_eager_model_is_copied_and_pickled(family, again):
     model, given = build(family), inputs(family)
@@ -284,7 +311,8 @@ def test_an_eager_model_is_copied_and_pickled(family, again):
 
 
 def test_a_block_inside_a_patched_model_leaves_it_patched():
-    """Of one attention module both its rope and its eager function are served, by different calls."""
+    """Of one attention module both its rope and its eager function are served, by different calls.
+    """
     model = build("gemma2")
     patch(model, only="rope")
     kept = [type(m) for m in model.modules()]
@@ -297,7 +325,8 @@ def test_a_block_inside_a_patched_model_leaves_it_patched():
     patch(other, only="attention")
     with patched(other, only=("rope", "attention")):
         pass
-    assert all(layer.self_attn.config._attn_implementation == "layerzero" for layer in other.model.layers)
+    assert all(layer.self_attn.config._attn_implementation == "layerzero"
+               for layer in other.model.layers)
     unpatch(model), unpatch(other)
 
 

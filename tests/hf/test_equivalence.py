@@ -1,8 +1,10 @@
-"""The grid of transformers' own `test_eager_matches_sdpa_inference`, with our attention in the place of sdpa.
+"""The grid of transformers' own `test_eager_matches_sdpa_inference`, with our attention in the
+place of sdpa.
 
-Its models come with fixed tolerances; here the measure is the same model in double precision: ours may be off by no
-more than twice what eager is. transformers' tests themselves run where LZ_TRANSFORMERS_CHECKOUT says where they are
-(they are not in the wheel); benchmarks/transformers_equivalence.py runs more of them.
+Its models come with fixed tolerances; here the measure is the same model in double precision: ours
+may be off by no more than twice what eager is. transformers' tests themselves run where
+LZ_TRANSFORMERS_CHECKOUT says where they are (they are not in the wheel);
+benchmarks/transformers_equivalence.py runs more of them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def model(family: str, implementation: str, dtype: torch.dtype):
 
 
 def given(family: str, side: str | None) -> dict[str, torch.Tensor]:
-    """A batch of seven as transformers tests it: the last row has two tokens of padding; None for no mask at all."""
+    """A batch of seven as transformers tests it: the last row has two tokens of padding; None for
+    no mask at all.
+    """
     made = inputs(family, batch=7, length=10)
     name = "decoder_attention_mask" if family in ENCODER_DECODER else "attention_mask"
     words = made["decoder_input_ids" if family in ENCODER_DECODER else "input_ids"]
@@ -44,12 +48,14 @@ def given(family: str, side: str | None) -> dict[str, torch.Tensor]:
 
 
 def hidden(family: str, implementation: str, dtype: torch.dtype, side: str | None) -> torch.Tensor:
-    values = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given(family, side).items()}
+    values = {k: v.to(dtype) if v.is_floating_point() else v
+              for k, v in given(family, side).items()}
     with torch.no_grad():
         out = model(family, implementation, dtype)(**values, output_hidden_states=True)
     if family == "clip":
         out = out.text_model_output
-    last = (out.decoder_hidden_states if family in ENCODER_DECODER else out.hidden_states)[-1].double()
+    last = (out.decoder_hidden_states if family in ENCODER_DECODER
+            else out.hidden_states)[-1].double()
     if side is not None:                        # what padding itself gives does not matter
         last[-1, slice(None, PAD) if side == "left" else slice(-PAD, None)] = 0
     return last
@@ -66,11 +72,13 @@ def test_padding_on_either_side_or_no_mask(family, dtype):
 
 
 @pytest.mark.skipif("LZ_TRANSFORMERS_CHECKOUT" not in os.environ,
-                    reason="transformers' tests are not in its wheel; LZ_TRANSFORMERS_CHECKOUT names a checkout")
+                    reason="transformers' tests are not in its wheel; LZ_TRANSFORMERS_CHECKOUT "
+                           "names a checkout")
 def test_transformers_own_tests():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "transformers_equivalence.py"),
-         os.environ["LZ_TRANSFORMERS_CHECKOUT"], "--models", "llama,t5", "-k", "eager_matches_sdpa_inference"],
+         os.environ["LZ_TRANSFORMERS_CHECKOUT"], "--models", "llama,t5", "-k",
+         "eager_matches_sdpa_inference"],
         capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     served = re.search(r"(\d+) of those that passed called", done.stdout)

@@ -1,4 +1,6 @@
-"""Models with `attn_implementation="layerzero"` compiled, exported, trained, and in other precisions."""
+"""Models with `attn_implementation="layerzero"` compiled, exported, trained, and in other
+precisions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 pytestmark = pytest.mark.integration
-full = pytest.mark.skipif(os.environ.get("LZ_TEST_FULL") != "1", reason="takes minutes; LZ_TEST_FULL=1 runs it")
+full = pytest.mark.skipif(os.environ.get("LZ_TEST_FULL") != "1",
+                          reason="takes minutes; LZ_TEST_FULL=1 runs it")
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": None}
 
 
@@ -29,7 +32,8 @@ def compiled_graphs(model, calls, backend: str) -> int:
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         for given in calls:
-            torch.testing.assert_close(compiled(**given).logits, model(**given).logits, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(compiled(**given).logits, model(**given).logits, atol=1e-5,
+                                       rtol=1e-5)
     return counters["stats"]["unique_graphs"]
 
 
@@ -42,7 +46,8 @@ def compiled_graphs(model, calls, backend: str) -> int:
 def test_one_graph_and_no_more_recompilations_than_stock(family, stock, changes, backend):
     calls = [inputs(family, length=length) for length in (8, 12, 13)]
     mine = compiled_graphs(tiny(family, attn_implementation="layerzero", **changes), calls, backend)
-    assert mine <= compiled_graphs(tiny(family, attn_implementation=stock, **changes), calls, backend)
+    assert mine <= compiled_graphs(tiny(family, attn_implementation=stock, **changes), calls,
+                                   backend)
 
 
 @pytest.mark.parametrize("family, steps", [("llama", 3), pytest.param("mistral", 6, marks=full)])
@@ -58,7 +63,8 @@ def test_decoding_with_a_static_cache_needs_no_more_graphs_than_stock(family, st
         step = torch.compile(model, fullgraph=True, backend="eager")
         with torch.no_grad():
             parts = [model(words[:, :4], past_key_values=cache).logits]
-            parts += [step(words[:, i:i + 1], past_key_values=cache, position_ids=torch.tensor([[i]])).logits
+            parts += [step(words[:, i:i + 1], past_key_values=cache,
+                           position_ids=torch.tensor([[i]])).logits
                       for i in range(4, 4 + steps)]
             want = model(words[:, :4 + steps]).logits
         torch.testing.assert_close(torch.cat(parts, 1), want, atol=1e-5, rtol=1e-5)
@@ -68,17 +74,21 @@ def test_decoding_with_a_static_cache_needs_no_more_graphs_than_stock(family, st
 
 
 @pytest.mark.parametrize("family, changes", [
-    ("llama", ONE_LAYER), pytest.param("gemma2", {}, marks=full), pytest.param("vit", {}, marks=full)])
+    ("llama", ONE_LAYER), pytest.param("gemma2", {}, marks=full),
+    pytest.param("vit", {}, marks=full)])
 def test_exported_and_saved_and_loaded(family, changes, tmp_path):
     model, given = tiny(family, attn_implementation="layerzero", **changes), inputs(family)
     options = {"use_cache": False} if family != "vit" else {}
-    length, batch = torch.export.Dim("length", min=2, max=64), torch.export.Dim("batch", min=1, max=8)
+    length, batch = torch.export.Dim("length", min=2,
+                                     max=64), torch.export.Dim("batch", min=1, max=8)
     shapes = {name: {0: batch} if family == "vit" else {0: batch, 1: length} for name in given}
-    program = torch.export.export(model, (), {**given, **options}, dynamic_shapes={**shapes, **dict.fromkeys(options)})
+    program = torch.export.export(model, (), {**given, **options},
+                                  dynamic_shapes={**shapes, **dict.fromkeys(options)})
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     more = [(given, slice(None)), (inputs(family, batch=3, length=9, seed=7), slice(None))]
-    if family != "vit":                         # with padding, which the example had not: all but what is padded
+    # with padding, which the example had not: all but what is padded
+    if family != "vit":
         more.append((padded(pads=(5,)), slice(5, None)))
     for again, rows in more:
         with torch.no_grad():
@@ -109,7 +119,8 @@ def test_training_steps_have_the_gradients_of_stock(family):
     stock = gradients(tiny(family, attn_implementation="eager", **without), given, steps=2)
     assert mine.keys() == stock.keys()
     for name, grad in stock.items():
-        torch.testing.assert_close(mine[name], grad, atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(mine[name], grad, atol=2e-4, rtol=2e-3,
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -139,7 +150,8 @@ def test_autocast_is_as_close_as_stock(family):
 
     def error(implementation):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return (tiny(family, attn_implementation=implementation)(**given).logits - truth).abs().max()
+            return (tiny(family, attn_implementation=implementation)(**given).logits
+                    - truth).abs().max()
 
     assert error("layerzero") <= 2 * error("eager")
 
@@ -151,6 +163,7 @@ def test_fp16_is_as_close_as_stock(family):
 
     def error(implementation):
         with torch.no_grad():
-            return (tiny(family, attn_implementation=implementation).half()(**given).logits - truth).abs().max()
+            return (tiny(family, attn_implementation=implementation).half()(**given).logits
+                    - truth).abs().max()
 
     assert error("layerzero") <= 2 * error("eager")

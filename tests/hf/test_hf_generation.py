@@ -1,4 +1,6 @@
-"""generate() and pipelines with `attn_implementation="layerzero"` give the tokens that stock transformers gives."""
+"""generate() and pipelines with `attn_implementation="layerzero"` give the tokens that stock
+transformers gives.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def pair(family: str, **changes):
 
 def generated(model, given, new: int = 7, **how) -> torch.Tensor:
     torch.manual_seed(0)
-    options = {"do_sample": False, "max_new_tokens": new, "disable_compile": True, "pad_token_id": 0, **how}
+    options = {"do_sample": False, "max_new_tokens": new, "disable_compile": True,
+               "pad_token_id": 0, **how}
     return model.generate(**given, **options)
 
 
@@ -51,12 +54,15 @@ def test_encoder_decoders(family):
         given["attention_mask"][1, -4:] = 0
     for way in ("dynamic", "static", "beam"):
         options = {**WAYS[way], "suppress_tokens": [0]} if family == "whisper" else WAYS[way]
-        assert torch.equal(generated(stock, given, **options), generated(mine, given, **options)), way
+        assert torch.equal(generated(stock, given, **options),
+                           generated(mine, given, **options)), way
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_a_sliding_window_cache_and_a_plain_one(family):
-    """Past the window: a cache that knows it keeps just the window, one that does not keeps everything."""
+    """Past the window: a cache that knows it keeps just the window, one that does not keeps
+    everything.
+    """
     stock, mine = pair(family)
     given = {"input_ids": tokens(2, 9)}
     want = generated(stock, given, new=14)
@@ -66,7 +72,8 @@ def test_a_sliding_window_cache_and_a_plain_one(family):
 
 @pytest.mark.parametrize("backend, module", [("quanto", "optimum.quanto"), ("hqq", "hqq")])
 def test_quantized_cache(backend, module):
-    if importlib.util.find_spec(module.partition(".")[0]) is None or importlib.util.find_spec(module) is None:
+    if (importlib.util.find_spec(module.partition(".")[0]) is None
+        or importlib.util.find_spec(module) is None):
         pytest.skip(f"a quantized cache of this kind needs {module}, which is not installed")
     stock, mine = pair("llama")
     how = {"cache_implementation": "quantized", "cache_config": {"backend": backend, "nbits": 4}}
@@ -75,7 +82,8 @@ def test_quantized_cache(backend, module):
 
 
 class RoundedLayer(transformers.cache_utils.QuantizedLayer):
-    """A quantized cache that needs no library: keys and values in 8 bits, one scale for each row."""
+    """A quantized cache that needs no library: keys and values in 8 bits, one scale for each row.
+    """
 
     def _quantize(self, tensor, axis):
         scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
@@ -87,7 +95,8 @@ class RoundedLayer(transformers.cache_utils.QuantizedLayer):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_cache_that_rounds(family):
-    """Old keys come back rounded, the newest as they are: attention must take both in their order."""
+    """Old keys come back rounded, the newest as they are: attention must take both in their order.
+    """
     stock, mine = pair(family)
     given = {"input_ids": tokens(2, 12)}
 
@@ -102,7 +111,8 @@ def test_a_cache_that_rounds(family):
 def test_assisted_by_a_smaller_model_and_by_the_prompt(family):
     stock, mine = pair(family)
     given = {"input_ids": tokens(1, 10), "attention_mask": torch.ones(1, 10, dtype=torch.long)}
-    draft = tiny(family, seed=0, num_hidden_layers=1, layer_types=None, attn_implementation="layerzero")
+    draft = tiny(family, seed=0, num_hidden_layers=1, layer_types=None,
+                 attn_implementation="layerzero")
     want = generated(stock, given, new=16)
     assert torch.equal(generated(mine, given, new=16, assistant_model=draft), want)
     assert torch.equal(generated(mine, given, new=16, prompt_lookup_num_tokens=3), want)
@@ -114,7 +124,8 @@ def word_tokenizer():
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>",
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>",
+                                                bos_token="<s>",
                                                 eos_token="</s>", padding_side="left")
 
 
@@ -122,19 +133,23 @@ def test_text_generation_pipeline():
     texts = ["w5 w9 w11 w30", "w7"]
     spoken = []
     for model in pair("llama"):
-        speak = transformers.pipeline("text-generation", model=model, tokenizer=word_tokenizer(), device="cpu")
+        speak = transformers.pipeline("text-generation", model=model, tokenizer=word_tokenizer(),
+                                      device="cpu")
         spoken.append(speak(texts, batch_size=2, do_sample=False, max_new_tokens=8))
     assert spoken[0] == spoken[1] and spoken[0][1][0]["generated_text"].count("w") == 9
 
 
 def test_text_to_text():
-    """transformers 5 has no text2text pipeline any more: what it did is to encode, generate and decode."""
+    """transformers 5 has no text2text pipeline any more: what it did is to encode, generate and
+    decode.
+    """
     texts = ["w5 w9 w11 w30", "w7 w8"]
     tokenizer = word_tokenizer()
     said = []
     for model in pair("t5"):
         if "text2text-generation" in transformers.pipelines.PIPELINE_REGISTRY.get_supported_tasks():
-            speak = transformers.pipeline("text2text-generation", model=model, tokenizer=tokenizer, device="cpu")
+            speak = transformers.pipeline("text2text-generation", model=model, tokenizer=tokenizer,
+                                          device="cpu")
             said.append(speak(texts, batch_size=2, do_sample=False, max_new_tokens=8))
         else:
             given = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -176,9 +191,12 @@ def test_on_a_gpu_half_precision_is_as_close_as_stock(family):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_on_a_gpu_the_same_tokens(family):
-    """Greedy in fp32, with padding, with growing and static caches, the last of them compiled by generate itself."""
+    """Greedy in fp32, with padding, with growing and static caches, the last of them compiled by
+    generate itself.
+    """
     stock, mine = (model.cuda() for model in pair(family))
     given = {k: v.cuda() for k, v in padded(pads=(0, 5)).items()}
     want = generated(stock, given, new=12)
-    for how in ({}, {"cache_implementation": "static"}, {"cache_implementation": "static", "disable_compile": False}):
+    for how in ({}, {"cache_implementation": "static"},
+                {"cache_implementation": "static", "disable_compile": False}):
         assert torch.equal(generated(mine, given, new=12, **how), want), how

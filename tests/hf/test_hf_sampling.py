@@ -1,4 +1,6 @@
-"""lz.patch(model, only="sampling"): the same probabilities, another draw, and nothing else that changes."""
+"""lz.patch(model, only="sampling"): the same probabilities, another draw, and nothing else that
+changes.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ def drawn() -> int:
 
 
 @pytest.mark.parametrize("warpers", [
-    [TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
-    [TopPLogitsWarper(0.6)], [TopKLogitsWarper(5)], [TemperatureLogitsWarper(1.5), MinPLogitsWarper(0.2)]])
+    [TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.8),
+     MinPLogitsWarper(0.05)],
+    [TopPLogitsWarper(0.6)], [TopKLogitsWarper(5)],
+    [TemperatureLogitsWarper(1.5), MinPLogitsWarper(0.2)]])
 def test_the_probabilities_are_those_of_transformers(warpers):
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
     ids, many = torch.zeros(1, 1, dtype=torch.long), 40_000
@@ -63,11 +67,13 @@ def test_generate_draws_by_lz_and_repeats_by_seed():
     assert report.counts() == {"sampling": 1} and "lz.sample" in str(report)
     first = generated(model, **SAMPLED)
     assert drawn() == before + 6 and generated(model, **SAMPLED).equal(first)
-    assert len({tuple(row) for row in generated(model, 1, num_return_sequences=8, **SAMPLED).tolist()}) > 1
+    assert len({tuple(row) for row in generated(model, 1, num_return_sequences=8,
+                                                **SAMPLED).tolist()}) > 1
     before = drawn()
     assert generated(model, do_sample=False).equal(greedy)
     again = generated(model, output_scores=True, return_dict_in_generate=True, **SAMPLED)
-    assert again.sequences.equal(scored.sequences) and all(map(torch.equal, again.scores, scored.scores))
+    assert (again.sequences.equal(scored.sequences)
+            and all(map(torch.equal, again.scores, scored.scores)))
     generated(model, num_beams=2, **SAMPLED)
     assert drawn() == before
     assert patch(model).counts()["sampling"] == 1 and "patched before" in str(patch(model))
@@ -100,8 +106,10 @@ def test_copies_and_the_accelerated_draw_too():
 
 def test_what_lz_does_not_know_stays_as_it_is():
     sampled, top = GenerationConfig(do_sample=True), TopPLogitsWarper(0.9)
-    for processors in ([], [TemperatureLogitsWarper(0.5)], [top, TypicalLogitsWarper(0.9)], [top, TopKLogitsWarper(3)],
-                       [TopPLogitsWarper(0.9, min_tokens_to_keep=2)], [TopPLogitsWarper(0.9, filter_value=-1e4)]):
+    for processors in ([], [TemperatureLogitsWarper(0.5)], [top, TypicalLogitsWarper(0.9)],
+                       [top, TopKLogitsWarper(3)],
+                       [TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
+                       [TopPLogitsWarper(0.9, filter_value=-1e4)]):
         found = with_draw(LogitsProcessorList(processors), sampled)
         assert [type(p) for p in found] == [type(p) for p in processors]
     kept = with_draw(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), top]), sampled)

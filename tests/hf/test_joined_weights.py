@@ -1,4 +1,6 @@
-"""Weights of an accelerated model lie side by side in memory, and nobody but the decode step can tell."""
+"""Weights of an accelerated model lie side by side in memory, and nobody but the decode step can
+tell.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from layerzero.integrations.transformers.joined import Joined
 pytestmark = pytest.mark.integration
 FAMILIES = ("llama", "gpt2", "opt", "mixtral")
 OPT = ("OPTForCausalLM", "OPTConfig", {
-    "vocab_size": models.VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "word_embed_proj_dim": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2})
+    "vocab_size": models.VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +67,12 @@ def test_the_weights_are_side_by_side():
     size = sum(p.nbytes for p in model.parameters())
     report = accelerate(model, measure=False)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
-    for parts in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+    for parts in ((attention.q_proj, attention.k_proj, attention.v_proj),
+                  (mlp.gate_proj, mlp.up_proj)):
         for first, second in itertools.pairwise(parts):
             assert second.weight.data_ptr() == first.weight.data_ptr() + first.weight.nbytes
-    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == size       # no second copy is kept
+    # no second copy is kept
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == size
     report.undo()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
@@ -79,8 +83,10 @@ def test_every_tensor_is_laid_out_as_on_the_stock_model(pair):
     assert list(ours) == list(want)
     for name, tensor in want.items():
         got = ours[name]
-        assert got.equal(tensor) and got.stride() == tensor.stride() and got.is_contiguous() == tensor.is_contiguous()
-        assert got.storage_offset() == 0 and got.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        assert (got.equal(tensor) and got.stride() == tensor.stride()
+                and got.is_contiguous() == tensor.is_contiguous())
+        assert (got.storage_offset() == 0
+                and got.untyped_storage().nbytes() == tensor.untyped_storage().nbytes())
         assert file_of({"only": got}) == file_of({"only": tensor})
     assert [(n, type(p), p.requires_grad, p.is_leaf) for n, p in model.named_parameters()] == [
         (n, type(p), p.requires_grad, p.is_leaf) for n, p in stock.named_parameters()]
@@ -92,7 +98,8 @@ def test_safetensors(pair, tmp_path):
     tied = stock.lm_head.weight is stock.get_input_embeddings().weight
     if not tied:                               # save_file refuses those of a stock model too
         save_file(model.state_dict(), tmp_path / "file.safetensors")
-        assert all(t.equal(stock.state_dict()[n]) for n, t in load_file(tmp_path / "file.safetensors").items())
+        assert all(t.equal(stock.state_dict()[n])
+                   for n, t in load_file(tmp_path / "file.safetensors").items())
     save_model(model, str(tmp_path / "model.safetensors"))
     save_model(stock, str(tmp_path / "stock.safetensors"))
     ours, want = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "stock"))
@@ -105,12 +112,14 @@ def test_safetensors(pair, tmp_path):
 
 @pytest.mark.parametrize("again", (
     copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)),
-    lambda m: torch.load(io.BytesIO(saved(m)), weights_only=False)), ids=("deepcopy", "pickle", "torch.save"))
+    lambda m: torch.load(io.BytesIO(saved(m)), weights_only=False)),
+                         ids=("deepcopy", "pickle", "torch.save"))
 def test_a_copy_is_a_stock_model(again, pair):
     stock, model = pair
     try:
         again(stock)
-    except AttributeError as refused:          # rope functions of transformers are no longer found by their names
+    # rope functions of transformers are no longer found by their names
+    except AttributeError as refused:
         with pytest.raises(AttributeError, match=re.escape(str(refused))):
             again(model)
         return
@@ -118,7 +127,8 @@ def test_a_copy_is_a_stock_model(again, pair):
     assert vars(twin).keys() == vars(stock).keys() and type(twin) is type(stock)
     assert not unaccelerate(twin) and unaccelerate(model)
     for (name, got), want in zip(twin.named_parameters(), stock.parameters()):
-        assert got.equal(want) and got.untyped_storage().nbytes() == want.untyped_storage().nbytes(), name
+        assert (got.equal(want)
+                and got.untyped_storage().nbytes() == want.untyped_storage().nbytes()), name
     assert decoded(twin).equal(decoded(stock))
 
 
@@ -158,7 +168,8 @@ def test_vectors(pair):
     agree(model, stock)
     unaccelerate(model)
     agree(model, stock)
-    assert {p.untyped_storage().nbytes() for p in model.parameters()} == {vector.nbytes}       # views of the vector
+    # views of the vector
+    assert {p.untyped_storage().nbytes() for p in model.parameters()} == {vector.nbytes}
 
 
 @pytest.mark.parametrize("make", (
@@ -199,7 +210,9 @@ def test_load_state_dict(pair, assign):
 
 
 def test_a_wrapper_that_keeps_the_weights_in_one_flat_tensor(pair):
-    """As FSDP does: each parameter becomes a view of it, and is updated by writing to it; undoing leaves that alone."""
+    """As FSDP does: each parameter becomes a view of it, and is updated by writing to it; undoing
+    leaves that alone.
+    """
     flats = []
     for model in pair:
         flat = parameters_to_vector(model.parameters()).detach().clone()
@@ -207,7 +220,8 @@ def test_a_wrapper_that_keeps_the_weights_in_one_flat_tensor(pair):
         flats.append(flat)
     report = vars(pair[1])["_layerzero_acceleration"]
     agree(pair[1], pair[0])
-    assert report.declined == {MOVED: 3} and not report._step.layers      # and what was joined is given up
+    # and what was joined is given up
+    assert report.declined == {MOVED: 3} and not report._step.layers
     assert unaccelerate(pair[1])
     for flat in flats:
         flat.mul_(0.9)
@@ -242,8 +256,8 @@ def strided(model):
 
 
 @pytest.mark.parametrize("change, why", [
-    (tie_by_memory, "shares its memory"), (tie_by_object, "shares its memory"), (strided, "its strides are"),
-    (lambda m: m.share_memory(), "shared with other processes")])
+    (tie_by_memory, "shares its memory"), (tie_by_object, "shares its memory"),
+    (strided, "its strides are"), (lambda m: m.share_memory(), "shared with other processes")])
 def test_weights_that_must_stay_where_they_are(change, why):
     model = tiny("llama")
     change(model)
@@ -275,7 +289,8 @@ def test_shared_with_other_processes_later():
     model.share_memory()
     assert all(p.is_shared() for p in model.parameters())
     agree(model, stock)
-    assert MOVED in report.declined and unaccelerate(model) and all(p.is_shared() for p in model.parameters())
+    assert (MOVED in report.declined and unaccelerate(model)
+            and all(p.is_shared() for p in model.parameters()))
 
 
 def test_a_model_from_a_file_is_joined(tmp_path):
@@ -299,4 +314,5 @@ def test_an_error_between_weights_and_biases(monkeypatch):
     monkeypatch.setattr(Joined, "_join", fault)
     report = accelerate(model, measure=False)
     assert not report.done and places != [p.data_ptr() for p in layer.parameters()]
-    assert all(p.equal(v) and p.untyped_storage().nbytes() == p.nbytes for p, v in zip(layer.parameters(), values))
+    assert all(p.equal(v) and p.untyped_storage().nbytes() == p.nbytes
+               for p, v in zip(layer.parameters(), values))

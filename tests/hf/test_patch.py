@@ -1,4 +1,6 @@
-"""lz.patch on a model of every family: the same tokens, the same gradients, and exactly the old model afterwards."""
+"""lz.patch on a model of every family: the same tokens, the same gradients, and exactly the old
+model afterwards.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,11 @@ def truth_of(model, given):
     """What the model computes in float64."""
     model = copy.deepcopy(model).double()
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")              # torch's grouped product knows no float64
+        # torch's grouped product knows no float64
+        model.set_experts_implementation("eager")
     with torch.no_grad():
-        return result(model, {n: t.double() if t.is_floating_point() else t for n, t in given.items()})
+        return result(model, {n: t.double() if t.is_floating_point() else t
+                              for n, t in given.items()})
 
 
 def error(model, given, truth):
@@ -98,17 +102,23 @@ def test_encoder_decoders_generate_the_same(family):
 
 
 @pytest.mark.parametrize(("name", "changes", "served"), [
-    ("Glm", {"head_dim": 16}, {"rope": 2, "mlp": 2, "rms_norm": 5, "attention": 2}),       # interleaved pairs
-    ("Cohere2", {}, {"rope": 2, "mlp": 2, "layer_norm": 3, "attention": 2}),               # the same in other tables
+    # interleaved pairs
+    ("Glm", {"head_dim": 16}, {"rope": 2, "mlp": 2, "rms_norm": 5, "attention": 2}),
+    # the same in other tables
+    ("Cohere2", {}, {"rope": 2, "mlp": 2, "layer_norm": 3, "attention": 2}),
     ("Starcoder2", {}, {"rope": 2, "mlp": 2, "layer_norm": 5, "attention": 2}),
-    ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 32},
      {"rope": 2, "moe": 2, "rms_norm": 9, "attention": 2}),
-    ("Nemotron", {}, {"rope": 2, "linear": 12, "attention": 2}),       # its norm and its activation are its own
-    ("Bloom", {"n_head": 4, "n_layer": 2}, {"linear": 8, "layer_norm": 6}),        # attention by its own code
+    # its norm and its activation are its own
+    ("Nemotron", {}, {"rope": 2, "linear": 12, "attention": 2}),
+    # attention by its own code
+    ("Bloom", {"n_head": 4, "n_layer": 2}, {"linear": 8, "layer_norm": 6}),
     ("Mamba", {"state_size": 4}, {"linear": 8, "rms_norm": 3})])
 def test_architectures_nobody_listed(name, changes, served):
-    given = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
+    given = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "pad_token_id": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "max_position_embeddings": 64, **changes}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**given)
     model, words = getattr(transformers, f"{name}ForCausalLM")(config).eval(), tokens(2, 9)
@@ -118,7 +128,8 @@ def test_architectures_nobody_listed(name, changes, served):
         stock = model(words).logits
         found = patch(model, only=KINDS).counts()
         assert {kind: found.get(kind) for kind in served} == served
-        torch.testing.assert_close(model(words).logits, stock, rtol=1e-4, atol=1e-5 * float(stock.abs().max()))
+        torch.testing.assert_close(model(words).logits, stock, rtol=1e-4,
+                                   atol=1e-5 * float(stock.abs().max()))
         unpatch(model)
         assert model(words).logits.equal(stock)
 
@@ -146,7 +157,8 @@ def test_a_part_of_a_model_is_patched_without_its_attention():
         stock = result(model, given)
         report = patch(model.model.layers[0])
         counts = report.counts()
-        counts.pop("rope", 0)                  # where a kernel of ours is built, which gains over torch's operations
+        # where a kernel of ours is built, which gains over torch's operations
+        counts.pop("rope", 0)
         assert counts == {"rms_norm": 2, "linear": 4, "mlp": 1}
         assert "whole model" in next(row.why for row in report.left if row.kind == "LlamaAttention")
         torch.testing.assert_close(result(model, given), stock, rtol=1e-4, atol=1e-4)
@@ -188,7 +200,8 @@ def gradients(model, given):
 def test_a_training_step_has_the_same_gradients(family):
     given = inputs(family)
     given["labels"] = given.get("decoder_input_ids", given["input_ids"])
-    without = {"t5": {"dropout_rate": 0.0}, "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}}
+    without = {"t5": {"dropout_rate": 0.0},
+               "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}}
     model = tiny(family, **without.get(family, {})).train()
     stock = gradients(model, given)
     patch(model, only=KINDS)
@@ -197,11 +210,13 @@ def test_a_training_step_has_the_same_gradients(family):
     for found in (ours, gradients(model, given)):
         assert found.keys() == stock.keys()
         for name, want in stock.items():
-            torch.testing.assert_close(found[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()) + 1e-7)
+            torch.testing.assert_close(found[name], want, rtol=1e-3,
+                                       atol=1e-4 * float(want.abs().max()) + 1e-7)
 
 
 def test_dropout_in_training_draws_what_the_stock_model_draws():
-    model, given = tiny("gpt2", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0).train(), inputs("gpt2")
+    model, given = tiny("gpt2", resid_pdrop=0.5, attn_pdrop=0.0,
+                        embd_pdrop=0.0).train(), inputs("gpt2")
     torch.manual_seed(0)
     stock = result(model, given)
     patch(model)
@@ -221,7 +236,8 @@ def test_half_floats_are_as_near_to_the_truth_as_stock(family, dtype):
         found = result(model, given)
     ours = (found.double() - truth).abs()
     assert found.dtype == dtype
-    assert float(ours.mean()) <= 1.5 * float(stock.mean()) and float(ours.max()) <= 2 * float(stock.max())
+    assert (float(ours.mean()) <= 1.5 * float(stock.mean()) and float(ours.max()) <= 2
+            * float(stock.max()))
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
@@ -251,7 +267,8 @@ def test_compiled_whole_with_no_more_recompiles_than_stock(family):
             for length in (7, 9, 12):
                 words = tokens(2, length)
                 torch.testing.assert_close(
-                    compiled(words, use_cache=False).logits, tiny(family, **small)(words, use_cache=False).logits,
+                    compiled(words, use_cache=False).logits,
+                    tiny(family, **small)(words, use_cache=False).logits,
                     rtol=1e-3, atol=1e-3)
         frames.append(counter.frame_count)
     torch._dynamo.reset()
@@ -264,7 +281,9 @@ def test_exported_and_loaded_again(family):
     with torch.no_grad():
         want = model(**given, use_cache=False).logits
         patch(model, only=KINDS)
-        program = torch.export.export(model, (), {**given, "use_cache": False, "return_dict": False}, strict=False)
+        program = torch.export.export(model, (),
+                                      {**given, "use_cache": False, "return_dict": False},
+                                      strict=False)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
@@ -298,7 +317,8 @@ def test_the_report_is_a_table_and_a_dict():
 
 
 def test_a_softcap_that_the_models_own_attention_leaves_out_stays_out(monkeypatch):
-    """transformers 5.17 runs Gemma 2 by its sdpa, which takes a softcap and does nothing with it."""
+    """transformers 5.17 runs Gemma 2 by its sdpa, which takes a softcap and does nothing with it.
+    """
     code = transformers.models.gemma2.modeling_gemma2
     sdpa = code.ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -330,11 +350,13 @@ def test_on_a_gpu(family, dtype):
         stock = result(model, given)
         report = patch(model)
         counts = report.counts()
-        assert {kind: counts[kind] for kind in SERVED[family] if kind in counts and kind != "rope"} == {
+        assert {kind: counts[kind] for kind in SERVED[family] if kind in counts
+                and kind != "rope"} == {
             kind: n for kind, n in SERVED[family].items() if kind != "rope"}, report
         ours = result(model, given)
         errors = [float((out.double().cpu() - truth).abs().max()) for out in (ours, stock)]
-        assert errors[0] <= 2 * errors[1] + 16 * torch.finfo(torch.float32).eps * float(truth.abs().max()), errors
+        assert errors[0] <= 2 * errors[1] + 16 * torch.finfo(torch.float32).eps * float(
+            truth.abs().max()), errors
         model.generate(given["input_ids"], max_new_tokens=8, do_sample=False)
         unpatch(model)
         assert result(model, given).equal(stock)

@@ -1,4 +1,6 @@
-"""lz.patch on modules of all sorts: what is recognised by structure and numbers, what is refused, and what survives."""
+"""lz.patch on modules of all sorts: what is recognised by structure and numbers, what is refused,
+and what survives.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Home(nn.Module):
     def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": Scale(width), "mlp": Gated(width)}) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": Scale(width), "mlp": Gated(width)})
+                                    for _ in range(2))
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 11, bias=False)
 
     def forward(self, ids):
@@ -77,15 +80,17 @@ def test_a_model_that_nobody_knows():
         report = patch(model)
         assert report.counts() == {"rms_norm": 2, "mlp": 2, "layer_norm": 1, "linear": 1}
         assert [row.kind for row in report.left] == ["Embedding"]
-        assert recipe_of(model.blocks[0]["mlp"]).names == ("a", "b", "out")       # a is the gate, whatever its name
+        # a is the gate, whatever its name
+        assert recipe_of(model.blocks[0]["mlp"]).names == ("a", "b", "out")
         torch.testing.assert_close(model(IDS), stock, rtol=1e-5, atol=1e-5)
         unpatch(model)
         assert model(IDS).equal(stock)
 
 
 @pytest.mark.parametrize(("activation", "served"), [
-    (F.silu, "swiglu"), (F.gelu, "geglu"), (lambda x: F.gelu(x, approximate="tanh"), "geglu_tanh"), (F.relu, "reglu"),
-    (torch.sigmoid, ""), (lambda x: x * torch.sigmoid(1.702 * x), ""), (torch.tanh, "")])
+    (F.silu, "swiglu"), (F.gelu, "geglu"), (lambda x: F.gelu(x, approximate="tanh"), "geglu_tanh"),
+    (F.relu, "reglu"), (torch.sigmoid, ""), (lambda x: x * torch.sigmoid(1.702 * x), ""),
+    (torch.tanh, "")])
 def test_activations_are_told_apart(activation, served):
     mlp = Gated(16, activation)
     found = patch(mlp)
@@ -115,7 +120,8 @@ def mean_square(x):
     (lambda x, w, e: w * x * (x.square().mean(1, keepdim=True) + e).rsqrt(), None),
     (lambda x, w, e: w * x * (x.square().sum(-1, keepdim=True) + e).rsqrt(), None),
     (lambda x, w, e: w * x * (mean_square(x.detach()) + e).rsqrt().detach() + w.detach(), None),
-    (lambda x, w, e: (w * x * (mean_square(x) + e).rsqrt()).detach(), None),      # right, but without a gradient
+    # right, but without a gradient
+    (lambda x, w, e: (w * x * (mean_square(x) + e).rsqrt()).detach(), None),
     (lambda x, w, e: (w * x * (mean_square(x) + e).rsqrt(), None), None),
     (lambda x, w, e: 1 / 0, None)])
 def test_norms_are_told_apart(formula, offset):
@@ -157,7 +163,8 @@ def test_subclasses_are_judged_by_what_they_compute():
     assert "writes calls" in why(Counting(8))
     assert "neither" in why(DoublingNorm(8))
     assert "2 dimensions" in why(nn.LayerNorm((4, 8)))
-    assert kinds(nn.LayerNorm(8, bias=False)) == kinds(nn.LayerNorm(8, elementwise_affine=False)) == {"layer_norm": 1}
+    assert kinds(nn.LayerNorm(8, bias=False)) == kinds(
+        nn.LayerNorm(8, elementwise_affine=False)) == {"layer_norm": 1}
     assert kinds(nn.RMSNorm(8, eps=1e-6)) == {"rms_norm": 1}
     assert "epsilon" in why(nn.RMSNorm(8))                # its epsilon follows the dtype
 
@@ -174,7 +181,8 @@ def test_what_must_not_be_touched():
     whole = nn.Linear(4, 4)
     whole.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
     assert "int8" in why(whole)
-    for stranger in (nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.Embedding(3, 3), nn.Bilinear(2, 2, 2), nn.GRU(3, 3),
+    for stranger in (nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.Embedding(3, 3),
+                     nn.Bilinear(2, 2, 2), nn.GRU(3, 3),
                      nn.MultiheadAttention(4, 2)):
         before = type(stranger)
         kinds(stranger)
@@ -202,7 +210,8 @@ def test_layers_with_hooks_are_called():
     assert not torch.allclose(late(x), want)
     handle.remove()
     assert late(x).equal(want)
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, args, out: seen.append(type(m).__name__))
     late(x)
     handle.remove()
     assert seen == ["early", "late", *["Linear"] * 3, "Gated"]
@@ -314,7 +323,8 @@ def test_nothing_is_kept_of_a_model_that_is_gone():
     model = tiny("llama")
     report = patch(model)
     model(**inputs("llama"))
-    gone = [weakref.ref(part) for part in (model, model.model.norm, model.model.layers[0].mlp, model.config)]
+    gone = [weakref.ref(part) for part in (model, model.model.norm, model.model.layers[0].mlp,
+                                           model.config)]
     made = weakref.ref(type(model.model.norm))
     del model
     gc.collect()
@@ -339,7 +349,8 @@ def test_what_is_wrong_is_said():
         patch({})
     with pytest.raises(lz.errors.ConfigError, match="rms_norm"):
         patch(Home(), only="rmsnorm")
-    with pytest.raises(lz.errors.ConfigError, match="no kind 'lm-head'"), patched(Home(), skip=("lm-head",)):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="no kind 'lm-head'"), patched(Home(), skip=("lm-head",)):
         pass
     assert kinds(Home(), only=("rms_norm", "mlp"), skip="mlp") == {"rms_norm": 2}
 
@@ -354,7 +365,8 @@ def test_fresh_weights_tell_enough():
     assert all(p.grad is None for p in mlp.parameters())
 
 
-@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16),
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad,
+                                    lambda: torch.autocast("cpu", torch.bfloat16),
                                     lambda: torch.device("meta")])
 def test_whatever_is_in_force_around_it(around):
     model = Home()
@@ -368,7 +380,8 @@ def test_whatever_is_in_force_around_it(around):
 def test_a_default_dtype_is_not_the_dtype_of_a_trial():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert patch(tiny("llama"), only=("rope", "rms_norm", "mlp")).counts() == {"rope": 2, "rms_norm": 5, "mlp": 2}
+        assert patch(tiny("llama"), only=("rope", "rms_norm", "mlp")).counts() == {
+            "rope": 2, "rms_norm": 5, "mlp": 2}
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -392,13 +405,15 @@ class OwnAttention(nn.Module):
         self.forward_way = way
 
     def heads(self, x):
-        return [t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in self.qkv(x).split((64, 16, 16), -1)]
+        return [t.unflatten(-1, (-1, 16)).transpose(1, 2)
+                for t in self.qkv(x).split((64, 16, 16), -1)]
 
 
 class ByAlias(OwnAttention):
     def forward(self, x):
         q, k, v = self.heads(x)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(F.scaled_dot_product_attention(q, k, v,
+                                                       is_causal=True).transpose(1, 2).flatten(2))
 
 
 class ByPath(OwnAttention):
@@ -419,9 +434,11 @@ def test_a_forward_that_calls_torchs_attention_is_served(kind):
     assert report.counts()["attention"] == 1, report
     before = lz.stats().calls.get("attention", {})
     torch.testing.assert_close(model(x), want)
-    torch.testing.assert_close(other(x), want, rtol=0, atol=0)         # the function itself was not touched
+    # the function itself was not touched
+    torch.testing.assert_close(other(x), want, rtol=0, atol=0)
     ran = lz.stats().calls["attention"]
-    assert sum(ran.values()) == sum(before.values()) + 1               # one key head for four: torch broadcasts it
+    # one key head for four: torch broadcasts it
+    assert sum(ran.values()) == sum(before.values()) + 1
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), want)
     unpatch(model)

@@ -12,7 +12,8 @@ import pytest
 from helpers import happened, world
 
 __all__ = ["happened", "world"]
-collect_ignore_glob = [] if importlib.util.find_spec("kernels") else ["test_*.py"]     # what they are about
+# what they are about
+collect_ignore_glob = [] if importlib.util.find_spec("kernels") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture
 def compiled(libraries, tmp_path_factory, own_cache, monkeypatch) -> dict[int, Path]:
-    """Two versions of a compiled kernel: version -> its library, with operations in a namespace of its own.
+    """Two versions of a compiled kernel: version -> its library, with operations in a namespace of
+    its own.
 
     The tests with them share a cache, so that each is imported only once by a process of its own.
     """
@@ -33,8 +35,11 @@ def compiled(libraries, tmp_path_factory, own_cache, monkeypatch) -> dict[int, P
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch) -> Path:
-    """A cache folder of LayerZero for one test, so that its copies and certificates are its own; not what is built."""
-    built, own = Path(os.environ["LAYERZERO_CACHE_DIR"], "native"), tmp_path_factory.mktemp("layerzero")
+    """A cache folder of LayerZero for one test, so that its copies and certificates are its own;
+    not what is built.
+    """
+    built, own = Path(os.environ["LAYERZERO_CACHE_DIR"],
+                      "native"), tmp_path_factory.mktemp("layerzero")
     (own / "native").symlink_to(built.resolve())
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(own))
     return own

@@ -1,4 +1,6 @@
-"""Repositories of kernels on disk: builds of pure Python, a compiled one, and the cache that `kernels` downloads to."""
+"""Repositories of kernels on disk: builds of pure Python, a compiled one, and the cache that
+`kernels` downloads to.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ __all__ = ["rms_norm"]
 '''
 
 
-def build(repository: Path, variant: str = UNIVERSAL, version: int = 1, *, id: str = "", name: str = "norm",
-          files: dict[str, str | bytes] | None = None, digest: bool = False, mistake: str = "", depends: tuple = (),
-          nested: bool = False) -> Path:
+def build(repository: Path, variant: str = UNIVERSAL, version: int = 1, *, id: str = "",
+          name: str = "norm", files: dict[str, str | bytes] | None = None, digest: bool = False,
+          mistake: str = "", depends: tuple = (), nested: bool = False) -> Path:
     """One build in `repository`; returns its folder."""
     folder = repository / "build" / variant
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,12 +47,14 @@ def build(repository: Path, variant: str = UNIVERSAL, version: int = 1, *, id: s
         target = folder / name / path if nested else folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content if isinstance(content, bytes) else content.encode())
-    data = {"id": id or f"_norm_cpu_v{version}", "name": name, "version": version, "license": "Apache-2.0",
+    data = {"id": id or f"_norm_cpu_v{version}", "name": name, "version": version,
+            "license": "Apache-2.0",
             "python-depends": [], "backend": {"type": "cpu"}}
     if depends:
         data["kernel-depends"] = list(depends)
     if digest:
-        hashes = {p.relative_to(folder).as_posix(): base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode()
+        hashes = {p.relative_to(folder).as_posix(): base64.b64encode(
+            hashlib.sha256(p.read_bytes()).digest()).decode()
                   for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "metadata.json"}
         data["digest"] = {"algorithm": "sha256", "files": hashes}
     (folder / "metadata.json").write_text(json.dumps(data))
@@ -62,7 +66,9 @@ def commit_of(text: str) -> str:
 
 
 def in_cache(cache: Path, repository: Path, name: str, version: int) -> str:
-    """Put a repository into a download cache as version `version`: blobs, links to them, and a reference."""
+    """Put a repository into a download cache as version `version`: blobs, links to them, and a
+    reference.
+    """
     home = cache / f"kernels--{name.replace('/', '--')}"
     commit = commit_of(f"{name} {version}")
     for path in sorted(p for p in repository.rglob("*") if p.is_file()):
@@ -150,33 +156,40 @@ def compile_versions(factory: pytest.TempPathFactory) -> dict[int, Path]:
     for version in (1, 2):
         library = home / f"{native_id(version)}.abi3.so"
         if not library.exists():
-            source, draft = factory.mktemp("native") / "kernel.cpp", factory.mktemp("native") / library.name
+            source, draft = factory.mktemp("native") / "kernel.cpp", factory.mktemp(
+                "native") / library.name
             source.write_text(SOURCE)
             done = subprocess.run(
-                ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", f"-DKERNEL_ID={native_id(version)}",
-                 f"-DKERNEL_VERSION={version}", f"-I{root / 'include'}", str(source), "-o", str(draft),
+                ["g++", "-O1", "-std=c++20", "-shared", "-fPIC",
+                 f"-DKERNEL_ID={native_id(version)}", f"-DKERNEL_VERSION={version}",
+                 f"-I{root / 'include'}", str(source), "-o", str(draft),
                  f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"the stable ABI of torch {torch.__version__} does not compile it: {done.stderr[-300:]}")
+                pytest.skip(
+                    f"the stable ABI of torch {torch.__version__} does not compile it: "
+                    f"{done.stderr[-300:]}")
             draft.replace(library)
         found[version] = library
     return found
 
 
-def native_build(repository: Path, compiled: dict[int, Path], version: int, variant: str = STABLE) -> Path:
+def native_build(repository: Path, compiled: dict[int, Path], version: int,
+                 variant: str = STABLE) -> Path:
     """A repository whose build holds the compiled library and a module that loads it."""
     id = native_id(version)
     return build(repository, variant, version, id=id, name="native-norm", files={
         "__init__.py": MODULE.format(id=id), f"{id}.abi3.so": compiled[version].read_bytes()})
 
 
-def plain_library(folder: Path, name: str = "plain.abi3.so", source: str = "int f(void) { return 1; }",
+def plain_library(folder: Path, name: str = "plain.abi3.so",
+                  source: str = "int f(void) { return 1; }",
                   *options: str) -> Path:
     """A small C library, for what is read from the file alone."""
     pytest.importorskip("elftools", reason=PYELFTOOLS)
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), *options], input=source,
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / name), *options],
+                   input=source,
                    text=True, check=True)
     return folder / name

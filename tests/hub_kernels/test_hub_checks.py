@@ -1,4 +1,6 @@
-"""What is asked of a repository before any of its code runs: allowed, in its place, fitting, pinned, unchanged."""
+"""What is asked of a repository before any of its code runs: allowed, in its place, fitting,
+pinned, unchanged.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def test_an_id_that_is_no_name_is_refused(tmp_path):
 
 def test_another_version_than_asked(tmp_path):
     build(tmp_path, version=2)
-    with pytest.raises(LockViolation, match="wanted version 1, got a build that says it is version 2"):
+    with pytest.raises(LockViolation,
+                       match="wanted version 1, got a build that says it is version 2"):
         hub_of(tmp_path).load(NAME, version=1)
     assert hub_of(tmp_path).explain(NAME).version == "2"
 
@@ -128,12 +131,14 @@ linux = pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads Linux li
 def test_compiled_files_are_read(tmp_path):
     fine = repositories.plain_library(tmp_path / "c", "a.so", ASKS_LIBC).read_bytes()
     assert why(native(tmp_path / "1", fine)).endswith("accepted")
-    assert "built for cpython-36m" in why(native(tmp_path / "2", fine, "lib.cpython-36m-x86_64-linux-gnu.so"))
+    assert "built for cpython-36m" in why(native(tmp_path / "2", fine,
+                                                 "lib.cpython-36m-x86_64-linux-gnu.so"))
     wrong = bytearray(fine)
     wrong[18:20] = struct.pack("<H", 243)
     assert "built for riscv64" in why(native(tmp_path / "3", bytes(wrong)))
     newer = fine.replace(b"GLIBC_2.2.5", b"GLIBC_9.9.9").replace(b"GLIBC_2.17", b"GLIBC_9.99")
-    assert newer != fine and "rejected, lib.abi3.so needs GLIBC_9.9" in why(native(tmp_path / "4", newer))
+    assert (newer != fine
+            and "rejected, lib.abi3.so needs GLIBC_9.9" in why(native(tmp_path / "4", newer)))
     assert "not a 64-bit" in why(native(tmp_path / "5", b"MZ"))
     assert "damaged ELF" in why(native(tmp_path / "6", fine[:200]))
     asks = repositories.plain_library(tmp_path / "c", "b.so", "extern int PyNo_Such(void);\n"
@@ -148,7 +153,8 @@ def test_a_damaged_compiled_file_is_called_so(tmp_path):
     draw, damaged = random.Random(0), 0
     for _ in range(400):
         data = bytearray(fine)
-        for at in (draw.randrange(64), draw.randrange(sections, len(fine)), draw.randrange(len(fine))):
+        for at in (draw.randrange(64), draw.randrange(sections, len(fine)),
+                   draw.randrange(len(fine))):
             data[at] = draw.randrange(256)
         (tmp_path / "b.so").write_bytes(data[:draw.choice((len(data), draw.randrange(len(data))))])
         try:
@@ -164,10 +170,13 @@ def test_tables_that_repeat_for_ever_end(tmp_path):
     table, = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
     header = next(at for at in range(table, table + size * count, size)
-                  if struct.unpack_from("<I", data, at + 4) == (0x6FFFFFFE,))          # SHT_GNU_verneed
+                  # SHT_GNU_verneed
+                  if struct.unpack_from("<I", data, at + 4) == (0x6FFFFFFE,))
     record, = struct.unpack_from("<Q", data, header + 24)
-    struct.pack_into("<I", data, header + 44, 2**32 - 1)                               # so many records,
-    struct.pack_into("<I", data, record + 12, 0)                                       # and the next is the same
+    # so many records,
+    struct.pack_into("<I", data, header + 44, 2**32 - 1)
+    # and the next is the same
+    struct.pack_into("<I", data, record + 12, 0)
     (tmp_path / "b.so").write_bytes(data)
     with pytest.raises(elf.NotElf, match="a damaged ELF file: its tables repeat or overlap"):
         elf.read(tmp_path / "b.so")
@@ -189,7 +198,8 @@ def test_portable_builds_can_be_demanded(tmp_path):
     native(tmp_path / "old", old), native(tmp_path / "new", new)
     assert hub_of(tmp_path / "old", portable=True).explain(NAME).ok
     hub = hub_of(tmp_path / "new")
-    assert hub.explain(NAME).ok and "beyond manylinux_2_28" in why(hub), "it loads here, and that is noted"
+    assert (hub.explain(NAME).ok
+            and "beyond manylinux_2_28" in why(hub)), "it loads here, and that is noted"
     with pytest.raises(NoVariant, match=r"GLIBC_2\.33, beyond manylinux_2_28"):
         hub_of(tmp_path / "new", portable=True).load(NAME)
     tag = next(s for s in importlib.machinery.EXTENSION_SUFFIXES if "cpython" in s)
@@ -241,19 +251,23 @@ def test_a_lockfile_holds_every_file_of_every_build(tmp_path):
 ])
 def test_a_changed_file_is_found(tmp_path, change, word):
     marker = tmp_path / "marker"
-    folder = build(tmp_path / "r", files={"__init__.py": TRAP.format(marker=str(marker)), "inner.py": ""})
+    folder = build(tmp_path / "r", files={"__init__.py": TRAP.format(marker=str(marker)),
+                                          "inner.py": ""})
     path = locked(hub_of(tmp_path / "r"), tmp_path)
     change(folder)
     with pytest.raises(Tampered) as caught:
         hub_of(tmp_path / "r", lock=path).load(NAME)
-    assert word in str(caught.value) and "hub.lock" in str(caught.value) and "lz hub lock" in str(caught.value)
-    assert not marker.exists() and isinstance(caught.value, (LockViolation, DataError, LayerZeroError))
+    assert (word in str(caught.value) and "hub.lock" in str(caught.value)
+            and "lz hub lock" in str(caught.value))
+    assert (not marker.exists()
+            and isinstance(caught.value, (LockViolation, DataError, LayerZeroError)))
 
 
 def test_planted_bytecode_is_not_run(tmp_path):
     """Python prefers it to the source, and no digest covers it."""
     folder = build(tmp_path / "r", files={"__init__.py": "from . import inner\nVALUE = inner.VALUE",
-                                          "inner.py": "VALUE = 'fine'"}, id="_bytecode_a", digest=True)
+                                          "inner.py": "VALUE = 'fine'"}, id="_bytecode_a",
+                   digest=True)
     path = locked(hub_of(tmp_path / "r"), tmp_path)
     source, (at, size) = folder / "inner.py", ((folder / "inner.py").stat().st_mtime_ns, 14)
     source.write_text("VALUE = 'evil'")
@@ -269,7 +283,8 @@ def test_planted_bytecode_is_not_run(tmp_path):
 
 
 @pytest.mark.parametrize(("variant", "version", "words"), [
-    ("", 2, ("does not pin me/norm version 2", "me/norm@1")), ("torch-cpu", 1, ("torch-universal", "torch-cpu"))])
+    ("", 2, ("does not pin me/norm version 2", "me/norm@1")),
+    ("torch-cpu", 1, ("torch-universal", "torch-cpu"))])
 def test_what_is_not_pinned_is_blocked(tmp_path, variant, version, words):
     build(tmp_path / "r")
     path = locked(hub_of(tmp_path / "r"), tmp_path)
@@ -292,7 +307,8 @@ def test_another_commit_than_the_pinned_one(tmp_path):
     hub = Hub(cache=tmp_path / "cache", allow=("me/*",))
     path = locked(hub, tmp_path, "me/norm@1")
     assert json.loads(path.read_text())["kernels"]["me/norm@1"]["commit"] == commit
-    assert Hub(cache=tmp_path / "cache", lock=path).explain(NAME).version == "1", "the only one that is pinned"
+    assert Hub(cache=tmp_path / "cache",
+               lock=path).explain(NAME).version == "1", "the only one that is pinned"
     build(tmp_path / "r", files={"__init__.py": "changed = True"})
     moved = repositories.commit_of("another")
     home = tmp_path / "cache" / "kernels--me--norm"
@@ -315,7 +331,8 @@ def test_a_lockfile_of_kernels_pins_the_commit(tmp_path):
         if fits:
             assert hub.load(NAME).version == "1" and "the commit only" in str(hub.explain(NAME))
             continue
-        with pytest.raises(LockViolation, match=f"kernels.lock wants commit {'0' * 40}, got {commit}"):
+        with pytest.raises(LockViolation,
+                           match=f"kernels.lock wants commit {'0' * 40}, got {commit}"):
             hub.load(NAME)
 
 
@@ -324,7 +341,8 @@ def test_a_lockfile_of_kernels_pins_the_commit(tmp_path):
     '{"schema": "layerzero.hub.lock/1", "kernels": []}',
     '{"schema": "layerzero.hub.lock/1", "kernels": {"me/norm": {"commit": "", "variants": {}}}}',
     '{"schema": "layerzero.hub.lock/1", "kernels": {"me/norm@1": {"commit": 3, "variants": {}}}}',
-    '{"schema": "layerzero.hub.lock/1", "kernels": {"me/norm@1": {"commit": "", "variants": {"v": {"f": 3}}}}}',
+    '{"schema": "layerzero.hub.lock/1", "kernels": {"me/norm@1": {"commit": "", "variants": {"v": '
+    '{"f": 3}}}}}',
     '[{"dependency": 3}]', "[" * 2000])
 def test_a_lockfile_that_is_not_one(tmp_path, text):
     (tmp_path / "hub.lock").write_text(text)

@@ -28,13 +28,17 @@ def test_from_the_cache_to_a_lockfile(tmp_path, monkeypatch):
         in_cache(tmp_path / "cache", tmp_path / "r", "me/norm", version)
     cache = ("--cache", tmp_path / "cache")
     rows = json.loads(lz_hub("list", *cache, "--json"))["kernels"]
-    assert [(r["name"], r["version"], r["variant"]) for r in rows] == [("me/norm", v, UNIVERSAL) for v in "12"]
+    assert [(r["name"], r["version"], r["variant"]) for r in rows] == [("me/norm", v, UNIVERSAL)
+                                                                       for v in "12"]
     assert "me/norm" in lz_hub("list", *cache)
     assert "me/norm@2, 1 builds" in lz_hub("lock", "me/norm@2", *cache)
     assert json.loads(lz_hub("verify", *cache, "--json"))["ok"]
-    assert json.loads(lz_hub("load", "me/norm", *cache, "--lock", "hub.lock", "--json"))["namespace"] == "_cli_2"
-    assert "does not pin me/norm version 1" in lz_hub("explain", "me/norm@1", *cache, "--lock", "hub.lock", ok=1)
-    changed = next(p for p in (tmp_path / "cache").rglob("__init__.py") if "VERSION = 2" in p.read_text())
+    assert json.loads(lz_hub("load", "me/norm", *cache, "--lock", "hub.lock",
+                             "--json"))["namespace"] == "_cli_2"
+    assert "does not pin me/norm version 1" in lz_hub("explain", "me/norm@1", *cache, "--lock",
+                                                      "hub.lock", ok=1)
+    changed = next(p for p in (tmp_path / "cache").rglob("__init__.py")
+                   if "VERSION = 2" in p.read_text())
     changed.resolve().write_text("x = 1")
     assert "__init__.py: wanted sha256" in lz_hub("verify", *cache, ok=1)
 

@@ -1,4 +1,6 @@
-"""Loading, versions side by side, namespaces, and a kernel from a repository as one of ours with a certificate."""
+"""Loading, versions side by side, namespaces, and a kernel from a repository as one of ours with a
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,35 @@ import torch
 from hub_repositories import STABLE, UNIVERSAL, build, in_cache, native_build, native_id
 
 import layerzero as lz
-from layerzero.integrations.hub import Hub, HubError, NamespaceClash, NotAllowed, NotHere, Unproven, importing
+from layerzero.integrations.hub import (
+    Hub,
+    HubError,
+    NamespaceClash,
+    NotAllowed,
+    NotHere,
+    Unproven,
+    importing,
+)
 from layerzero.machine import hardware
 from layerzero.machine.builds import build_of
 from layerzero.spec.rules import absent, contiguous, dtypes, equals, plain_tensors
 from layerzero.world import certificates
 
 NO_OFFSET = (equals("offset", 0.0),)
-NATIVE_LIMITS = (*NO_OFFSET, absent("weight.dtype"), dtypes("float32"), contiguous("x"), plain_tensors())
+NATIVE_LIMITS = (*NO_OFFSET, absent("weight.dtype"), dtypes("float32"), contiguous("x"),
+                 plain_tensors())
 
 
 def hub_of(**folders: Path) -> Hub:
-    return Hub(folders={f"me/{name}": folder for name, folder in folders.items()}, allow=("me/*",), backend="cpu")
+    return Hub(folders={f"me/{name}": folder for name, folder in folders.items()}, allow=("me/*",),
+               backend="cpu")
 
 
 def elsewhere(code: str, *arguments: object) -> dict:
     """Run in a process of its own, which what is imported there does not outlive."""
     start = f"import json, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    done = subprocess.run([sys.executable, "-c", start + textwrap.dedent(code), *map(str, arguments)],
+    done = subprocess.run([sys.executable, "-c", start + textwrap.dedent(code),
+                           *map(str, arguments)],
                           capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -82,7 +95,8 @@ def test_the_same_kernel_loaded_by_kernels_itself(tmp_path):
 
 
 def test_a_module_that_does_not_import(tmp_path):
-    for text, word in (("import no_such_library", "no_such_library"), ("raise SystemExit('no')", "SystemExit: no"),
+    for text, word in (("import no_such_library", "no_such_library"),
+                       ("raise SystemExit('no')", "SystemExit: no"),
                        ("x = (", "SyntaxError")):
         build(tmp_path / "r", files={"__init__.py": text}, id="_broken_a")
         with pytest.raises(HubError, match=word):
@@ -138,10 +152,12 @@ def test_an_id_that_would_replace_a_module(tmp_path, id):
 def test_operations_outside_of_the_own_namespace(tmp_path, way):
     text = {"library": "import torch\nlibrary = torch.library.Library('shared_ns', 'FRAGMENT')\n"
                        "library.define('twice(Tensor x) -> Tensor')",
-            "custom_op": "import torch\n@torch.library.custom_op('shared_ns::thrice', mutates_args=())\n"
+            "custom_op":
+                "import torch\n@torch.library.custom_op('shared_ns::thrice', mutates_args=())\n"
                          "def thrice(x: torch.Tensor) -> torch.Tensor:\n    return x * 3"}[way]
     build(tmp_path / "r", id=f"_foreign_{way}", files={"__init__.py": text})
-    with pytest.raises(NamespaceClash, match=rf"in torch\.ops\._foreign_{way}, got torch\.ops\.shared_ns"):
+    with pytest.raises(NamespaceClash,
+                       match=rf"in torch\.ops\._foreign_{way}, got torch\.ops\.shared_ns"):
         hub_of(norm=tmp_path / "r").load("me/norm")
     own = text.replace("shared_ns", f"_own_{way}")
     build(tmp_path / "own", id=f"_own_{way}", files={"__init__.py": f"import torch._refs\n{own}"})
@@ -163,16 +179,20 @@ def test_two_compiled_versions_side_by_side(tmp_path, compiled):
     for version in (1, 2):
         loaded = hub.load("me/native", version=version)
         assert loaded.variant == STABLE and loaded.id == native_id(version)
-        assert loaded.module.version() == version == getattr(torch.ops, native_id(version)).version()
+        assert loaded.module.version() == version == getattr(torch.ops,
+                                                             native_id(version)).version()
         torch.testing.assert_close(loaded.module.rms_norm(x), torch.rms_norm(x, (8,), eps=1e-6))
 
 
 def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled):
-    """To load it would end the process: torch refuses a second library of a namespace while it is being loaded."""
+    """To load it would end the process: torch refuses a second library of a namespace while it is
+    being loaded.
+    """
     folder = native_build(tmp_path / "r", compiled, 1)
     text = (folder / "metadata.json").read_text()
     (folder / "metadata.json").write_text(text.replace(native_id(1), "_another_id"))
-    with pytest.raises(NamespaceClash, match=rf"in torch\.ops\._another_id, got torch\.ops\.{native_id(1)}"):
+    with pytest.raises(NamespaceClash,
+                       match=rf"in torch\.ops\._another_id, got torch\.ops\.{native_id(1)}"):
         hub_of(norm=tmp_path / "r").load("me/norm")
     found = elsewhere("""
         import torch
@@ -192,27 +212,35 @@ def test_a_compiled_build_that_crashes_takes_only_its_own_process_down(tmp_path)
         tmp_path / "c", "crash.abi3.so",
         "#include <stdlib.h>\n__attribute__((constructor)) static void start(void) { abort(); }")
     build(tmp_path / "r", STABLE, id="_crash_a", files={
-        "__init__.py": repositories.MODULE.format(id="_crash_a"), "crash.abi3.so": library.read_bytes()})
+        "__init__.py": repositories.MODULE.format(id="_crash_a"),
+        "crash.abi3.so": library.read_bytes()})
     with pytest.raises(HubError, match="killed by signal 6"):
         hub_of(norm=tmp_path / "r").load("me/norm")
 
 
 # Kernels that need other kernels
 
-NEEDS = {"__init__.py": "from kernels import get_kernel_dep\nVERSION = get_kernel_dep('me/inner').VERSION"}
+NEEDS = {
+    "__init__.py":
+        "from kernels import get_kernel_dep\nVERSION = get_kernel_dep('me/inner').VERSION"}
 
 
 def test_a_kernel_that_needs_another(tmp_path):
     build(tmp_path / "inner", version=4, id="_inner_a")
-    build(tmp_path / "outer", id="_outer_a", files=NEEDS, depends=({"repo-id": "me/inner", "version": 4},))
-    assert hub_of(outer=tmp_path / "outer", inner=tmp_path / "inner").load("me/outer").module.VERSION == 4
+    build(tmp_path / "outer", id="_outer_a", files=NEEDS,
+          depends=({"repo-id": "me/inner", "version": 4},))
+    assert hub_of(outer=tmp_path / "outer",
+                  inner=tmp_path / "inner").load("me/outer").module.VERSION == 4
 
 
-@pytest.mark.parametrize(("hub", "error"), [({"allow": ("me/outer",)}, NotAllowed), ({"folders": {}}, NotHere)])
+@pytest.mark.parametrize(("hub", "error"),
+                         [({"allow": ("me/outer",)}, NotAllowed), ({"folders": {}}, NotHere)])
 def test_what_a_kernel_needs_is_checked_like_itself(tmp_path, hub, error):
     build(tmp_path / "inner", version=5, id="_inner_b")
-    build(tmp_path / "outer", id="_outer_b", files=NEEDS, depends=({"repo-id": "me/inner", "version": 5},))
-    folders = {"me/outer": tmp_path / "outer", **hub.get("folders", {"me/inner": tmp_path / "inner"})}
+    build(tmp_path / "outer", id="_outer_b", files=NEEDS,
+          depends=({"repo-id": "me/inner", "version": 5},))
+    folders = {"me/outer": tmp_path / "outer",
+               **hub.get("folders", {"me/inner": tmp_path / "inner"})}
     with pytest.raises(error, match="me/inner"):
         Hub(folders=folders, allow=hub.get("allow", ("me/*",)), cache=tmp_path).load("me/outer")
     build(tmp_path / "circle", id="_circle", depends=({"repo-id": "me/circle", "version": 1},))
@@ -225,7 +253,8 @@ def test_what_a_kernel_needs_is_checked_like_itself(tmp_path, hub, error):
 def test_it_serves_with_a_certificate(tmp_path, world):
     build(tmp_path / "r", version=7, id="_serves_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "rms_norm", version=7, requires=NO_OFFSET, prior=1e6,
+    kernel = hub.register("me/norm", "rms_norm", "rms_norm", version=7, requires=NO_OFFSET,
+                          prior=1e6,
                           less_work="a test")
     assert kernel.id == "hub.me_norm.v7.rms_norm" and json.dumps(kernel.to_json())
     standing = certificates.statuses([kernel], hardware.probe("cpu"))[kernel.id]
@@ -236,25 +265,28 @@ def test_it_serves_with_a_certificate(tmp_path, world):
     assert plan.kernel == kernel.id, plan
     torch.testing.assert_close(lz.rms_norm(x, weight), lz.op("rms_norm").reference(x, weight))
     assert lz.stats().calls["rms_norm"][kernel.id] >= 1
-    assert {r.code for r in lz.validate("rms_norm", kernel.id, x.requires_grad_())} == {lz.Code.BACKWARD_UNSUPPORTED}
+    assert {r.code for r in lz.validate("rms_norm", kernel.id, x.requires_grad_())} == {
+        lz.Code.BACKWARD_UNSUPPORTED}
 
 
 def test_an_unproven_one_is_not_chosen_where_proof_is_demanded(tmp_path, world):
     build(tmp_path / "r", version=8, id="_unproven_a")
-    kernel = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET,
-                                                  prior=1e6, less_work="a test",
+    kernel = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm",
+                                                  requires=NO_OFFSET, prior=1e6, less_work="a test",
                                                   certify=False)
     x = torch.randn(3, 41)
     assert lz.which("rms_norm", x) == kernel.id
     with lz.prefer(require_certificates=True):
         plan = lz.explain("rms_norm", x)
         assert plan.kernel != kernel.id
-        assert lz.Code.UNCERTIFIED in {r.code for row in plan.rejected if row.kernel == kernel.id for r in row.reasons}
+        assert lz.Code.UNCERTIFIED in {r.code for row in plan.rejected if row.kernel == kernel.id
+                                       for r in row.reasons}
 
 
 def test_one_that_is_wrong_is_not_registered(tmp_path, world):
     build(tmp_path / "r", id="_wrong_a", mistake=" + 1e-3")
-    with pytest.raises(Unproven, match=r"hub\.me_norm\.v1\.rms_norm breaks the contract of lz\.rms_norm on cpu: "):
+    with pytest.raises(Unproven,
+                       match=r"hub\.me_norm\.v1\.rms_norm breaks the contract of lz\.rms_norm on cpu: "):
         hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET)
     build(tmp_path / "limits", id="_limits_a", version=2)
     with pytest.raises(Unproven, match="offset of the weight ignored"):
@@ -264,11 +296,14 @@ def test_one_that_is_wrong_is_not_registered(tmp_path, world):
 
 def test_a_certificate_is_for_one_content(tmp_path, world):
     build(tmp_path / "r", id="_content_a")
-    first = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET)
+    first = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm",
+                                                 requires=NO_OFFSET)
     here = hardware.probe("cpu")
     lz.unregister(first.id)
-    build(tmp_path / "r", id="_content_b", files={"__init__.py": repositories.RMS_NORM.format(version=1, mistake="+0")})
-    second = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False)
+    build(tmp_path / "r", id="_content_b",
+          files={"__init__.py": repositories.RMS_NORM.format(version=1, mistake="+0")})
+    second = hub_of(norm=tmp_path / "r").register("me/norm", "rms_norm", "rms_norm",
+                                                  requires=NO_OFFSET, certify=False)
     assert build_of(first) != build_of(second)
     assert isinstance(certificates.statuses([first], here)[first.id], certificates.Certificate)
     void = certificates.statuses([second], here)[second.id]
@@ -282,7 +317,8 @@ def test_an_adapter_is_part_of_the_build(tmp_path, world):
     def half(module):
         return lambda x, weight=None, eps=1e-6: module.rms_norm(x, weight, eps)
 
-    kernel = hub.register("me/norm", lz.op("rms_norm"), adapt=half, requires=NO_OFFSET, certify=False)
+    kernel = hub.register("me/norm", lz.op("rms_norm"), adapt=half, requires=NO_OFFSET,
+                          certify=False)
     other = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False)
     assert kernel.id == "hub.me_norm.v1.half" and build_of(kernel) != build_of(other)
     x = torch.randn(2, 6)
@@ -293,35 +329,42 @@ def test_an_adapter_is_part_of_the_build(tmp_path, world):
         hub.register("me/norm", "rms_morn", "rms_norm")
 
 
-def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_path, world, happened):
+def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_path, world,
+                                                                          happened):
     folder = build(tmp_path / "r", id="_late_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False, prior=1e6,
+    kernel = hub.register("me/norm", "rms_norm", "rms_norm", requires=NO_OFFSET, certify=False,
+                          prior=1e6,
                           less_work="a test")
-    missing = hub.register("me/norm", "rms_norm", "no_such", requires=NO_OFFSET, certify=False, prior=1e5,
+    missing = hub.register("me/norm", "rms_norm", "no_such", requires=NO_OFFSET, certify=False,
+                           prior=1e5,
                            less_work="a test")
     (folder / "__init__.py").write_text(repositories.RMS_NORM.format(version=1, mistake=" * 2"))
     x = torch.randn(3, 42)
     torch.testing.assert_close(lz.rms_norm(x), torch.rms_norm(x, (42,), eps=1e-6))
     said = {e.kernel: e.reason.message for e in happened if e.name == "unavailable"}
-    assert "register it again" in said[kernel.id] and kernel.id in said[kernel.id], "the reason, and no other kernel's"
+    assert ("register it again" in said[kernel.id]
+            and kernel.id in said[kernel.id]), "the reason, and no other kernel's"
     assert set(said) == {kernel.id, missing.id}
 
 
 def test_a_function_that_is_not_there(tmp_path, world, happened):
     build(tmp_path / "r", id="_nothing_a")
     hub = hub_of(norm=tmp_path / "r")
-    kernel = hub.register("me/norm", "rms_norm", "layers.norm", requires=NO_OFFSET, certify=False, prior=1e6,
+    kernel = hub.register("me/norm", "rms_norm", "layers.norm", requires=NO_OFFSET, certify=False,
+                          prior=1e6,
                           less_work="a test")
     lz.rms_norm(torch.randn(2, 3))
     reason = next(e.reason for e in happened if e.name == "unavailable" and e.kernel == kernel.id)
-    assert reason.code is lz.Code.IMPORT_FAILED and "no function 'layers.norm'; it offers rms_norm" in reason.message
+    assert (reason.code is lz.Code.IMPORT_FAILED
+            and "no function 'layers.norm'; it offers rms_norm" in reason.message)
 
 
 def test_a_compiled_one_serves_with_a_certificate(tmp_path, world, compiled):
     native_build(tmp_path / "r", compiled, 1)
     hub = hub_of(native=tmp_path / "r")
-    kernel = hub.register("me/native", "rms_norm", "rms_norm", version=1, requires=NATIVE_LIMITS, prior=1e6,
+    kernel = hub.register("me/native", "rms_norm", "rms_norm", version=1, requires=NATIVE_LIMITS,
+                          prior=1e6,
                           less_work="a test")
     assert str(kernel.requires[0]) == "device cpu", "a build for one device is for that device"
     lz.configure(require_certificates=True)
@@ -335,13 +378,15 @@ def test_versions_as_kernels_side_by_side(tmp_path, world):
     for version in (1, 2):
         build(tmp_path / str(version), version=version, id=f"_both_{version}")
     hub = Hub(folders={f"me/norm@{v}": tmp_path / str(v) for v in (1, 2)}, allow=("me/*",))
-    ids = [hub.register("me/norm", "rms_norm", "rms_norm", version=v, requires=NO_OFFSET, certify=False).id
+    ids = [hub.register("me/norm", "rms_norm", "rms_norm", version=v, requires=NO_OFFSET,
+                        certify=False).id
            for v in (1, 2)]
     assert ids == ["hub.me_norm.v1.rms_norm", "hub.me_norm.v2.rms_norm"]
     x = torch.randn(2, 5)
     assert all(torch.equal(lz.rms_norm(x, backend=i), lz.rms_norm(x, backend=ids[0])) for i in ids)
     with pytest.raises(lz.errors.RegistrationError, match="already registered by me/norm@1"):
-        hub.register("me/norm", "rms_norm", "rms_norm", version=1, requires=NO_OFFSET, certify=False)
+        hub.register("me/norm", "rms_norm", "rms_norm", version=1, requires=NO_OFFSET,
+                     certify=False)
 
 
 def test_threads_that_load_the_same_kernel(tmp_path):
@@ -352,4 +397,5 @@ def test_threads_that_load_the_same_kernel(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         modules = list(pool.map(lambda _: hub.load("me/norm").module, range(16)))
     assert all(m is modules[0] for m in modules)
-    assert not [p for p in Path(os.environ["LAYERZERO_CACHE_DIR"], "hub").iterdir() if p.name.startswith("copying")]
+    assert not [p for p in Path(os.environ["LAYERZERO_CACHE_DIR"], "hub").iterdir()
+                if p.name.startswith("copying")]

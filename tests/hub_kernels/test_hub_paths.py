@@ -22,10 +22,12 @@ def hub_of(folder: Path, **options) -> Hub:
     return Hub(**{"folders": {NAME: folder}, "allow": ("me/*",), **options})
 
 
-@pytest.mark.parametrize("name", ["../norm", "me/../norm", "me", "/etc/passwd", "me/norm/x", "me/..", "", "me\\norm",
-                                  "me/norm\n", "C:/norm", "./norm", "me/no..rm"])
+@pytest.mark.parametrize("name", ["../norm", "me/../norm", "me", "/etc/passwd", "me/norm/x",
+                                  "me/..", "", "me\\norm", "me/norm\n", "C:/norm", "./norm",
+                                  "me/no..rm"])
 def test_names_that_are_paths(tmp_path, name):
-    for ask in (lambda: Hub(allow=("*",)).load(name, version=1), lambda: Hub(folders={name: tmp_path}),
+    for ask in (lambda: Hub(allow=("*",)).load(name, version=1),
+                lambda: Hub(folders={name: tmp_path}),
                 lambda: Hub(allow=("*",)).lockfile(f"{name}@1")):
         with pytest.raises(UnsafePath, match="organisation/name"):
             ask()

@@ -1,4 +1,6 @@
-"""Signatures, which `kernels` verifies: missing, malformed, forged, and where the keys cannot be fetched."""
+"""Signatures, which `kernels` verifies: missing, malformed, forged, and where the keys cannot be
+fetched.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def test_a_missing_signature_where_one_is_demanded(tmp_path):
 @pytest.mark.parametrize("wanted", ["required", "present"])
 def test_a_signature_that_is_none(tmp_path, wanted):
     folder = build(tmp_path / "r", id="_sign_b")
-    (folder / "metadata.json.sigstore").write_text('{"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json"}')
+    (folder / "metadata.json.sigstore").write_text(
+        '{"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json"}')
     with pytest.raises(SignatureRefused, match="SignatureBundleInvalid"):
         hub_of(tmp_path / "r", signature=wanted).load(NAME)
     assert hub_of(tmp_path / "r", signature="ignored").explain(NAME).ok
@@ -52,22 +55,28 @@ def forged(signed: bytes) -> str:
 
     key, start = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1)
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "nobody")])
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(
+        key.public_key()).serial_number(1)
     made = made.not_valid_before(start).not_valid_after(start + datetime.timedelta(1))
     made = made.add_extension(x509.KeyUsage(True, *[False] * 8), True)
     made = made.add_extension(x509.BasicConstraints(False, None), True)
-    made = made.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]), False)
+    made = made.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]),
+                              False)
     certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
     zero = text(bytes(32))
-    entry = {"logIndex": "1", "logId": {"keyId": zero}, "kindVersion": {"kind": "hashedrekord", "version": "0.0.1"},
-             "integratedTime": str(int(start.timestamp())), "inclusionPromise": {"signedEntryTimestamp": zero},
+    entry = {"logIndex": "1", "logId": {"keyId": zero},
+             "kindVersion": {"kind": "hashedrekord", "version": "0.0.1"},
+             "integratedTime": str(int(start.timestamp())),
+             "inclusionPromise": {"signedEntryTimestamp": zero},
              "inclusionProof": {"logIndex": "1", "rootHash": zero, "treeSize": "2", "hashes": [],
                                 "checkpoint": {"envelope": "x"}}, "canonicalizedBody": text(b"{}")}
     return json.dumps({
         "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
-        "verificationMaterial": {"certificate": {"rawBytes": text(certificate)}, "tlogEntries": [entry]},
+        "verificationMaterial": {"certificate": {"rawBytes": text(certificate)},
+                                 "tlogEntries": [entry]},
         "messageSignature": {
-            "messageDigest": {"algorithm": "SHA2_256", "digest": text(hashlib.sha256(signed).digest())},
+            "messageDigest": {"algorithm": "SHA2_256",
+                              "digest": text(hashlib.sha256(signed).digest())},
             "signature": text(key.sign(signed, ec.ECDSA(hashes.SHA256())))}})
 
 
@@ -80,7 +89,8 @@ def signed(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_forged_signature(signed, monkeypatch):
-    """With the keys that the verifier brings: the real verification, without asking for newer ones."""
+    """With the keys that the verifier brings: the real verification, without asking for newer ones.
+    """
     from kernels.verify import Verifier
 
     verifier = Verifier.production(offline=True)

@@ -1,9 +1,10 @@
-"""Shows pages in Chromium without a screen and says what it saw: run as a process, by tests that need a browser.
+"""Shows pages in Chromium without a screen and says what it saw: run as a process, by tests that
+need a browser.
 
     python browser.py '[{"page": "report.html", "width": 360, "height": 800, "scheme": "dark", "png": "dark.png"}]'
 
-All views of one run have the same `scheme`: Chromium is told once, when it starts. Chromium comes with the package
-PyQt6-WebEngine. One line of JSON per view goes to stdout.
+All views of one run have the same `scheme`: Chromium is told once, when it starts. Chromium comes
+with the package PyQt6-WebEngine. One line of JSON per view goes to stdout.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Visit:
         self.window, self.requests = QWebEngineView(), Recorder()
         self.page = Page(self.window)
         self.page.setUrlRequestInterceptor(self.requests)
-        self.page.settings().setAttribute(      # or a local page may not even try, and nothing would be seen
+        # or a local page may not even try, and nothing would be seen
+        self.page.settings().setAttribute(
             QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
         self.window.setPage(self.page)
         self.window.resize(self.view["width"], self.view["height"])
@@ -102,12 +104,15 @@ class Visit:
 
     def taken(self) -> None:
         picture = self.window.grab().toImage()
-        seen = {picture.pixel(x, y) for x in range(0, picture.width(), 3) for y in range(0, picture.height(), 3)}
+        seen = {picture.pixel(x, y) for x in range(0, picture.width(), 3)
+                for y in range(0, picture.height(), 3)}
         own = QUrl.fromLocalFile(str(Path(self.view["page"]).resolve())).toString()
         print(json.dumps({
-            "chromium": qWebEngineChromiumVersion(), "loaded": self.ok, "picture": picture.save(self.view["png"]),
-            "colours": len(seen), "console": self.page.console,
-            "requests": [u for u in self.requests.urls if u != own and not u.startswith("data:")], **self.found}),
+            "chromium": qWebEngineChromiumVersion(), "loaded": self.ok,
+            "picture": picture.save(self.view["png"]), "colours": len(seen),
+            "console": self.page.console,
+            "requests": [u for u in self.requests.urls if u != own and not u.startswith("data:")],
+            **self.found}),
             flush=True)
         self.window.close()
         self.next()

@@ -1,4 +1,6 @@
-"""torch.compile and torch.export: no graph break, no opaque wall, no more recompiles than torch's own op."""
+"""torch.compile and torch.export: no graph break, no opaque wall, no more recompiles than torch's
+own op.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ def test_a_growing_prefill_recompiles_no_more_than_sdpa():
 
 def test_a_growing_kv_cache_recompiles_no_more_than_sdpa():
     q = torch.randn(1, 4, 1, 64)
-    calls = [(q, *(torch.randn(1, 4, s, 64) for _ in "kv")) for s in (64, 65, 80, 100, 128, 200, 300, 2000)]
-    ours = frames(lambda q, k, v: lz.attention(q, k, v, is_causal=True, causal_align="bottom_right"), calls)
+    calls = [(q, *(torch.randn(1, 4, s, 64) for _ in "kv"))
+             for s in (64, 65, 80, 100, 128, 200, 300, 2000)]
+    ours = frames(lambda q, k, v: lz.attention(q, k, v, is_causal=True,
+                                               causal_align="bottom_right"), calls)
     torch._dynamo.reset()
     theirs = frames(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), calls)
     assert ours <= theirs
@@ -95,10 +99,13 @@ def test_inductor_agrees_with_eager():
 
 
 @pytest.mark.parametrize("call", [
-    lambda q: lz.attention(q, q, q, return_lse=True), lambda q: lz.attention(q, q, q, layout="bshd"),
-    lambda q: lz.attention(q, q, q, window_left=8, is_causal=True), lambda q: lz.attention(q, q, q, softcap=10.0),
+    lambda q: lz.attention(q, q, q, return_lse=True),
+    lambda q: lz.attention(q, q, q, layout="bshd"),
+    lambda q: lz.attention(q, q, q, window_left=8, is_causal=True),
+    lambda q: lz.attention(q, q, q, softcap=10.0),
     lambda q: lz.attention(q, q, q, torch.ones(40, 40, dtype=torch.bool)),
-    lambda q: lz.attention(q[0], q[0], q[0]), lambda q: lz.attention(q, q, q, backend="torch.sdpa_math")],
+    lambda q: lz.attention(q[0], q[0], q[0]),
+    lambda q: lz.attention(q, q, q, backend="torch.sdpa_math")],
     ids=["lse", "bshd", "window", "softcap", "mask", "3d", "named"])
 def test_every_form_of_call_traces_fullgraph(call):
     q = torch.randn(1, 40, 40, 64)
@@ -111,7 +118,8 @@ def test_a_named_kernel_is_honoured_under_compile():
     ops = aten_ops(lambda q: lz.attention(q, q, q, backend="torch.sdpa_math"), q)
     assert not any("flash" in name for name in ops)
     with pytest.raises(Exception, match="cannot serve"):
-        torch.compile(lambda q: lz.attention(q, q, q, softcap=1.0, backend="torch.sdpa_flash"), fullgraph=True,
+        torch.compile(lambda q: lz.attention(q, q, q, softcap=1.0, backend="torch.sdpa_flash"),
+                      fullgraph=True,
                       backend="aot_eager")(q)
 
 
@@ -126,9 +134,11 @@ def test_gradients_flow_through_the_compiled_graph():
     def loss(q, k, v, w):
         return lz.rms_norm(lz.attention(q, k, v, is_causal=True), w).square().sum()
 
-    leaves = [torch.randn(1, 4, 24, 32, requires_grad=True) for _ in "qkv"] + [torch.randn(32, requires_grad=True)]
+    leaves = [torch.randn(1, 4, 24, 32, requires_grad=True)
+              for _ in "qkv"] + [torch.randn(32, requires_grad=True)]
     want = torch.autograd.grad(loss(*leaves), leaves)
-    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves),
+                              leaves)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -151,7 +161,8 @@ def test_export_with_a_dynamic_length():
     for s in (5, 64, 300):
         args = tuple(torch.randn(2, 4, s, 32) for _ in "qkv")
         torch.testing.assert_close(program.module()(*args), Attend()(*args), rtol=1e-4, atol=1e-5)
-    with pytest.raises((RuntimeError, AssertionError), match="4096"):    # the exported range is not exceeded in silence
+    # the exported range is not exceeded in silence
+    with pytest.raises((RuntimeError, AssertionError), match="4096"):
         program.module()(*(torch.randn(2, 4, 5000, 32) for _ in "qkv"))
 
 
@@ -181,7 +192,8 @@ def test_the_torch_op_gives_the_same_result_and_fake_shapes(name):
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b)
     with FakeTensorMode() as mode:
-        fake = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        fake = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+                for k, v in values.items()}
         out = getattr(torch.ops.layerzero, name)(**fake)
     out = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     assert [(o.shape, o.dtype) for o in out] == [(w.shape, w.dtype) for w in want]
@@ -206,7 +218,8 @@ def test_eager_calls_do_not_go_through_the_custom_op():
 
 
 def test_sdpa_kernel_around_and_inside_of_a_compiled_function():
-    """As with torch's own op the choice is made while tracing, with the switches as they are then."""
+    """As with torch's own op the choice is made while tracing, with the switches as they are then.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q = torch.randn(1, 2, 16, 16)

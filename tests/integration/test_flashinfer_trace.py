@@ -1,8 +1,10 @@
-"""Public definitions of the FlashInfer-Trace dataset: each is answered by lz, and compared on the CPU at small sizes.
+"""Public definitions of the FlashInfer-Trace dataset: each is answered by lz, and compared on the
+CPU at small sizes.
 
-The dataset is not part of this project. LZ_FLASHINFER_TRACE names a folder with its `definitions/` (and `workloads/`);
-without it, `shared/flashinfer-trace` beside the checkout is looked for. What is too large for a machine like this one
-is made smaller by `lz verify` itself, which says so; what takes long (the widest products) is answered but not run.
+The dataset is not part of this project. LZ_FLASHINFER_TRACE names a folder with its `definitions/`
+(and `workloads/`); without it, `shared/flashinfer-trace` beside the checkout is looked for. What is
+too large for a machine like this one is made smaller by `lz verify` itself, which says so; what
+takes long (the widest products) is answered but not run.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ pytestmark = pytest.mark.integration
 
 BESIDE = Path(__file__).parents[3] / "shared" / "flashinfer-trace"
 DATASET = Path(os.environ.get("LZ_FLASHINFER_TRACE") or BESIDE)
-TYPES = ("gqa_paged", "gqa_ragged", "mla_paged", "mla_ragged", "dsa_paged", "rmsnorm", "rope", "sampling", "gemm",
+TYPES = ("gqa_paged", "gqa_ragged", "mla_paged", "mla_ragged", "dsa_paged", "rmsnorm", "rope",
+         "sampling", "gemm",
          "moe")
-ELEMENTS = 12 << 20                            # of a weight: a product that is wider takes seconds to make
+# of a weight: a product that is wider takes seconds to make
+ELEMENTS = 12 << 20
 ONE_OF_EACH = ("sampling",)                    # the reference sorts a vocabulary for every row
 
 if not (DATASET / "definitions").is_dir():
-    pytest.skip("no FlashInfer-Trace dataset: set LZ_FLASHINFER_TRACE to a folder with its definitions",
-                allow_module_level=True)
+    pytest.skip(
+        "no FlashInfer-Trace dataset: set LZ_FLASHINFER_TRACE to a folder with its definitions",
+        allow_module_level=True)
 
 ALL = find_definitions(DATASET)
 
@@ -46,7 +51,9 @@ def of(op_type: str) -> list[Definition]:
 
 
 def runnable(op_type: str) -> list[Definition]:
-    """Those that run in a moment: not the widest products, and of each kind of sampling one vocabulary."""
+    """Those that run in a moment: not the widest products, and of each kind of sampling one
+    vocabulary.
+    """
     found = of(op_type)
     if op_type == "gemm":
         found = [d for d in found if math.prod(d.const_axes.values()) <= ELEMENTS]
@@ -96,7 +103,8 @@ def test_lz_equals_the_reference_and_torch(op_type, references):
     reports = [verify(d, references) for d in found]
     assert [str(r) for r in reports if not r.passed] == []
     assert [r.absent["reference"] for r in reports if "reference" in r.absent] == []
-    if op_type != "sampling":                                               # of draws, torch judges the filters
+    # of draws, torch judges the filters
+    if op_type != "sampling":
         assert all({"reference", "torch"} <= {c.want for c in r.comparisons} for r in reports)
 
 
@@ -112,8 +120,10 @@ def test_the_datasets_own_workloads(references):
     """Their sizes as they are, where they are small enough."""
     ran = 0
     for definition in ALL:
-        cases = [w for w in find_workloads(definition) if math.prod(max(n, 1) for n in w.axes.values()) <= 4096]
-        if definition.op_type not in ("rmsnorm", "gqa_paged", "gqa_ragged", "mla_paged") or not cases:
+        cases = [w for w in find_workloads(definition)
+                 if math.prod(max(n, 1) for n in w.axes.values()) <= 4096]
+        if (definition.op_type not in ("rmsnorm", "gqa_paged", "gqa_ragged", "mla_paged")
+            or not cases):
             continue
         report = verify(definition, references, workload=cases[0])
         assert report.passed, str(report)

@@ -1,4 +1,6 @@
-"""The store of a fleet, against a real PostgreSQL that is started for these tests where it is installed."""
+"""The store of a fleet, against a real PostgreSQL that is started for these tests where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="needs the extra layerzero[fleet]")
 if not any(importlib.util.find_spec(name) for name in ("psycopg", "pg8000", "psycopg2")):
-    pytest.skip("needs a driver for PostgreSQL: the extra layerzero[fleet]", allow_module_level=True)
+    pytest.skip("needs a driver for PostgreSQL: the extra layerzero[fleet]",
+                allow_module_level=True)
 
 import sqlalchemy as sa
 
@@ -37,7 +40,8 @@ pytestmark = pytest.mark.integration
 
 def programs() -> Path | None:
     """The folder of initdb and postgres: in the path, where Debian puts them, or in a wheel."""
-    found = [shutil.which("initdb"), *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), reverse=True)]
+    found = [shutil.which("initdb"),
+             *sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), reverse=True)]
     spec = importlib.util.find_spec("pgserver")
     if spec is not None and spec.origin:
         found += map(str, Path(spec.origin).parent.rglob("bin/initdb"))
@@ -50,7 +54,8 @@ def a_user() -> str | None:
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return None
     import pwd
-    return next(name for name in ("postgres", "nobody") if name in {p.pw_name for p in pwd.getpwall()})
+    return next(name for name in ("postgres", "nobody")
+                if name in {p.pw_name for p in pwd.getpwall()})
 
 
 def free_port() -> int:
@@ -66,11 +71,13 @@ def server():
     if folder is None:
         pytest.skip("PostgreSQL is not installed here")
     user, port = a_user(), free_port()
-    home = Path(tempfile.mkdtemp(prefix="lz-pg-"))             # not tmp_path: another user must get in
+    # not tmp_path: another user must get in
+    home = Path(tempfile.mkdtemp(prefix="lz-pg-"))
     if user is not None:
         shutil.chown(home, user)
     try:
-        done = subprocess.run([folder / "initdb", "-D", home / "data", "-A", "trust", "-U", "lz", "--no-sync"],
+        done = subprocess.run([folder / "initdb", "-D", home / "data", "-A", "trust", "-U", "lz",
+                               "--no-sync"],
                               user=user, cwd=home, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         with open(home / "log", "w") as log:
@@ -99,7 +106,8 @@ def wait_until_it_answers(process, port, log):
 
 
 def admin(server, statement, database="postgres"):
-    engine = sa.create_engine(f"postgresql+{_driver()}://lz@{server}/{database}", isolation_level="AUTOCOMMIT",
+    engine = sa.create_engine(f"postgresql+{_driver()}://lz@{server}/{database}",
+                              isolation_level="AUTOCOMMIT",
                               poolclass=sa.pool.NullPool)
     with engine.connect() as connection:
         return connection.execute(sa.text(statement))
@@ -123,33 +131,41 @@ def store(url):
 
 
 def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(kernel, "rms_norm", f"float32 rows={i}", "0123456789abcdef-4t", 10.0 + i / 3, 0.02, 50, "float32",
-                      f"rows={i}", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1", 1.7e9 + i, "")
+    row = Measurement(kernel, "rms_norm", f"float32 rows={i}", "0123456789abcdef-4t", 10.0 + i / 3,
+                      0.02, 50, "float32", f"rows={i}", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1",
+                      1.7e9 + i, "")
     return row._replace(**changes)
 
 
 def test_it_does_what_the_file_does(store, tmp_path):
     """The same story told to both; they end up with the same."""
     def tell(found):
-        found.put([measured(i, f"lib.k{i % 3}") for i in range(30)], {"machine": "a", "state": {"load": 0.5}})
-        found.put([measured(1, "lib.k1", at=1.71e9, median_us=7.0), measured(2, "lib.k2", at=1.0, median_us=8.0)])
-        found.put([measured(4, "lib.k1", at=1.71e9, spread=0.9), measured(5, "lib.k2", build="v2")], {"machine": "b"})
-        found.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])     # twice in one go
+        found.put([measured(i, f"lib.k{i % 3}") for i in range(30)],
+                  {"machine": "a", "state": {"load": 0.5}})
+        found.put([measured(1, "lib.k1", at=1.71e9, median_us=7.0),
+                   measured(2, "lib.k2", at=1.0, median_us=8.0)])
+        found.put([measured(4, "lib.k1", at=1.71e9, spread=0.9), measured(5, "lib.k2", build="v2")],
+                  {"machine": "b"})
+        # twice in one go
+        found.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])
         found.put_rates({"here": Rates(1e5, 1 / 3)}, at=10.0)
         found.put_rates({"here": Rates(1.0, 1.0), "there": Rates(2.0, 3.0)}, at=5.0)
         removed = found.prune(lambda m: m.kernel == "lib.k0", before=1.7e9 + 10)
         builds = {"lib.k0": "v1", "lib.k1": "v1", "lib.k2": "v2", "torch.k": "v1"}
         view = found.view(builds, since=8.0)
         some = measured(1, "lib.k1")
-        return (removed, sorted(found.rows()), found.environments(), found.timed_rates(), sorted(view), len(view),
-                dict(view.rates), sorted(found.rows(kernel="lib.*2")), found.get("lib.k1", some.bucket, some.place),
-                found.get("lib.k2", measured(5).bucket, some.place, "v2"), found.get("lib.k1", "none", some.place))
+        return (removed, sorted(found.rows()), found.environments(), found.timed_rates(),
+                sorted(view), len(view), dict(view.rates), sorted(found.rows(kernel="lib.*2")),
+                found.get("lib.k1", some.bucket, some.place),
+                found.get("lib.k2", measured(5).bucket, some.place, "v2"),
+                found.get("lib.k1", "none", some.place))
 
     with SqliteStore(tmp_path / "p.sqlite") as file:
         assert tell(store) == tell(file)
 
 
-@pytest.mark.parametrize("changes", [{"median_us": float("nan")}, {"kernel": ""}, {"family": "a\0b"}])
+@pytest.mark.parametrize("changes", [{"median_us": float("nan")}, {"kernel": ""},
+                                     {"family": "a\0b"}])
 def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, changes):
     with pytest.raises(DataError):
         store.put([measured(1), measured(2, **changes)])
@@ -208,7 +224,8 @@ def test_export_import_and_merge_go_between_a_file_and_the_fleet(store, tmp_path
         store.export(tmp_path / "x.jsonl")
     with SqliteStore(tmp_path / "q.sqlite") as other:
         other.import_(tmp_path / "x.jsonl")
-        assert sorted(other.rows()) == sorted(store.rows()) and other.environments() == store.environments()
+        assert (sorted(other.rows()) == sorted(store.rows())
+                and other.environments() == store.environments())
         assert other.timed_rates() == store.timed_rates()
 
 
@@ -227,15 +244,19 @@ for batch in range(20):
 
 
 def test_machines_that_write_at_once_lose_nothing(url):
-    """All of them begin with an empty database, and all write some rows in common, in opposite order."""
-    others = [subprocess.Popen([sys.executable, "-c", WRITER, url, str(who)], stderr=subprocess.PIPE, text=True)
+    """All of them begin with an empty database, and all write some rows in common, in opposite
+    order.
+    """
+    others = [subprocess.Popen([sys.executable, "-c", WRITER, url, str(who)],
+                               stderr=subprocess.PIPE, text=True)
               for who in range(4)]
     for other in others:
         _, said = other.communicate(timeout=240)
         assert other.returncode == 0, said
     with FleetStore(url) as store:
         kept = {m.bucket: m for m in store.rows()}
-    assert kept.keys() == {f"b{1000 * w + i}" for w in range(4) for i in range(300)} | {f"all{n}" for n in range(9)}
+    assert kept.keys() == {f"b{1000 * w + i}" for w in range(4)
+                           for i in range(300)} | {f"all{n}" for n in range(9)}
     assert {kept[f"all{n}"].at for n in range(9)} == {20.0}
 
 
@@ -254,7 +275,8 @@ def world():
     from dataclasses import replace
     saved = worlds.current()
     yield
-    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}), "end of a test")
+    worlds.publish(lambda w: replace(saved, epoch=w.epoch + 1, changed=w.epoch + 1, memo={}),
+                   "end of a test")
 
 
 @pytest.mark.usefixtures("world")
@@ -262,12 +284,14 @@ def test_the_setting_serves_calls_from_the_fleet(url, monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure(perfdb=url)
     place = worlds.current().place("cpu")
-    measurements.record([measured(1, "reference.rms_norm", place=place, build="")], {place: Rates(1e5, 1e4)})
+    measurements.record([measured(1, "reference.rms_norm", place=place, build="")],
+                        {place: Rates(1e5, 1e4)})
     measurements.forget_measurements()
     assert len(worlds.current().perf) == 0
     measurements.reload_measurements()
     (found,) = worlds.current().perf
-    assert found.kernel == "reference.rms_norm" and worlds.current().perf.rates == {place: Rates(1e5, 1e4)}
+    assert (found.kernel == "reference.rms_norm"
+            and worlds.current().perf.rates == {place: Rates(1e5, 1e4)})
     assert measurements.status().ok and "secret" not in measurements.status().text
     with measurements.store() as store:
         (environment,) = store.environments().values()
@@ -295,10 +319,12 @@ def test_what_was_measured_while_the_server_was_away_is_written_when_it_is_back(
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("wrong", ["nobody", "nowhere", "unreadable"])
-def test_a_server_that_does_not_answer_costs_its_measurements_only(url, wrong, monkeypatch, tmp_path):
+def test_a_server_that_does_not_answer_costs_its_measurements_only(url, wrong, monkeypatch,
+                                                                   tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     address = {"nobody": url.rpartition("/")[0] + "/no_such_database",
-               "nowhere": f"postgresql://lz:secret@127.0.0.1:{free_port()}/x", "unreadable": "postgresql://lz:x@:::/"}
+               "nowhere": f"postgresql://lz:secret@127.0.0.1:{free_port()}/x",
+               "unreadable": "postgresql://lz:x@:::/"}
     seen: list = []
     stop = lz.subscribe(seen.append)
     lz.configure(perfdb=address[wrong])

@@ -1,4 +1,6 @@
-"""Plugins: packages with entry points, found where they are installed, refused by name where they do not fit."""
+"""Plugins: packages with entry points, found where they are installed, refused by name where they
+do not fit.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def metadata(target: Path, name: str, version: str, entries: dict[str, dict[str,
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
                                      f"Requires-Dist: {needs}\n")
-    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in points.items()) for group, points in entries.items()]
+    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in points.items())
+             for group, points in entries.items()]
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -51,9 +54,11 @@ def broken(target: Path, name: str, text: str, group: str = "layerzero.backends"
 
 
 def run(code: str, *folders: Path) -> dict:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
+           or k == "LAYERZERO_CACHE_DIR"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, SOURCES)))
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env,
+                          capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -84,11 +89,14 @@ print(json.dumps({
 def test_an_installed_plugin_is_found(tmp_path):
     install(tmp_path / "site")
     found = run(ASK, tmp_path / "site")
-    assert found["right"] and found["torch_op"] and not found["at_import"], "imported when first needed"
-    assert found["kernels"][:2] == ["example.addcmul", "example.rms_norm"] and found["kernels"][2] != "example.rms_norm"
+    assert (found["right"] and found["torch_op"]
+            and not found["at_import"]), "imported when first needed"
+    assert (found["kernels"][:2] == ["example.addcmul", "example.rms_norm"]
+            and found["kernels"][2] != "example.rms_norm")
     assert found["origins"] == dict.fromkeys(("scale_shift", "example.addcmul", "example.rms_norm"),
                                              "lz-plugin-example 1.0")
-    assert found["calls"] == {"example.addcmul": 4} and found["notes"] == ["version 1.0"] and found["refused"] == {}
+    assert (found["calls"] == {"example.addcmul": 4} and found["notes"] == ["version 1.0"]
+            and found["refused"] == {})
 
 
 def test_an_upgrade_on_the_path_is_the_one_that_is_used(tmp_path):
@@ -136,7 +144,8 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         "missing": ["ModuleNotFoundError", "no_such_library_at_all"], "syntax": ["SyntaxError"],
         "exits": ["SystemExit", "not on this machine"], "strange": ["Refusal", "of its own kind"],
         "nothing": ["without OP or KERNELS"], "wrong_thing": ["offers a str", "Op and Kernel"],
-        "no_cases": ["'other_norm' has no cases"], "gone": ["ModuleNotFoundError", "lz_gone_module"]}
+        "no_cases": ["'other_norm' has no cases"],
+        "gone": ["ModuleNotFoundError", "lz_gone_module"]}
     assert found["refused"].keys() == said.keys()
     for name, words in said.items():
         for word in words:
@@ -162,15 +171,19 @@ def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_pat
     assert found["right"] and found["kernels"][1] == "example.rms_norm"
     assert set(found["refused"]) == {"late.missing", "late.wrong"}
     assert "no_such_library_at_all" in found["refused"]["late.missing"]
-    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in found["refused"]["late.wrong"]
+    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in found["refused"][
+        "late.wrong"]
     assert not found["doctor"]["loading late.wrong"][0]
 
 
 def test_the_package_says_in_its_project_file_what_the_tests_install():
     text = (EXAMPLE / "pyproject.toml").read_text()
-    for line in ('[project.entry-points."layerzero.ops"]', 'scale_shift = "lz_plugin_example.scale_shift"',
-                 '[project.entry-points."layerzero.backends"]', 'example = "lz_plugin_example.kernels"',
-                 '[project.entry-points."layerzero.policies"]', 'example = "lz_plugin_example.policy"',
+    for line in ('[project.entry-points."layerzero.ops"]',
+                 'scale_shift = "lz_plugin_example.scale_shift"',
+                 '[project.entry-points."layerzero.backends"]',
+                 'example = "lz_plugin_example.kernels"',
+                 '[project.entry-points."layerzero.policies"]',
+                 'example = "lz_plugin_example.policy"',
                  'name = "lz-plugin-example"', 'version = "1.0"'):
         assert line in text.splitlines()
 
@@ -202,28 +215,33 @@ def test_a_policy_of_a_plugin_is_advice(tmp_path):
     install(site)
     broken(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
     found = run(ADVICE, site)
-    assert found["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"] and found["wide"] == "example.rms_norm"
+    assert (found["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
+            and found["wide"] == "example.rms_norm")
     assert found["allowed"] == "example.rms_norm", "what the program says wins"
-    assert ["default", "lz-plugin-example 1.0", "boost example.addcmul x1.5 for scale_shift"] in found["rules"]
+    assert ["default", "lz-plugin-example 1.0",
+            "boost example.addcmul x1.5 for scale_shift"] in found["rules"]
     assert found["sizes"] == [33, 77] and found["refused"] == {}
 
 
 def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
     site = tmp_path / "site"
     install(site)
-    made = "from layerzero import PolicyRule\nPOLICY = {{'rules': (PolicyRule.of('deny', 'torch.*', {}),)}}"
+    made = ("from layerzero import PolicyRule\nPOLICY = {{'rules': (PolicyRule.of('deny', "
+            "'torch.*', {}),)}}")
     for name, text in {
             "typo": made.format("'rms_morn'"), "fact": made.format("'rms_norm', {'hiden': 3}"),
             "text": "POLICY = 'deny'",
-            "unruly": "POLICY = {'rules': ('deny torch.*',)}", "setting": "POLICY = {'settings': {'cash_size': 3}}",
+            "unruly": "POLICY = {'rules': ('deny torch.*',)}",
+            "setting": "POLICY = {'settings': {'cash_size': 3}}",
             "exits": "raise SystemExit('no')", "a": "POLICY = {'settings': {'cache_size': 33}}",
             "b": "POLICY = {'settings': {'cache_size': 34}}"}.items():
         broken(site, name, text, "layerzero.policies")
     found = run(ADVICE, site)
     assert found["wide"] == "example.rms_norm" and found["sizes"][0] in (33, 34)
     late = "b" if "b" in found["refused"] else "a"
-    said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'", "text": "a mapping POLICY",
-            "unruly": "lz.PolicyRule.of", "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
+    said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
+            "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
+            "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
             late: "another one set it to"}
     assert found["refused"].keys() == said.keys()
     for name, word in said.items():
@@ -243,7 +261,8 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
             import layerzero as lz
             KERNELS = (lz.Kernel("{name}.kernel", lz.op("rms_norm"), lambda: None),)
             """, needs=needs)
-    broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies", needs="layerzero>=7")
+    broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
+           needs="layerzero>=7")
     found = run("""
         import json
         import layerzero as lz
@@ -253,8 +272,10 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
         print(json.dumps({"ids": ids, "version": lz.__version__, "size": lz.get_config()["settings"]["cache_size"],
                           "refused": {e.kernel: str(e.reason) for e in seen if e.name == "unavailable"}}))
         """, site)
-    assert {i.partition(".")[0] for i in found["ids"] if i.startswith("k")} == set(fitting) and found["size"] != 33
-    assert all((tmp_path / n).exists() for n in fitting) and not any((tmp_path / n).exists() for n in others)
+    assert ({i.partition(".")[0] for i in found["ids"] if i.startswith("k")} == set(fitting)
+            and found["size"] != 33)
+    assert (all((tmp_path / n).exists() for n in fitting)
+            and not any((tmp_path / n).exists() for n in others))
     assert found["refused"].keys() == {*others, "policy"}
     for name, needs in others.items():
         said = found["refused"][name]
@@ -264,12 +285,14 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
 
 # With a real installer
 
-SECOND = {                                     # what version 2.0 changes: a kernel's formula, its name, one kernel more
+# what version 2.0 changes: a kernel's formula, its name, one kernel more
+SECOND = {
     "pyproject.toml": [('version = "1.0"', 'version = "2.0"')],
     "lz_plugin_example/__init__.py": [('"1.0"', '"2.0"')],
     "lz_plugin_example/kernels.py": [
         ("return x * scale * gain if shift", "return x * (scale * gain) if shift"),
-        ("KERNELS = (", 'KERNELS = (\n    lz.Kernel("example.plain", scale_shift, lambda: scale_shift.reference),'),
+        ("KERNELS = (",
+         'KERNELS = (\n    lz.Kernel("example.plain", scale_shift, lambda: scale_shift.reference),'),
         ('"example.rms_norm"', '"example.norm"')]}
 
 STATE = """
@@ -307,8 +330,9 @@ def place(tmp_path_factory) -> Path:
 
 def pip_install(place: Path, source: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(place / "bin" / "python"),
-         "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", str(source)],
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python",
+         str(place / "bin" / "python"), "install", "-q", "--no-deps", "--no-build-isolation",
+         "--no-index", str(source)],
         capture_output=True, text=True, timeout=240)
     if done.returncode and ("No module named pip" in done.stderr or "setuptools" in done.stderr):
         pytest.skip("needs pip and setuptools")
@@ -316,15 +340,18 @@ def pip_install(place: Path, source: Path) -> None:
 
 
 def in_place(place: Path, code: str, cache: Path) -> dict:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") and k != "PYTHONPATH"}
-    done = subprocess.run([str(place / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=240,
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
+           and k != "PYTHONPATH"}
+    done = subprocess.run([str(place / "bin" / "python"), "-c", code], capture_output=True,
+                          text=True, timeout=240,
                           env={**env, "LAYERZERO_CACHE_DIR": str(cache)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def second_version(folder: Path) -> Path:
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    shutil.copytree(EXAMPLE, folder,
+                    ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     for name, changes in SECOND.items():
         text = (folder / name).read_text()
         for old, new in changes:
@@ -337,14 +364,18 @@ def second_version(folder: Path) -> Path:
 @pytest.mark.skipif(os.name != "posix", reason="looks for bin/python")
 def test_upgrade_and_downgrade(tmp_path, place):
     first = tmp_path / "first"
-    shutil.copytree(EXAMPLE, first, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    shutil.copytree(EXAMPLE, first,
+                    ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     second = second_version(tmp_path / "second")
     names = {"1.0": {"scale_shift", "example.addcmul", "example.rms_norm"},
              "2.0": {"scale_shift", "example.addcmul", "example.norm", "example.plain"}}
-    for source, version, standing in ((first, "1.0", "UNCERTIFIED"), (second, "2.0", "CERTIFICATE_VOID"),
+    for source, version, standing in ((first, "1.0", "UNCERTIFIED"),
+                                      (second, "2.0", "CERTIFICATE_VOID"),
                                       (first, "1.0", "holds")):
         pip_install(place, source)
         found = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"), tmp_path / "cache")
         assert found["right"] and found["refused"] == []
-        assert found["origins"] == dict.fromkeys(names[version], f"lz-plugin-example {version}"), "nothing is left over"
-        assert found["standing"] == standing, "a proof is for one build, and holds again when that is back"
+        assert found["origins"] == dict.fromkeys(names[version],
+                                                 f"lz-plugin-example {version}"), "nothing is left over"
+        assert found[
+            "standing"] == standing, "a proof is for one build, and holds again when that is back"

@@ -1,7 +1,9 @@
-"""The report in a real Chromium: it fits a phone, follows light and dark, runs nothing and asks nobody.
+"""The report in a real Chromium: it fits a phone, follows light and dark, runs nothing and asks
+nobody.
 
-Chromium comes with PyQt6-WebEngine (`pip install PyQt6-WebEngine`), in this Python or in the one that the variable
-BROWSER_PYTHON names. Skipped where there is none. The pictures are kept in the test's folder (pytest --basetemp).
+Chromium comes with PyQt6-WebEngine (`pip install PyQt6-WebEngine`), in this Python or in the one
+that the variable BROWSER_PYTHON names. Skipped where there is none. The pictures are kept in the
+test's folder (pytest --basetemp).
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ import pytest
 from layerzero.cli.commands.report import gather
 from layerzero.perf.record import Measurement, Rates
 from layerzero.report import style
-from layerzero.report.overview import Overview, RejectedKernel, RejectReason, group_by_kind, read_regret
+from layerzero.report.overview import (
+    Overview,
+    RejectedKernel,
+    RejectReason,
+    group_by_kind,
+    read_regret,
+)
 from layerzero.report.page import render
 from layerzero.spec.call import Call
 from layerzero.tuning import regret
 
 PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
 BROWSER = Path(__file__).with_name("browser.py")
-HOSTILE = "<script>injected=1;console.error('ran')</script><img src=http://127.0.0.1:9/a.png onerror=window.injected=1>"
+HOSTILE = ("<script>injected=1;console.error('ran')</script><img src=http://127.0.0.1:9/a.png "
+           "onerror=window.injected=1>")
 LONG = "library.a_kernel_with_a_name_that_goes_on_and_on_" + "x" * 90
 PHONE, DESK = (360, 800), (1280, 900)
 
@@ -36,7 +45,8 @@ def _has_browser() -> bool:
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(
-    not _has_browser(), reason="no Chromium: pip install PyQt6-WebEngine, or name its Python in BROWSER_PYTHON")]
+    not _has_browser(),
+    reason="no Chromium: pip install PyQt6-WebEngine, or name its Python in BROWSER_PYTHON")]
 
 
 def look(folder: Path, scheme: str, pages: dict[str, str]) -> dict[tuple[str, int], dict]:
@@ -44,24 +54,33 @@ def look(folder: Path, scheme: str, pages: dict[str, str]) -> dict[tuple[str, in
     views = []
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(text, "utf-8")
-        views += [{"page": str(folder / f"{name}.html"), "width": width, "height": height, "scheme": scheme,
-                   "png": str(folder / f"{name}-{width}-{scheme}.png")} for width, height in (PHONE, DESK)]
-    done = subprocess.run([PYTHON, str(BROWSER), json.dumps(views)], capture_output=True, text=True, timeout=240,
+        views += [{"page": str(folder / f"{name}.html"), "width": width, "height": height,
+                   "scheme": scheme,
+                   "png": str(folder / f"{name}-{width}-{scheme}.png")}
+                  for width, height in (PHONE, DESK)]
+    done = subprocess.run([PYTHON, str(BROWSER), json.dumps(views)], capture_output=True, text=True,
+                          timeout=240,
                           check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(Path(view["page"]).stem, view["width"]): answer for view, answer in zip(views, answers, strict=True)}
+    return {(Path(view["page"]).stem, view["width"]): answer
+            for view, answer in zip(views, answers, strict=True)}
 
 
 def overview(folder: Path) -> Overview:
-    """Many kinds, a name that is too long, one that is hostile, and the kernels that cannot run here."""
+    """Many kinds, a name that is too long, one that is hostile, and the kernels that cannot run
+    here.
+    """
     place, rates = "here-2t", Rates(1e5, 1e4)
-    kernels = ["torch.own", "fast.one", "native.another", LONG, *(f"library.kernel_{i}" for i in range(8))]
+    kernels = ["torch.own", "fast.one", "native.another", LONG,
+               *(f"library.kernel_{i}" for i in range(8))]
     times = (1.0, 1.01, 1.08, 1.2, 1.4, 1.9, 3.0, 50.0)        # every step of the heat map
     rows = [Measurement(
-        kernel, op, f"float32 rows={n}", place, 10.0 * n ** 0.5 * times[(i + n) % 8], 0.05 * (i % 8), 20,
-        "float32 is_causal=True", f"rows={n} hidden=4096 a_longer_name_of_a_size={n}", 2e3 * n * 4096, 4e4 * n)
-        for op in ("linear", "attention", HOSTILE) for n in (1, 16, 64, 512) for i, kernel in enumerate(kernels)]
+        kernel, op, f"float32 rows={n}", place, 10.0 * n ** 0.5 * times[(i + n) % 8],
+        0.05 * (i % 8), 20, "float32 is_causal=True",
+        f"rows={n} hidden=4096 a_longer_name_of_a_size={n}", 2e3 * n * 4096, 4e4 * n)
+        for op in ("linear", "attention", HOSTILE) for n in (1, 16, 64, 512)
+            for i, kernel in enumerate(kernels)]
     replayed = tuple(regret.Replayed(
         Call("linear"), f"linear float32 rows={n} {HOSTILE}", "fast.one", "torch.own",
         {"fast.one": [10.0 + n] * 8, LONG: [10.0] * 8, "torch.own": [20.0] * 8}) for n in range(30))
@@ -79,7 +98,8 @@ def overview(folder: Path) -> Overview:
 def seen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"report-{request.param}")
     empty = Overview("A machine", "here-2t", "today")
-    return request.param, look(folder, request.param, {"full": render(overview(folder)), "empty": render(empty)})
+    return request.param, look(folder, request.param,
+                               {"full": render(overview(folder)), "empty": render(empty)})
 
 
 def test_the_page_never_scrolls_sideways(seen):
@@ -87,12 +107,14 @@ def test_the_page_never_scrolls_sideways(seen):
         assert found["loaded"] and found["width"] == width
         assert found["page_width"] <= width and found["too_wide"] == [], (name, width)
         assert found["spilled"] == 0           # no text runs over the next column
-    assert seen[1]["full", PHONE[0]]["scrolling_tables"] > 3   # the tables do, so that nothing is lost
+    # the tables do, so that nothing is lost
+    assert seen[1]["full", PHONE[0]]["scrolling_tables"] > 3
 
 
 def test_nothing_is_asked_for_and_nothing_runs(seen):
     for found in seen[1].values():
-        assert (found["requests"], found["console"], found["scripts"], found["images"]) == ([], [], 0, 0)
+        assert (found["requests"], found["console"], found["scripts"],
+                found["images"]) == ([], [], 0, 0)
         assert found["injected"] is None
 
 

@@ -15,11 +15,13 @@ import layerzero as lz
 pytestmark = pytest.mark.integration
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-TOLERANCE = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3),
+TOLERANCE = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-5),
+             torch.float16: (2e-3, 2e-3),
              torch.bfloat16: (2e-2, 2e-2)}
 
 
-def stand_in(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def stand_in(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+             enable_gqa=False):
     """lz.attention with torch's signature and torch's defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lz.errors.CausalAlignmentWarning)
@@ -47,14 +49,16 @@ def same(*args, **kwargs):
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(8, 8), (1, 1), (1, 17), (17, 5), (33, 64)])
 @pytest.mark.parametrize("dim", [8, 20, 64])
 def test_dtypes_lengths_and_widths(dtype, causal, seq_q, seq_k, dim):
-    same(rand(2, 3, seq_q, dim, dtype=dtype), rand(2, 3, seq_k, dim, dtype=dtype), rand(2, 3, seq_k, dim, dtype=dtype),
+    same(rand(2, 3, seq_q, dim, dtype=dtype), rand(2, 3, seq_k, dim, dtype=dtype),
+         rand(2, 3, seq_k, dim, dtype=dtype),
          is_causal=causal)
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (1, 1), (2, 2, 3)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_ranks(lead, causal):
-    same(rand(*lead, 7, 16), rand(*lead, 9, 16, seed=1), rand(*lead, 9, 16, seed=2), is_causal=causal)
+    same(rand(*lead, 7, 16), rand(*lead, 9, 16, seed=1), rand(*lead, 9, 16, seed=2),
+         is_causal=causal)
 
 
 @pytest.mark.parametrize("value_dim", [1, 8, 40])
@@ -94,7 +98,8 @@ def test_no_scale_is_one_over_the_root_of_the_width(dim):
 
 # masks
 
-SHAPES = [(5, 7), (1, 7), (5, 1), (1, 1), (4, 5, 7), (1, 5, 7), (2, 4, 5, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7),
+SHAPES = [(5, 7), (1, 7), (5, 1), (1, 1), (4, 5, 7), (1, 5, 7), (2, 4, 5, 7), (2, 1, 5, 7),
+          (1, 4, 1, 7), (2, 1, 1, 7),
           (1, 1, 5, 7)]
 
 
@@ -181,8 +186,8 @@ def test_heads_that_do_not_divide_raise():
 # mistakes
 
 @pytest.mark.parametrize("call", [
-    ((1, 1, 4, 8), (1, 1, 4, 9), (1, 1, 4, 8)), ((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 5, 8)), ((8,), (8,), (8,)),
-    ((2, 1, 4, 8), (3, 1, 4, 8), (3, 1, 4, 8))])
+    ((1, 1, 4, 8), (1, 1, 4, 9), (1, 1, 4, 8)), ((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 5, 8)),
+    ((8,), (8,), (8,)), ((2, 1, 4, 8), (3, 1, 4, 8), (3, 1, 4, 8))])
 def test_sizes_that_do_not_fit_raise(call):
     with pytest.raises((RuntimeError, ValueError)):    # some of these torch reads past the end for
         stand_in(*(rand(*shape) for shape in call))
@@ -190,7 +195,8 @@ def test_sizes_that_do_not_fit_raise(call):
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_dtypes_that_differ_raise(odd):
-    tensors = [rand(1, 1, 4, 8, dtype=torch.float64 if i == odd else torch.float32) for i in range(3)]
+    tensors = [rand(1, 1, 4, 8, dtype=torch.float64 if i == odd else torch.float32)
+               for i in range(3)]
     for fn in (F.scaled_dot_product_attention, stand_in):
         with pytest.raises((RuntimeError, ValueError)):
             fn(*tensors)
@@ -225,7 +231,8 @@ def views(shape):
     yield rand(b, s, h * d * 3).view(b, s, 3, h, d)[:, :, 2].transpose(1, 2)
 
 
-@pytest.mark.parametrize(("i", "j"), [*((i, i) for i in range(9)), *((i, (i + 4) % 9) for i in range(9))])
+@pytest.mark.parametrize(("i", "j"),
+                         [*((i, i) for i in range(9)), *((i, (i + 4) % 9) for i in range(9))])
 @pytest.mark.parametrize("causal", [False, True])
 def test_expanded_transposed_and_sliced_inputs(i, j, causal):
     q, k = list(views((2, 3, 6, 8)))[i], list(views((2, 3, 6, 8)))[j]
@@ -243,15 +250,18 @@ def test_the_result_is_fresh_memory():
 # gradients
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["plain", "causal", "bool mask", "float mask", "groups", "scale", "cross"])
+@pytest.mark.parametrize("form", ["plain", "causal", "bool mask", "float mask", "groups", "scale",
+                                  "cross"])
 def test_gradients_are_those_of_the_math(dtype, form):
     seq_k = 9 if form == "cross" else 6
     kv_heads = 1 if form == "groups" else 2
     start = [rand(2, h, s, 8, dtype=torch.float64, seed=i)
              for i, (h, s) in enumerate(((2, 6), (kv_heads, seq_k), (kv_heads, seq_k)))]
-    masks = {"bool mask": torch.ones(6, 6, dtype=torch.bool).tril(), "float mask": rand(6, 6, dtype=torch.float64)}
+    masks = {"bool mask": torch.ones(6, 6, dtype=torch.bool).tril(),
+             "float mask": rand(6, 6, dtype=torch.float64)}
     mask = masks.get(form)
-    options = {"causal": {"is_causal": True}, "scale": {"scale": 0.7}, "groups": {"enable_gqa": True}}.get(form, {})
+    options = {"causal": {"is_causal": True}, "scale": {"scale": 0.7},
+               "groups": {"enable_gqa": True}}.get(form, {})
 
     def gradients(fn, dtype):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in start]

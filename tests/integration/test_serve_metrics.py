@@ -1,4 +1,5 @@
-"""/metrics, /ready and /live: over real sockets, with clients that behave and clients that do not."""
+"""/metrics, /ready and /live: over real sockets, with clients that behave and clients that do not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from layerzero.operate.readiness import Readiness, ReadinessCheck
 __all__ = ["world"]
 pytestmark = pytest.mark.usefixtures("world")
 READY = Readiness((ReadinessCheck("kernels", "ok", "some", "some"),))
-NOT_READY = Readiness((ReadinessCheck("database", "fail", "a file", "/home/me/perf.sqlite is damaged", "move it"),))
+NOT_READY = Readiness((ReadinessCheck("database", "fail", "a file",
+                                      "/home/me/perf.sqlite is damaged", "move it"),))
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ def wait_for(what, seconds=60.0):
 
 def get(server, path, method="GET", **headers):
     try:
-        with urlopen(Request(server.url + path, method=method, headers=headers), timeout=20) as answer:
+        with urlopen(Request(server.url + path, method=method, headers=headers),
+                     timeout=20) as answer:
             return answer.status, answer.headers, answer.read()
     except HTTPError as e:
         return e.code, e.headers, e.read()
@@ -85,7 +88,8 @@ def test_ready_has_the_report(server):
     status, headers, body = get(server, "/ready")
     data = json.loads(body)
     assert status == 200 and data["ready"] and data["age_seconds"] >= 0
-    assert headers["Content-Type"].startswith("application/json") and headers["Cache-Control"] == "no-store"
+    assert (headers["Content-Type"].startswith("application/json")
+            and headers["Cache-Control"] == "no-store")
     assert {c["name"] for c in data["checks"]} >= {"kernels", "policy", "database"}
 
 
@@ -101,7 +105,8 @@ def test_metrics_are_those_of_this_process(server):
     assert status == 200 and "version=" in headers["Content-Type"]
     assert f'layerzero_calls_total{{kernel="{lz.which("rms_norm", x)}",op="rms_norm"}}' in text
     assert "layerzero_ready 1.0" in text
-    kind = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]["Content-Type"]
+    kind = get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")[1][
+        "Content-Type"]
     assert "openmetrics" in kind
 
 
@@ -181,7 +186,8 @@ def test_paths_are_hidden_where_policy_says_so(serving):
 
 # what it refuses
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "get", "X" * 500])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT",
+                                    "get", "X" * 500])
 def test_only_get_and_head(server, method):
     connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
     connection.putrequest(method, "/ready", skip_accept_encoding=True)
@@ -196,8 +202,8 @@ def test_head_is_get_without_a_body(server):
     assert status == 200 and body == b"" and int(headers["Content-Length"]) > 100
 
 
-@pytest.mark.parametrize("path", ["/", "/etc/passwd", "/../../etc/passwd", "/ready/", "/READY", "/%72eady",
-                                  "/metrics/../ready", "/<script>", "/[", "/ready%00"])
+@pytest.mark.parametrize("path", ["/", "/etc/passwd", "/../../etc/passwd", "/ready/", "/READY",
+                                  "/%72eady", "/metrics/../ready", "/<script>", "/[", "/ready%00"])
 def test_there_are_three_paths_and_no_files(server, path):
     status, headers, body = get(server, path)
     assert status == 404 and b"passwd" not in body and b"script" not in body
@@ -221,12 +227,15 @@ def test_a_request_has_no_body(server, sent):
 
 
 @pytest.mark.parametrize("sent", [
-    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n", b"GET /ready HTTP/1.1\r\n" + b"A: b\r\n" * 50_000 + b"\r\n",
-    b"GET /ready HTTP/1.1\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", b"\x00\xff\xfe garbage\r\n\r\n", b"\r\n\r\n",
-    b"GET\r\n\r\n", b"GET /ready HTTP/99.9\r\n\r\n", b"GET /ready HTTP/1.1\r\n\x00bad\r\n\r\n", b"\x16\x03\x01\x02\x00",
-    b"GET /ready HTTP/1.1\r\nHost", b""])
+    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n", b"GET /ready HTTP/1.1\r\n" + b"A: b\r\n"
+    * 50_000 + b"\r\n", b"GET /ready HTTP/1.1\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+    b"\x00\xff\xfe garbage\r\n\r\n", b"\r\n\r\n",
+    b"GET\r\n\r\n", b"GET /ready HTTP/99.9\r\n\r\n", b"GET /ready HTTP/1.1\r\n\x00bad\r\n\r\n",
+    b"\x16\x03\x01\x02\x00", b"GET /ready HTTP/1.1\r\nHost", b""])
 def test_what_is_no_request_hurts_nobody(server, sent, capfd):
-    """A body of the answer, if any, is short and repeats nothing; the server goes on and prints nothing."""
+    """A body of the answer, if any, is short and repeats nothing; the server goes on and prints
+    nothing.
+    """
     with socket.create_connection((server.host, server.port), timeout=20) as connection:
         try:
             connection.sendall(sent)
@@ -301,8 +310,9 @@ def test_closing_frees_the_port_and_stops_the_threads():
     lz.serve_metrics(port).close()
 
 
-@pytest.mark.parametrize("wrong", [{"port": 70000}, {"port": -1}, {"every": 0}, {"every": float("nan")},
-                                   {"host": "no such host"}, {"calls": ["x"]}, {"calls": "no_such_file"}])
+@pytest.mark.parametrize("wrong", [{"port": 70000}, {"port": -1}, {"every": 0},
+                                   {"every": float("nan")}, {"host": "no such host"},
+                                   {"calls": ["x"]}, {"calls": "no_such_file"}])
 def test_what_cannot_be_is_said_at_once(wrong):
     with pytest.raises(lz.errors.LayerZeroError):
         lz.serve_metrics(**wrong)
@@ -324,8 +334,10 @@ def test_a_forked_child_does_not_hold_the_port(server):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serves_until_it_is_told_to_stop(number, tmp_path):
     env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "layerzero", "serve-metrics", "--port", "0", "--device", "cpu",
-                                "--every", "0.2"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "layerzero", "serve-metrics", "--port", "0",
+                                "--device", "cpu",
+                                "--every", "0.2"], env=env, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
         url = line.split()[1].removesuffix("/metrics,")

@@ -1,4 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct, end to end through lz: equal to transformers stage by stage, and it speaks."""
+"""A real model, SmolLM2-135M-Instruct, end to end through lz: equal to transformers stage by stage,
+and it speaks.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ from typer.testing import CliRunner  # noqa: E402
 
 from layerzero.cli.commands.generate import generate  # noqa: E402
 from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
-from layerzero.integrations.gguf_model import TextGeneration, packaged_model, read_gguf, rows_to_halves  # noqa: E402
+from layerzero.integrations.gguf_model import (  # noqa: E402
+    TextGeneration,
+    packaged_model,
+    read_gguf,
+    rows_to_halves,
+)
 from layerzero.integrations.llama_peer import build_llama, trace_stages  # noqa: E402
 from layerzero.machine.hardware import probe  # noqa: E402
 from layerzero.spec.errors import ConfigError, DataError  # noqa: E402
 from layerzero.verify.model.ladder import LadderModel, climb  # noqa: E402
 
 pytestmark = pytest.mark.integration
-SAMPLES = ("Hello world", "In 1969, Apollo 11 landed: 21.5 kg!", "def f(a):\n    return a+1\n\n", "x=123456789;", "",
-           "naïve café — “quotes” 日本語 🚀", "  leading spaces  and\ttabs", "don't we'll I'm", "<|im_start|>user\nhi")
+SAMPLES = ("Hello world", "In 1969, Apollo 11 landed: 21.5 kg!", "def f(a):\n    return a+1\n\n",
+           "x=123456789;", "", "naïve café — “quotes” 日本語 🚀", "  leading spaces  and\ttabs",
+           "don't we'll I'm", "<|im_start|>user\nhi")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,8 @@ def model():
 @pytest.fixture(scope="module")
 def llama(model):
     """transformers' own, over the same numbers."""
-    pytest.importorskip("transformers", reason="needs transformers: pip install 'layerzero[transformers]'")
+    pytest.importorskip("transformers",
+                        reason="needs transformers: pip install 'layerzero[transformers]'")
     return build_llama(replace(model.config, max_positions=512), model.weights)
 
 
@@ -51,7 +60,8 @@ def stages(model, llama):
 def described(model, stages=None, **changes):
     config = replace(model.config, max_positions=512, **changes)
     against = {"truth": stages, "truth_name": "transformers in float32"} if stages else {}
-    return LadderModel("SmolLM2", config, model.weights, torch.tensor([model.tokenize(TEXT)]), **against)
+    return LadderModel("SmolLM2", config, model.weights, torch.tensor([model.tokenize(TEXT)]),
+                       **against)
 
 
 def rows_to_pairs(weight, heads):
@@ -61,7 +71,8 @@ def rows_to_pairs(weight, heads):
 
 def test_what_the_file_says(model):
     c = model.config
-    assert (c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden, c.inner) == (30, 9, 3, 64, 576, 1536)
+    assert (c.layers, c.heads, c.kv_heads, c.head_dim, c.hidden,
+            c.inner) == (30, 9, 3, 64, 576, 1536)
     assert (c.vocab, c.rope_base, c.tied, c.max_positions) == (49152, 1e5, True, 8192)
     assert sum(t.numel() for t in model.weights.values()) == 134_515_008
     assert model.weights["29.qkv"].shape == (960, 576) and model.stops == {2}
@@ -80,14 +91,17 @@ def test_parity_with_transformers(model, stages, level):
     if level == 3:
         assert len(rung.tables) == 30 and len(rung.rows) == 330
     else:
-        assert {row.text for row in rung.rows if row.what == "top-1"} == {"54 of 54 positions equal"}
+        assert {row.text for row in rung.rows
+                if row.what == "top-1"} == {"54 of 54 positions equal"}
         assert all(row.error <= 1e-3 for row in rung.rows if row.what.endswith("logits"))
         assert {"linear", "rms_norm", "rope", "attention", "embedding", "mlp", "add_rms_norm"} == {
             op for op, _ in rung.kernels}
 
 
 def test_sixteen_bits_are_as_good_as_eager(model):
-    """All of it where the CPU computes in bfloat16; else, where torch takes a hundred times as long, its beginning."""
+    """All of it where the CPU computes in bfloat16; else, where torch takes a hundred times as
+    long, its beginning.
+    """
     whole = described(model)
     if not probe("cpu").supports_bf16:
         whole = described(model, layers=2)._replace(tokens=whole.tokens[:, :4])
@@ -96,7 +110,9 @@ def test_sixteen_bits_are_as_good_as_eager(model):
 
 
 def test_the_rope_case_study_on_real_weights(model, stages):
-    """Rows in the order of GGUF want the interleaved rope; turned in halves they are nonsense, and it is said why."""
+    """Rows in the order of GGUF want the interleaved rope; turned in halves they are nonsense, and
+    it is said why.
+    """
     c = model.config
     rows = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
     stored = dict(model.weights)
@@ -110,7 +126,8 @@ def test_the_rope_case_study_on_real_weights(model, stages):
     [rung] = climb(4, model=wrong)
     culprit = rung.culprit
     assert rung.status == "failed" and "in the order of that" in culprit.why
-    assert (culprit.op, culprit.stage, culprit.kind, culprit.keeps_contract) == ("rope", "0.q", "convention", True)
+    assert (culprit.op, culprit.stage, culprit.kind,
+            culprit.keeps_contract) == ("rope", "0.q", "convention", True)
 
 
 def test_tokens_are_those_of_transformers(model, monkeypatch):
@@ -124,7 +141,8 @@ def test_tokens_are_those_of_transformers(model, monkeypatch):
         if "<|" not in text:
             assert model.detokenize(ids) == text
     messages = [{"role": "user", "content": "Hi"}]
-    assert model.chat(("user", "Hi")) == other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert model.chat(("user", "Hi")) == other.apply_chat_template(messages, tokenize=False,
+                                                                   add_generation_prompt=True)
 
 
 def test_greedy_text_is_that_of_transformers(model, llama):
@@ -133,8 +151,9 @@ def test_greedy_text_is_that_of_transformers(model, llama):
     made = list(run.steps())
     text = torch.tensor([ids])
     with torch.no_grad():
-        wanted = llama.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=12, do_sample=False,
-                                eos_token_id=2, pad_token_id=2)[0, len(ids):].tolist()
+        wanted = llama.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=12,
+                                do_sample=False, eos_token_id=2,
+                                pad_token_id=2)[0, len(ids):].tolist()
     assert made == [t for t in wanted if t != 2] and run.generated == len(made)
     assert model.detokenize(made) == "The capital of France is Paris."
     assert {"prefill", "decode"} == run.kernels.keys()
@@ -191,12 +210,14 @@ def test_the_command_speaks(model):
     text, _, kernels = told.partition("\n")
     assert text == "The capital of France is Paris."
     rows = [line.split() for line in kernels.splitlines() if line.startswith(("prefill", "decode"))]
-    assert {("prefill", "attention"), ("decode", "attention"), ("decode", "sample")} <= {tuple(r[:2]) for r in rows}
+    assert {("prefill", "attention"), ("decode", "attention"),
+            ("decode", "sample")} <= {tuple(r[:2]) for r in rows}
     assert sum(int(r[3]) for r in rows if r[:2] == ["decode", "mlp"]) == 30 * 7
 
 
 def test_the_command_in_json(model, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.commands.generate.read_gguf", lambda path: model)         # not once more
+    # not once more
+    monkeypatch.setattr("layerzero.cli.commands.generate.read_gguf", lambda path: model)
     told = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
     assert told["text"] == " 5," and told["tokens"] == 3 and told["kernels"] == []
 

@@ -1,4 +1,6 @@
-"""Warm-up with the real torch.compile: no request compiles, and of processes that start together one does."""
+"""Warm-up with the real torch.compile: no request compiles, and of processes that start together
+one does.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from layerzero.backends.torch_compiled import compiler
 from layerzero.dispatch.background.compiling import CACHES
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is not True, reason="torch.compile needs a C++ compiler; there is none here"),
+    pytest.mark.skipif(compiler() is not True,
+                       reason="torch.compile needs a C++ compiler; there is none here"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")]
 
 KERNEL = "torch.compiled_rms_norm"
 
-# One process imports everything and the workers are forked from it, as those of a server are: four at once, and a
-# fifth when they are done. Each warms up the same call, then answers requests.
+# One process imports everything and the workers are forked from it, as those of a server are: four
+# at once, and a fifth when they are done. Each warms up the same call, then answers requests.
 SERVER = """
     import json, os, sys, time, traceback
     import torch, layerzero as lz
@@ -97,7 +100,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     with pytest.MonkeyPatch.context() as patch:
         for variable in CACHES:                # a developer's own, or what another test has set
             patch.delenv(variable, raising=False)
-        text = python(SERVER, LAYERZERO_CACHE_DIR=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1", timeout=240.0)
+        text = python(SERVER, LAYERZERO_CACHE_DIR=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1",
+                      timeout=240.0)
     found: dict[str, list[dict[str, Any]]] = json.loads(text)
     assert list((folder / "inductor").iterdir()), "the compiled code is in our cache folder"
     return found

@@ -1,13 +1,14 @@
-"""Runs our Triton kernels in Triton's interpreter against the contracts of their ops; prints one JSON line for each.
+"""Runs our Triton kernels in Triton's interpreter against the contracts of their ops; prints one
+JSON line for each.
 
     python cases.py KERNEL:DTYPE:EVERY ...     every n-th case of the op, and those of our own
     python cases.py crowded                    sampling from a row of thousands of equal scores
     python cases.py expanded                   attention over a KV head that was expanded
     python cases.py configured                 how many programs are launched
 
-A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first imported, for good.
-It runs on CPU tensors, so the rules about the device are lifted. What it computes with bfloat16 in a matrix
-product is wrong, so that dtype is left to the device tests.
+A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first
+imported, for good. It runs on CPU tensors, so the rules about the device are lifted. What it
+computes with bfloat16 in a matrix product is wrong, so that dtype is left to the device tests.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import Condition, Rule
 from layerzero.verify.kernel.contract import check_case
 
-# What the op's own cases do not reach: several splits and rows, long stretches, the other ways through a kernel.
+# What the op's own cases do not reach: several splits and rows, long stretches, the other ways
+# through a kernel.
 OURS: dict[str, tuple[dict[str, Any], ...]] = {
     "triton.attention_decode": (
         {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 1500, "d": 64, "lse": True},
-        {"b": 1, "hq": 8, "hkv": 2, "sq": 8, "sk": 700, "d": 32, "causal": True, "align": "bottom_right"},
-        {"b": 1, "hq": 4, "hkv": 1, "sq": 3, "sk": 600, "window": (100, 0), "align": "bottom_right", "d": 32},
-        {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 300, "causal": True, "align": "top_left", "d": 32}),
+        {"b": 1, "hq": 8, "hkv": 2, "sq": 8, "sk": 700, "d": 32, "causal": True,
+         "align": "bottom_right"},
+        {"b": 1, "hq": 4, "hkv": 1, "sq": 3, "sk": 600, "window": (100, 0), "align": "bottom_right",
+         "d": 32},
+        {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 300, "causal": True, "align": "top_left",
+         "d": 32}),
     "triton.paged_attention_decode": (
         {"context": (900, 3), "hq": 8, "hkv": 2, "lse": True},
         {"context": (400, 90), "lengths_q": (3, 2), "hq": 8, "hkv": 2, "window": 70},
@@ -38,8 +43,10 @@ OURS: dict[str, tuple[dict[str, Any], ...]] = {
     "triton.linear_gemv": ({"rows": (1,), "k": 1536, "n": 70}, {"rows": (3,), "k": 600, "n": 40}),
     "triton.quantized_linear_gemv": (
         {"format": "int4", "rows": (1,), "k": 1536, "n": 20, "group": 128},
-        {"format": "int4", "rows": (1,), "k": 256, "n": 20, "group": 64, "symmetric": False, "bias": True},
-        {"format": "int8", "rows": (1,), "k": 2112, "n": 20}, {"format": "fp8_e4m3", "rows": (1,), "k": 64, "n": 9},
+        {"format": "int4", "rows": (1,), "k": 256, "n": 20, "group": 64, "symmetric": False,
+         "bias": True},
+        {"format": "int8", "rows": (1,), "k": 2112, "n": 20},
+        {"format": "fp8_e4m3", "rows": (1,), "k": 64, "n": 9},
         {"format": "int8", "rows": (1,), "k": 256, "n": 20, "group": 32, "symmetric": False},
         {"format": "int4", "rows": (9,), "k": 1024, "n": 40, "group": 32}),
 }
@@ -48,9 +55,11 @@ OURS: dict[str, tuple[dict[str, Any], ...]] = {
 def interpretable(kernel: Kernel) -> Kernel:
     """The same kernel on the CPU, and for the dtype the interpreter can."""
     def about_hardware(rule: Condition) -> bool:
-        return any(leaf.fact == "sm" or (leaf.fact == "dtype" and isinstance(rule, Rule)) for leaf in rule.leaves())
+        return any(leaf.fact == "sm" or (leaf.fact == "dtype" and isinstance(rule, Rule))
+                   for leaf in rule.leaves())
 
-    return kernel.constrained(tuple(r for r in kernel.requires if r not in HARDWARE and not about_hardware(r)))
+    return kernel.constrained(tuple(r for r in kernel.requires if r not in HARDWARE
+                                    and not about_hardware(r)))
 
 
 def say(name: str, status: str, text: str) -> None:
@@ -66,7 +75,9 @@ def contract(name: str, dtype: str, every: str) -> None:
 
 
 def crowded() -> None:
-    """More ties than the last step can list: it must go through the whole row, and find the same token."""
+    """More ties than the last step can list: it must go through the whole row, and find the same
+    token.
+    """
     from layerzero.backends.triton.sampling import sample
     from layerzero.backends.triton.sampling_search import MAX_LISTED
     from layerzero.ops.sample import reference
@@ -76,7 +87,8 @@ def crowded() -> None:
     uniforms = torch.tensor([0.73], dtype=torch.float64)
     for given in ({"top_p": 0.6}, {"top_k": 900}, {"top_k": 900, "top_p": 0.5, "min_p": 0.1}):
         got, want = (f(logits, **given, uniforms=uniforms) for f in (sample, reference))
-        say("crowded", "passed" if torch.equal(got, want) else "failed", f"{given}: {got} instead of {want}")
+        say("crowded", "passed" if torch.equal(got, want) else "failed",
+            f"{given}: {got} instead of {want}")
 
 
 def expanded() -> None:
@@ -86,8 +98,10 @@ def expanded() -> None:
 
     gen = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, 3, 32, generator=gen).half()
-    key, value = (torch.randn(2, 1, 200, 32, generator=gen).half().expand(2, 8, 200, 32) for _ in "kv")
-    for given in ({}, {"is_causal": True, "causal_align": "bottom_right"}, {"window_left": 20, "scale": 0.3}):
+    key, value = (torch.randn(2, 1, 200, 32, generator=gen).half().expand(2, 8, 200, 32)
+                  for _ in "kv")
+    for given in ({}, {"is_causal": True, "causal_align": "bottom_right"},
+                  {"window_left": 20, "scale": 0.3}):
         got, want = attention_decode(query, key, value, **given), reference(
             query.float(), key.float(), value.float(), **given)
         gap = (got.float() - want).abs().max().item()
@@ -100,10 +114,14 @@ def configured() -> None:
 
     here = torch.device("cpu")
     for text, found, rising in (
-            ("decode", [decode.config(16, 2, 64, 1 << 14, False, here, p).splits for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
-            ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
-            ("gemv", [gemv.config(1, 4096, 4096, 0, False, here, p).block_n for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
-        say("configured", "passed" if found == rising else "failed", f"{text}: {found} instead of {rising}")
+            ("decode", [decode.config(16, 2, 64, 1 << 14, False, here, p).splits
+                        for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
+            ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits
+                       for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
+            ("gemv", [gemv.config(1, 4096, 4096, 0, False, here, p).block_n
+                      for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
+        say("configured", "passed" if found == rising else "failed",
+            f"{text}: {found} instead of {rising}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Triton kernels as somebody else would bring them: to lz.rms_norm, with configurations. Also run as a script, in
-Triton's interpreter, by test_own_triton.py."""
+"""Triton kernels as somebody else would bring them: to lz.rms_norm, with configurations. Also run
+as a script, in Triton's interpreter, by test_own_triton.py."""
 
 from __future__ import annotations
 
@@ -36,16 +36,20 @@ def grid(given):
     return (given["x_ptr"].numel() // max(given["hidden"], 1),)
 
 
-REQUIRES = (dtypes("float16", "bfloat16", "float32"), contiguous("x"), contiguous("weight"), at_most("hidden", 4096),
+REQUIRES = (dtypes("float16", "bfloat16", "float32"), contiguous("x"), contiguous("weight"),
+            at_most("hidden", 4096),
             equals("offset", 0.0))
 MINE = triton_kernel("mine.rms_norm", OP, scaled_rows, launch=launch, grid=grid, requires=REQUIRES)
-TUNED = triton_kernels("mine.tuned", OP, "own_triton:scaled_rows", launch=launch, grid=grid, requires=REQUIRES,
-                       configs=({"num_warps": 2}, {"num_warps": 4}, {"num_warps": 8, "num_stages": 1}))
+TUNED = triton_kernels("mine.tuned", OP, "own_triton:scaled_rows", launch=launch, grid=grid,
+                       requires=REQUIRES,
+                       configs=({"num_warps": 2}, {"num_warps": 4},
+                                {"num_warps": 8, "num_stages": 1}))
 
 
 def on_cpu(kernel):
     """The same for the interpreter."""
-    return kernel.constrained(tuple(r for r in kernel.requires if getattr(r, "fact", "") != "device"))
+    return kernel.constrained(tuple(r for r in kernel.requires
+                                    if getattr(r, "fact", "") != "device"))
 
 
 if __name__ == "__main__":
@@ -60,9 +64,11 @@ if __name__ == "__main__":
     lz.configure(jit="in_request")
     x = torch.randn(3, 100)
     got = lz.rms_norm(x, backend="mine.rms_norm")
-    print(json.dumps({"kernel": "lz.rms_norm", "status": "passed" if torch.allclose(got, OP.reference(x), atol=1e-5)
+    print(json.dumps({"kernel": "lz.rms_norm", "status": "passed"
+                      if torch.allclose(got, OP.reference(x), atol=1e-5)
                       else "failed", "text": lz.which("rms_norm", x, backend="mine.rms_norm")}))
-    too_long = triton_kernel("mine.long", OP, scaled_rows, launch=launch, grid=lambda given: (1, 70000),
+    too_long = triton_kernel("mine.long", OP, scaled_rows, launch=launch,
+                             grid=lambda given: (1, 70000),
                              requires=REQUIRES)
     lz.register(on_cpu(too_long))
     try:

@@ -1,5 +1,7 @@
-"""Bring your own Triton kernel: what is refused when it is declared, that its launch is told apart as Triton does, and
-that it keeps the contract in Triton's interpreter. What needs a GPU is in tests/device/test_own_triton_gpu.py."""
+"""Bring your own Triton kernel: what is refused when it is declared, that its launch is told apart
+as Triton does, and that it keeps the contract in Triton's interpreter. What needs a GPU is in
+tests/device/test_own_triton_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
+                                reason="triton is not installed")
 
 HERE = Path(__file__).parent
 
@@ -23,7 +26,8 @@ HERE = Path(__file__).parent
 def results():
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, str(HERE / "own_triton.py")], capture_output=True, text=True, env=env,
+    done = subprocess.run([sys.executable, str(HERE / "own_triton.py")], capture_output=True,
+                          text=True, env=env,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[dict[str, str]]] = {}
@@ -40,7 +44,8 @@ def test_it_keeps_the_contract(name, results):
 
 
 def test_it_serves_a_call_through_lz(results):
-    assert results["lz.rms_norm"] == [{"kernel": "lz.rms_norm", "status": "passed", "text": "mine.rms_norm"}]
+    assert results["lz.rms_norm"] == [{"kernel": "lz.rms_norm", "status": "passed",
+                                       "text": "mine.rms_norm"}]
 
 
 def test_a_grid_beyond_the_limits_is_refused_before_the_launch(results):
@@ -58,8 +63,10 @@ def mine(monkeypatch):
 
 @pytest.mark.parametrize(("meta", "word"), [
     ({"BLOCK": 1000}, "BLOCK must be a power of two, got 1000"), ({"BLOCK": 0}, "BLOCK must be"),
-    ({"num_warps": 3}, "num_warps must be a power of two, got 3"), ({"num_stages": 0}, "num_stages must be"),
-    ({"BLOCKS": 64}, "BLOCKS is no parameter of the Triton function"), ({"warps": 4}, "options are maxnreg, num_ctas")])
+    ({"num_warps": 3}, "num_warps must be a power of two, got 3"),
+    ({"num_stages": 0}, "num_stages must be"),
+    ({"BLOCKS": 64}, "BLOCKS is no parameter of the Triton function"),
+    ({"warps": 4}, "options are maxnreg, num_ctas")])
 def test_a_configuration_that_no_device_takes_is_refused_when_it_is_declared(mine, meta, word):
     import layerzero as lz
     from layerzero.operate.triton_kernels import triton_kernel
@@ -70,16 +77,21 @@ def test_a_configuration_that_no_device_takes_is_refused_when_it_is_declared(min
 def test_what_is_no_triton_function_is_refused(mine):
     import layerzero as lz
     from layerzero.operate.triton_kernels import triton_kernel, triton_kernels
-    with pytest.raises(lz.errors.RegistrationError, match=r"wanted a @triton\.jit function, got function"):
+    with pytest.raises(lz.errors.RegistrationError,
+                       match=r"wanted a @triton\.jit function, got function"):
         triton_kernel("mine.x", mine.OP, mine.launch, launch=mine.launch, grid=(1,))
-    with pytest.raises(lz.errors.RegistrationError, match=r"'package\.module:name', got 'own_triton'"):
+    with pytest.raises(lz.errors.RegistrationError,
+                       match=r"'package\.module:name', got 'own_triton'"):
         triton_kernel("mine.x", mine.OP, "own_triton", launch=mine.launch, grid=(1,))
-    with pytest.raises(lz.errors.RegistrationError, match=r"launch wants a parameter 'y'; lz\.rms_norm has x, weight"):
+    with pytest.raises(lz.errors.RegistrationError,
+                       match=r"launch wants a parameter 'y'; lz\.rms_norm has x, weight"):
         triton_kernel("mine.x", mine.OP, mine.scaled_rows, launch=lambda y: None, grid=(1,))
     with pytest.raises(lz.errors.RegistrationError, match="two configurations"):
-        triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), configs=[{}, {}])
+        triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,),
+                       configs=[{}, {}])
     with pytest.raises(lz.errors.RegistrationError, match="at least one configuration"):
-        triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,), configs=[])
+        triton_kernels("mine.x", mine.OP, mine.scaled_rows, launch=mine.launch, grid=(1,),
+                       configs=[])
 
 
 def test_each_configuration_is_a_kernel_with_the_build_of_its_file(mine):
@@ -124,7 +136,8 @@ def test_a_plugin_declares_it_without_importing_triton(tmp_path):
 
 # what a launch tells apart
 
-POINTERS = [torch.zeros(64), torch.zeros(64)[1:], torch.zeros(64)[4:], torch.zeros(8, dtype=torch.float16)]
+POINTERS = [torch.zeros(64), torch.zeros(64)[1:], torch.zeros(64)[4:],
+            torch.zeros(8, dtype=torch.float16)]
 NUMBERS = [0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**33]
 OTHERS = [1.0, 0.5, True, False, None]
 
@@ -138,14 +151,16 @@ def test_equal_keys_mean_equal_specialisations_to_triton(mine):
     from layerzero.backends.triton.launch import Launcher
 
     binder = create_function_from_signature(
-        mine.scaled_rows.signature, mine.scaled_rows.params, make_backend(GPUTarget("cuda", 90, 32)))
+        mine.scaled_rows.signature, mine.scaled_rows.params,
+        make_backend(GPUTarget("cuda", 90, 32)))
     launcher = Launcher(mine.scaled_rows)
     seen: dict[object, object] = {}
     kinds: dict[object, object] = {}
     for x, hidden, eps in itertools.product(POINTERS, NUMBERS, OTHERS):
         args = (x, x, x, hidden, eps)
         wanted = repr(binder(*args, WEIGHT=True, BLOCK=64)[1])
-        reader = launcher._readers.setdefault(tuple(map(type, args)), launcher._reader(tuple(map(type, args))))
+        reader = launcher._readers.setdefault(tuple(map(type, args)),
+                                              launcher._reader(tuple(map(type, args))))
         key, passed = reader(*args)
         assert seen.setdefault(key, wanted) == wanted
         assert passed == (x.data_ptr(), x.data_ptr(), x.data_ptr(), hidden, eps)
@@ -163,7 +178,8 @@ def test_arguments_that_are_not_understood_are_left_to_triton(mine):
 
 def test_a_function_with_constants_between_its_arguments_is_left_to_triton(tmp_path, monkeypatch):
     (tmp_path / "odd_order.py").write_text(
-        "import triton\nimport triton.language as tl\n\n@triton.jit\ndef f(x_ptr, BLOCK: tl.constexpr, n):\n    pass\n")
+        "import triton\nimport triton.language as tl\n\n@triton.jit\ndef f(x_ptr, BLOCK: "
+        "tl.constexpr, n):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import odd_order
 
@@ -171,8 +187,9 @@ def test_a_function_with_constants_between_its_arguments_is_left_to_triton(tmp_p
     assert Launcher(odd_order.f)._reader((torch.Tensor, int)) is None
 
 
-@pytest.mark.parametrize(("grid", "axis"), [((2**31,), "grid x"), ((1, 65536), "grid y"), ((1, 1, 65536), "grid z"),
-                                            ((-1,), "grid x"), ((1.0,), "grid x"), ((), "the grid"),
+@pytest.mark.parametrize(("grid", "axis"), [((2**31,), "grid x"), ((1, 65536), "grid y"),
+                                            ((1, 1, 65536), "grid z"), ((-1,), "grid x"),
+                                            ((1.0,), "grid x"), ((), "the grid"),
                                             ((1, 1, 1, 1), "the grid")])
 def test_limits_of_a_grid(grid, axis):
     from layerzero.spec.launch import LaunchLimits, grid_problems
@@ -185,4 +202,5 @@ def test_limits_of_a_block():
     assert not block_problems(32, 48 << 10, LaunchLimits())
     told = block_problems(64, 300_000, LaunchLimits(shared=232_448))
     assert [r.message for r in told] == ["threads of a block must be <= 1024, got 2048",
-                                         "shared memory of a block in bytes must be <= 232448, got 300000"]
+                                         "shared memory of a block in bytes must be <= 232448, got "
+                                         "300000"]

@@ -1,4 +1,7 @@
-"""Our Triton kernels, run by Triton's own interpreter on the CPU, keep their contracts. See cases.py."""
+"""Our Triton kernels, run by Triton's own interpreter on the CPU, keep their contracts.
+
+See cases.py.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.correctness,
-              pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")]
+              pytest.mark.skipif(importlib.util.find_spec("triton") is None,
+                                 reason="triton is not installed")]
 
-# The dtype, and every how many of its op's cases: the interpreter takes a tenth of a second or more for each.
+# The dtype, and every how many of its op's cases: the interpreter takes a tenth of a second or more
+# for each.
 RUNS = {
     "triton.attention_decode": "float16:4", "triton.paged_attention_decode": "float16:4",
-    "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2", "triton.rope": "float32:4",
-    "triton.mlp": "float32:3", "triton.quantize": "float32:3", "triton.linear_gemv": "float16:4",
-    "triton.quantized_linear_gemv": "float16:5", "triton.sample": "float32:7",
-    "triton.attention_decode_half": "float16:40", "triton.paged_attention_decode_double": "float16:40",
+    "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2",
+    "triton.rope": "float32:4", "triton.mlp": "float32:3", "triton.quantize": "float32:3",
+    "triton.linear_gemv": "float16:4", "triton.quantized_linear_gemv": "float16:5",
+    "triton.sample": "float32:7", "triton.attention_decode_half": "float16:40",
+    "triton.paged_attention_decode_double": "float16:40",
     "triton.linear_gemv_double": "float16:20", "triton.quantized_linear_gemv_half": "float16:40"}
 
 
@@ -28,14 +34,16 @@ def test_kernels_keep_their_contracts_in_the_interpreter() -> None:
     """One process and one test for all of them: most of its time would be imports."""
     own = ("crowded", "expanded", "configured")
     tasks = [*(f"{name}:{how}" for name, how in RUNS.items()), *own]
-    done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks], capture_output=True,
-                          text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=600)
+    done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks],
+                          capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     ran: dict[str, list[dict[str, str]]] = {}
     for line in done.stdout.splitlines():
         result = json.loads(line)
         if result["status"] != "skipped":
             ran.setdefault(result["kernel"], []).append(result)
-    assert {name: len(ran.get(name, ())) >= 3 for name in (*RUNS, *own)} == dict.fromkeys((*RUNS, *own), True)
+    assert {name: len(ran.get(name, ())) >= 3
+            for name in (*RUNS, *own)} == dict.fromkeys((*RUNS, *own), True)
     wrong = [r["text"] for results in ran.values() for r in results if r["status"] != "passed"]
     assert not wrong, "\n".join(wrong)

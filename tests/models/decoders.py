@@ -1,9 +1,10 @@
 """Small decoder models, each twice: in plain torch without a cache, and from lz calls with one.
 
-One description serves all of them: Llama (RMSNorm, RoPE, GQA, SwiGLU), GPT (LayerNorm, learned positions, GELU), a
-mixture of experts, and multi-head latent attention. `plain_logits` computes a whole sequence at once with formulas
-written here, in the dtype of its weights: in float64 it is the truth, in a narrower dtype what eager torch is off by.
-`Decoder` is the same model from lz calls; a *memory* decides how tokens are laid out and how the past is kept.
+One description serves all of them: Llama (RMSNorm, RoPE, GQA, SwiGLU), GPT (LayerNorm, learned
+positions, GELU), a mixture of experts, and multi-head latent attention. `plain_logits` computes a
+whole sequence at once with formulas written here, in the dtype of its weights: in float64 it is the
+truth, in a narrower dtype what eager torch is off by. `Decoder` is the same model from lz calls; a
+*memory* decides how tokens are laid out and how the past is kept.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ class Config:
     tied: bool = False             # the head is the embedding
     experts: int = 0               # 0: one dense feed-forward layer
     top_k: int = 2
-    groups: int = 1                # > 1: DeepSeek's routing, by sigmoid, with groups, a correction and a shared expert
-    latent: int = 0                # > 0: multi-head latent attention with keys and values compressed to this width
-    rope_dim: int = 8              # of latent attention: the part of a head that carries the position
+    # > 1: DeepSeek's routing, by sigmoid, with groups, a correction and a shared expert
+    groups: int = 1
+    # > 0: multi-head latent attention with keys and values compressed to this width
+    latent: int = 0
+    # of latent attention: the part of a head that carries the position
+    rope_dim: int = 8
 
     @property
     def key_dim(self) -> int:
@@ -73,7 +77,8 @@ def make_weights(c: Config, dtype: torch.dtype, device: str = "cpu", seed: int =
     def near(centre: float, *shape: int) -> Tensor:
         return centre + 0.1 * (2 * torch.rand(shape, generator=gen) - 1)
 
-    # Of a tied embedding the layers must outweigh what a token adds of itself, or every token would be its own echo.
+    # Of a tied embedding the layers must outweigh what a token adds of itself, or every token would
+    # be its own echo.
     w = {"embed": torch.randn(c.vocab, c.hidden, generator=gen) * (0.1 if c.tied else 1.0),
          "norm": near(1.0, c.hidden)}
     if not c.tied:
@@ -84,17 +89,21 @@ def make_weights(c: Config, dtype: torch.dtype, device: str = "cpu", seed: int =
         made = {"attn_norm": near(1.0, c.hidden), "mlp_norm": near(1.0, c.hidden),
                 "out": matrix(c.hidden, c.heads * c.head_dim)}
         if c.latent:
-            made |= {"q": matrix(c.heads * c.key_dim, c.hidden), "kv_down": matrix(c.latent + c.rope_dim, c.hidden),
-                     "kv_norm": near(1.0, c.latent), "kv_up": matrix(c.heads, 2 * c.head_dim, c.latent)}
+            made |= {"q": matrix(c.heads * c.key_dim, c.hidden),
+                     "kv_down": matrix(c.latent + c.rope_dim, c.hidden),
+                     "kv_norm": near(1.0, c.latent),
+                     "kv_up": matrix(c.heads, 2 * c.head_dim, c.latent)}
         else:
             made["qkv"] = matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)
         if c.experts:
-            made |= {"router": matrix(c.experts, c.hidden), "experts_in": matrix(c.experts, 2 * c.inner, c.hidden),
+            made |= {"router": matrix(c.experts, c.hidden),
+                     "experts_in": matrix(c.experts, 2 * c.inner, c.hidden),
                      "experts_down": matrix(c.experts, c.hidden, c.inner)}
         if c.groups > 1:
             made["correction"] = near(0.0, c.experts)
         if not c.experts or c.groups > 1:
-            made |= {"in": matrix(c.inner if c.bias else 2 * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
+            made |= {"in": matrix(c.inner if c.bias else 2 * c.inner, c.hidden),
+                     "down": matrix(c.hidden, c.inner)}
         if c.bias:
             made |= {f"{name}.bias": near(0.0, made[name].shape[0])
                      for name in ("attn_norm", "mlp_norm", "qkv", "out", "in", "down")}
@@ -107,11 +116,13 @@ def make_weights(c: Config, dtype: torch.dtype, device: str = "cpu", seed: int =
 
 
 def _separate_experts(c: Config, w: Weights, gen: torch.Generator) -> None:
-    """Which expert serves a token is a step function: a rounding that flips a choice changes the logits by any amount,
-    in eager torch as well. So the first columns of the stream hold each token's taste in experts, far apart, and no
+    """Which expert serves a token is a step function: a rounding that flips a choice changes the
+    logits by any amount, in eager torch as well. So the first columns of the stream hold each
+    token's taste in experts, far apart, and no
     layer writes to them; the router of every layer reads them in another order."""
     taste = torch.linspace(-2.0, 2.0, c.experts)
-    w["embed"][:, :c.experts] = torch.stack([taste[torch.randperm(c.experts, generator=gen)] for _ in range(c.vocab)])
+    w["embed"][:, :c.experts] = torch.stack([taste[torch.randperm(c.experts, generator=gen)]
+                                             for _ in range(c.vocab)])
     for i in range(c.layers):
         w[f"{i}.router"].zero_()
         w[f"{i}.router"][:, :c.experts] = torch.eye(c.experts).roll(i, 0)
@@ -130,7 +141,8 @@ def plain_logits(c: Config, w: Weights, tokens: Sequence[int]) -> Tensor:
         layer = {name.removeprefix(f"{i}."): t for name, t in w.items() if name.startswith(f"{i}.")}
         normed = _plain_norm(c, x, layer, "attn_norm")
         q, k, v = _plain_latent(c, layer, normed) if c.latent else _plain_heads(c, layer, normed)
-        x = x + F.linear(_plain_attention(c, q, k, v).flatten(1), layer["out"], layer.get("out.bias"))
+        x = x + F.linear(_plain_attention(c, q, k, v).flatten(1), layer["out"],
+                         layer.get("out.bias"))
         x = x + _plain_feed_forward(c, layer, _plain_norm(c, x, layer, "mlp_norm"))
     return F.linear(_plain_norm(c, x, w, "norm"), w["embed"] if c.tied else w["head"])
 
@@ -146,7 +158,8 @@ def _plain_heads(c: Config, w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tens
     q, k, v = rows.split((c.heads, c.kv_heads, c.kv_heads), 1)
     if c.positions == "rope":
         half = c.head_dim // 2
-        q, k = (_plain_turn(t, t[..., :half], t[..., half:], lambda a, b: torch.cat((a, b), -1)) for t in (q, k))
+        q, k = (_plain_turn(t, t[..., :half], t[..., half:], lambda a, b: torch.cat((a, b), -1))
+                for t in (q, k))
     return q, *(t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
 
 
@@ -155,13 +168,19 @@ def _plain_latent(c: Config, w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Ten
     compressed, shared = F.linear(x, w["kv_down"]).split((c.latent, c.rope_dim), -1)
     compressed = F.rms_norm(compressed, (c.latent,), w["kv_norm"], 1e-6)
     k, v = torch.einsum("tl,hdl->thd", compressed, w["kv_up"]).chunk(2, -1)
-    q_pe, k_pe = (_plain_turn(t, t[..., 0::2], t[..., 1::2], lambda a, b: torch.stack((a, b), -1).flatten(-2))
+    q_pe, k_pe = (_plain_turn(t, t[..., 0::2], t[..., 1::2],
+                              lambda a, b: torch.stack((a, b), -1).flatten(-2))
                   for t in (q[..., c.head_dim:], shared[:, None]))
-    return torch.cat((q[..., :c.head_dim], q_pe), -1), torch.cat((k, k_pe.expand(-1, c.heads, -1)), -1), v
+    return torch.cat((q[..., :c.head_dim], q_pe), -1), torch.cat((k, k_pe.expand(-1, c.heads, -1)),
+                                                                 -1), v
 
 
-def _plain_turn(x: Tensor, first: Tensor, second: Tensor, joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """RoPE of (tokens, heads, dim). The angles are float32, as they are where models are trained."""
+def _plain_turn(x: Tensor, first: Tensor, second: Tensor,
+                joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """RoPE of (tokens, heads, dim).
+
+    The angles are float32, as they are where models are trained.
+    """
     half = x.shape[-1] // 2
     turns = 1.0 / (10000.0 ** (torch.arange(0, 2 * half, 2).float() / (2 * half)))
     angles = torch.arange(len(x)).float()[:, None, None] * turns
@@ -180,7 +199,8 @@ def _plain_attention(c: Config, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _plain_feed_forward(c: Config, w: Weights, x: Tensor) -> Tensor:
     if c.bias:
-        return F.linear(F.gelu(F.linear(x, w["in"], w["in.bias"]), approximate="tanh"), w["down"], w["down.bias"])
+        return F.linear(F.gelu(F.linear(x, w["in"], w["in.bias"]), approximate="tanh"), w["down"],
+                        w["down.bias"])
     if not c.experts:
         return _plain_swiglu(x, w["in"], w["down"])
     ids, shares = _plain_routing(c, w, x)
@@ -203,7 +223,8 @@ def _plain_routing(c: Config, w: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     if c.groups == 1:
         scores = choice = logits.softmax(-1)
-    else:                                      # the two best of four groups, each as good as its two best experts
+    # the two best of four groups, each as good as its two best experts
+    else:
         scores = logits.sigmoid()
         choice = scores + w["correction"]
         grouped = choice.unflatten(-1, (c.groups, -1))
@@ -218,11 +239,15 @@ def _plain_routing(c: Config, w: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
 # The model from lz calls.
 
 class Decoder:
-    """The same model: lz calls, and views and sums between them. Weights and cache have one dtype."""
+    """The same model: lz calls, and views and sums between them.
+
+    Weights and cache have one dtype.
+    """
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.cos, self.sin = lz.positions.rope_tables(config.rope_dim if config.latent else config.head_dim,
+        self.cos, self.sin = lz.positions.rope_tables(config.rope_dim if config.latent
+                                                      else config.head_dim,
                                                       config.max_positions, device=self.device)
 
     @property
@@ -272,13 +297,16 @@ class Decoder:
 
     def _latent(self, i: int, x: Tensor, positions: Tensor, memory: Memory) -> Tensor:
         c, w = self.config, self.weights
-        q, q_pe = self._linear(x, f"{i}.q").unflatten(-1, (c.heads, c.key_dim)).split((c.head_dim, c.rope_dim), -1)
+        q, q_pe = self._linear(x, f"{i}.q").unflatten(-1, (c.heads, c.key_dim)).split(
+            (c.head_dim, c.rope_dim), -1)
         compressed, k_pe = self._linear(x, f"{i}.kv_down").split((c.latent, c.rope_dim), -1)
         compressed = lz.rms_norm(compressed, w[f"{i}.kv_norm"])
-        q_pe, k_pe = lz.rope(q_pe, k_pe.unsqueeze(-2), self.cos, self.sin, positions, style="interleaved",
+        q_pe, k_pe = lz.rope(q_pe, k_pe.unsqueeze(-2), self.cos, self.sin, positions,
+                             style="interleaved",
                              layout="bshd")
         up = w[f"{i}.kv_up"]
-        if isinstance(memory, Latent):         # only what is compressed is kept: the products with `up` are absorbed
+        # only what is compressed is kept: the products with `up` are absorbed
+        if isinstance(memory, Latent):
             key_up, value_up = up.chunk(2, 1)
             out = memory.attend_latent(i, _per_head(q, key_up), q_pe, compressed, k_pe.squeeze(-2))
             out = _per_head(out, value_up.transpose(1, 2))
@@ -290,16 +318,20 @@ class Decoder:
 
     def _feed_forward(self, i: int, x: Tensor) -> Tensor:
         c, w = self.config, {name: self.weights.get(f"{i}.{name}") for name in (
-            "in", "down", "in.bias", "down.bias", "router", "correction", "experts_in", "experts_down")}
+            "in", "down", "in.bias", "down.bias", "router", "correction", "experts_in",
+            "experts_down")}
         if not c.experts:
-            return lz.mlp(x, w["in"], w["down"], "gelu_tanh" if c.bias else "swiglu", bias_in=w["in.bias"],
+            return lz.mlp(x, w["in"], w["down"], "gelu_tanh" if c.bias else "swiglu",
+                          bias_in=w["in.bias"],
                           bias_down=w["down.bias"])
         logits = lz.linear(x, w["router"])
         if c.groups == 1:
             return lz.moe(x, w["experts_in"], w["experts_down"], logits=logits, top_k=c.top_k)
         ids, shares = lz.moe_gate(logits, c.top_k, "sigmoid", n_group=c.groups, topk_group=2,
-                                  e_score_correction_bias=w["correction"], routed_scaling_factor=2.5)
-        return lz.moe(x, w["experts_in"], w["experts_down"], ids, shares) + lz.mlp(x, w["in"], w["down"])
+                                  e_score_correction_bias=w["correction"],
+                                  routed_scaling_factor=2.5)
+        return lz.moe(x, w["experts_in"], w["experts_down"], ids,
+                      shares) + lz.mlp(x, w["in"], w["down"])
 
 
 def _per_head(rows: Tensor, weights: Tensor) -> Tensor:
@@ -313,7 +345,8 @@ def _per_head(rows: Tensor, weights: Tensor) -> Tensor:
 # How tokens are laid out, and how the past is kept.
 
 class Memory:
-    """Packed tokens, (tokens,): those of the first sequence, then those of the second, and so on."""
+    """Packed tokens, (tokens,): those of the first sequence, then those of the second, and so on.
+    """
 
     def __init__(self, model: Decoder, capacity: Sequence[int]) -> None:
         """`capacity`: how long each sequence may get."""
@@ -328,7 +361,8 @@ class Memory:
         return self._packed(rows)
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        positions = [n for start, count in zip(self.held, self.new) for n in range(start, start + count)]
+        positions = [n for start, count in zip(self.held, self.new)
+                     for n in range(start, start + count)]
         return self.tensor([token for row in rows for token in row]), self.tensor(positions)
 
     def divided(self, logits: Tensor) -> list[Tensor]:
@@ -358,7 +392,8 @@ class Cached(Memory):
             "paged": {"pages": sum(-(-n // 16) for n in capacity), "page_size": 16},
             "chunked": {"chunk_size": 64},
         }[kind]
-        self.caches = [lz.kv_cache(kind, **size, **self.entry(), dtype=self.dtype, device=self.device, **options)
+        self.caches = [lz.kv_cache(kind, **size, **self.entry(), dtype=self.dtype,
+                                   device=self.device, **options)
                        for _ in range(self.config.layers)]
         self.names = [self.add() for _ in capacity]
 
@@ -379,7 +414,8 @@ class Cached(Memory):
         for cache in self.caches:
             cache.remove(name)
 
-    def arrange(self, rows: Sequence[Sequence[int]], names: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def arrange(self, rows: Sequence[Sequence[int]],
+                names: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """`names`: whose these tokens are; every sequence's if not said."""
         self.names = list(self.caches[0].sequences if names is None else names)
         self.held = [self.caches[0].length(name) for name in self.names]
@@ -393,57 +429,69 @@ class Cached(Memory):
 
 
 class Latent(Cached):
-    """What latent attention compresses to, in the pages of lz.kv_cache: one entry for all heads, and no window."""
+    """What latent attention compresses to, in the pages of lz.kv_cache: one entry for all heads,
+    and no window.
+    """
 
     def entry(self) -> dict[str, int]:
         assert self.config.window is None, "lz.mla_paged_attention has no window"
         return {"kv_heads": 1, "head_dim": self.config.latent, "head_dim_v": self.config.rope_dim}
 
-    def attend_latent(self, layer: int, q_nope: Tensor, q_pe: Tensor, compressed: Tensor, k_pe: Tensor) -> Tensor:
+    def attend_latent(self, layer: int, q_nope: Tensor, q_pe: Tensor, compressed: Tensor,
+                      k_pe: Tensor) -> Tensor:
         cache = self.caches[layer]
         cache.append(compressed[:, None], k_pe[:, None], self.names, self.new)
         return lz.mla_paged_attention(
-            q_nope, q_pe, cache.key.squeeze(2), cache.value.squeeze(2), cache.block_table(self.names),
-            cache.context_lens(self.names), self.starts, is_causal=True, scale=self.config.key_dim ** -0.5)
+            q_nope, q_pe, cache.key.squeeze(2), cache.value.squeeze(2),
+            cache.block_table(self.names), cache.context_lens(self.names), self.starts,
+            is_causal=True, scale=self.config.key_dim ** -0.5)
 
 
 class Pages(Memory):
-    """Pages kept by hand, in a shuffled pool that is NaN where nothing was written. The prompts are attended to with
-    lz.varlen_attention, what follows with lz.paged_attention."""
+    """Pages kept by hand, in a shuffled pool that is NaN where nothing was written. The prompts are
+    attended to with lz.varlen_attention, what follows with lz.paged_attention."""
 
     def __init__(self, model: Decoder, capacity: Sequence[int], kv_layout: str = "NHD") -> None:
         super().__init__(model, capacity)
         c = self.config
         counts = [-(-n // 16) for n in capacity]
-        shuffled = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
+        shuffled = iter(torch.randperm(sum(counts),
+                                       generator=torch.Generator().manual_seed(1)).tolist())
         rows = [[next(shuffled) for _ in range(n)] + [0] * (max(counts) - n) for n in counts]
         self.table, self.kv_layout = self.tensor(rows, torch.int32), kv_layout
         inner = (16, c.kv_heads) if kv_layout == "NHD" else (c.kv_heads, 16)
-        self.pools = [[torch.full((sum(counts), *inner, dim), math.nan, dtype=self.dtype, device=self.device)
+        self.pools = [[torch.full((sum(counts), *inner, dim), math.nan, dtype=self.dtype,
+                                  device=self.device)
                        for dim in (c.key_dim, c.head_dim)] for _ in range(c.layers)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = [(int(self.table[i, n // 16]), n % 16) for i, (start, count) in enumerate(zip(self.held, self.new))
+        where = [(int(self.table[i, n // 16]), n % 16)
+                 for i, (start, count) in enumerate(zip(self.held, self.new))
                  for n in range(start, start + count)]
         page, slot = self.tensor(where).unbind(1)
         for pool, rows in zip(self.pools[layer], (k, v)):
             (pool if self.kv_layout == "NHD" else pool.transpose(1, 2))[page, slot] = rows
         if not any(self.held):
             longest = max(self.new)
-            return lz.varlen_attention(q, k, v, self.starts, self.starts, longest, longest, is_causal=True,
-                                       causal_align="bottom_right", window_left=self.config.window_left)
+            return lz.varlen_attention(q, k, v, self.starts, self.starts, longest, longest,
+                                       is_causal=True,
+                                       causal_align="bottom_right",
+                                       window_left=self.config.window_left)
         lengths = self.tensor([a + b for a, b in zip(self.held, self.new)], torch.int32)
-        return lz.paged_attention(q, *self.pools[layer], self.table, lengths, self.starts, is_causal=True,
+        return lz.paged_attention(q, *self.pools[layer], self.table, lengths, self.starts,
+                                  is_causal=True,
                                   window_left=self.config.window_left, kv_layout=self.kv_layout)
 
 
 class Padded(Memory):
-    """A batch (batch, seq) padded on the left, and a mask over the keys: what lz.attention takes."""
+    """A batch (batch, seq) padded on the left, and a mask over the keys: what lz.attention takes.
+    """
 
     def __init__(self, model: Decoder, capacity: Sequence[int]) -> None:
         super().__init__(model, capacity)
         c = self.config
-        self.kept = [[torch.empty(len(capacity), 0, c.kv_heads, dim, dtype=self.dtype, device=self.device)
+        self.kept = [[torch.empty(len(capacity), 0, c.kv_heads, dim, dtype=self.dtype,
+                                  device=self.device)
                       for dim in (c.key_dim, c.head_dim)] for _ in range(c.layers)]
         self.real = torch.empty(len(capacity), 0, dtype=torch.bool, device=self.device)
 
@@ -460,10 +508,13 @@ class Padded(Memory):
         return [row[len(row) - n:] for row, n in zip(logits, self.new)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.kept[layer] = [torch.cat((past, new), 1) for past, new in zip(self.kept[layer], (k, v))]
-        # As in torch, a mask and is_causal exclude each other; a window that ends at the diagonal is causal too.
-        return lz.attention(q, *self.kept[layer], attn_mask=self.real[:, None, None], causal_align="bottom_right",
-                            window_left=self.config.window_left, window_right=0, layout="bshd")
+        self.kept[layer] = [torch.cat((past, new), 1)
+                            for past, new in zip(self.kept[layer], (k, v))]
+        # As in torch, a mask and is_causal exclude each other; a window that ends at the diagonal
+        # is causal too.
+        return lz.attention(q, *self.kept[layer], attn_mask=self.real[:, None, None],
+                            causal_align="bottom_right", window_left=self.config.window_left,
+                            window_right=0, layout="bshd")
 
 
 # Generation.
@@ -475,7 +526,8 @@ def greedy(logits: Tensor, step: int) -> Tensor:
 @dataclass(frozen=True)
 class Generated:
     tokens: list[list[int]]                    # what each sequence went on with
-    logits: list[Tensor]                       # of its prompt and of all of these but the last: (tokens, vocab)
+    # of its prompt and of all of these but the last: (tokens, vocab)
+    logits: list[Tensor]
 
 
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], memory: Memory, steps: int,

@@ -2,10 +2,11 @@
 
 T5        encoder and decoder with relative position bias, RMS norm, unscaled attention, gated GELU
 ViT       pre-norm blocks over the tokens of a patch embedding, which are a view of its image
-SD        group norm, self-attention, attention to a text of another width, GEGLU; image in, image out
+SD  group norm, self-attention, attention to a text of another width, GEGLU; image in, image out
 
-Weights are a mapping from name to tensor and are shared by both. What is left to torch in the `lz` models is what has
-no arithmetic worth choosing a kernel for: views, residual additions, and the integers of T5's buckets.
+Weights are a mapping from name to tensor and are shared by both. What is left to torch in the `lz`
+models is what has no arithmetic worth choosing a kernel for: views, residual additions, and the
+integers of T5's buckets.
 """
 
 from __future__ import annotations
@@ -67,35 +68,43 @@ class T5Shape:
 
 
 def t5_weights(shape: T5Shape, seed: int = 44) -> Weights:
-    """Each token has a successor that the model tends to, so that no choice of a token is a close one."""
+    """Each token has a successor that the model tends to, so that no choice of a token is a close
+    one.
+    """
     make = _Maker(seed)
     joint = shape.heads * shape.head_dim
     make.matrix("shared.weight", shape.vocab, shape.width, gain=3 * math.sqrt(shape.width))
     make.matrix("lm_head.weight", shape.vocab, shape.width)
-    for stack, parts in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):
+    for stack, parts in (("encoder", ("SelfAttention",)),
+                         ("decoder", ("SelfAttention", "EncDecAttention"))):
         for i in range(shape.layers):
             for j, part in enumerate(parts):
                 at = f"{stack}.block.{i}.layer.{j}"
                 make.norm(f"{at}.layer_norm", shape.width, bias=False)
-                for name, gain in (("q", shape.head_dim ** -0.25), ("k", shape.head_dim ** -0.25), ("v", 1.0)):
-                    make.matrix(f"{at}.{part}.{name}.weight", joint, shape.width, gain)      # there is no scale
+                for name, gain in (("q", shape.head_dim ** -0.25), ("k", shape.head_dim ** -0.25),
+                                   ("v", 1.0)):
+                    # there is no scale
+                    make.matrix(f"{at}.{part}.{name}.weight", joint, shape.width, gain)
                 make.matrix(f"{at}.{part}.o.weight", shape.width, joint)
             at = f"{stack}.block.{i}.layer.{len(parts)}"
             make.norm(f"{at}.layer_norm", shape.width, bias=False)
-            for name, out, width in (("wi_0", shape.inner, shape.width), ("wi_1", shape.inner, shape.width),
+            for name, out, width in (("wi_0", shape.inner, shape.width),
+                                     ("wi_1", shape.inner, shape.width),
                                      ("wo", shape.width, shape.inner)):
                 make.matrix(f"{at}.DenseReluDense.{name}.weight", out, width)
-        make.matrix(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", shape.buckets, shape.heads,
+        make.matrix(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                    shape.buckets, shape.heads,
                     gain=math.sqrt(shape.heads))
         make.norm(f"{stack}.final_layer_norm", shape.width, bias=False)
-    successor = F.normalize(make.made["shared.weight"][torch.randperm(shape.vocab, generator=make.gen)])
+    successor = F.normalize(
+        make.made["shared.weight"][torch.randperm(shape.vocab, generator=make.gen)])
     make.made["lm_head.weight"] = 0.75 * successor + 1.3 * F.normalize(make.made["lm_head.weight"])
     return make.made
 
 
 def t5_buckets(shape: T5Shape, seq_q: int, seq_k: int, both_ways: bool) -> Tensor:
-    """(seq_q, seq_k): which bucket the distance falls into; half of them exact, half by logarithm. The last query
-    stands at the last key."""
+    """(seq_q, seq_k): which bucket the distance falls into; half of them exact, half by logarithm.
+    The last query stands at the last key."""
     distance = torch.arange(seq_k)[None] - torch.arange(seq_k - seq_q, seq_k)[:, None]
     buckets, found = shape.buckets, torch.zeros_like(distance)
     if both_ways:
@@ -125,7 +134,9 @@ class TorchT5:
         return self.w[f"{at}.weight"] * scaled.to(x.dtype)
 
     def attention(self, at: str, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (F.linear(t, self.w[f"{at}.{n}.weight"]).unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+        q, k, v = (F.linear(t, self.w[f"{at}.{n}.weight"]).unflatten(-1,
+                                                                     (self.shape.heads,
+                                                                      -1)).transpose(1, 2)
                    for n, t in (("q", x), ("k", context), ("v", context)))
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
         return F.linear(out.transpose(1, 2).flatten(2), self.w[f"{at}.o.weight"])
@@ -136,9 +147,11 @@ class TorchT5:
 
     def bias(self, stack: str, seq: int) -> Tensor:
         table = self.w[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
-        return F.embedding(t5_buckets(self.shape, seq, seq, stack == "encoder"), table).permute(2, 0, 1)[None]
+        return F.embedding(t5_buckets(self.shape, seq, seq, stack == "encoder"),
+                           table).permute(2, 0, 1)[None]
 
-    def stack(self, stack: str, ids: Tensor, mask: Tensor, cross: tuple[Tensor, Tensor] | None) -> Tensor:
+    def stack(self, stack: str, ids: Tensor, mask: Tensor,
+              cross: tuple[Tensor, Tensor] | None) -> Tensor:
         x = F.embedding(ids, self.w["shared.weight"])
         for i in range(self.shape.layers):
             at = f"{stack}.block.{i}.layer"
@@ -148,7 +161,8 @@ class TorchT5:
                 n = self.norm(f"{at}.1.layer_norm", x)
                 x = x + self.attention(f"{at}.1.EncDecAttention", n, *cross)
             last = 1 if cross is None else 2
-            x = x + self.feed_forward(f"{at}.{last}.DenseReluDense", self.norm(f"{at}.{last}.layer_norm", x))
+            x = x + self.feed_forward(f"{at}.{last}.DenseReluDense",
+                                      self.norm(f"{at}.{last}.layer_norm", x))
         return self.norm(f"{stack}.final_layer_norm", x)
 
     def encode(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -164,22 +178,29 @@ class TorchT5:
 
 
 class LzT5:
-    """From lz calls. With caches it computes new tokens only; the encoder's keys and values are written once."""
+    """From lz calls.
+
+    With caches it computes new tokens only; the encoder's keys and values are written once.
+    """
 
     def __init__(self, shape: T5Shape, weights: Weights) -> None:
         self.shape, self.w = shape, weights
 
     def caches(self, kind: str, memory: Tensor, lengths: Sequence[int], **sizes: Any) -> list[Any]:
-        """One for each layer of the decoder, with one sequence for each row and the encoder's side filled."""
+        """One for each layer of the decoder, with one sequence for each row and the encoder's side
+        filled.
+        """
         caches = []
         rows = torch.cat([row[:n] for row, n in zip(memory, lengths)])
         for i in range(self.shape.layers):
-            cache = lz.kv_cache(kind, kv_heads=self.shape.heads, head_dim=self.shape.head_dim, dtype=memory.dtype,
+            cache = lz.kv_cache(kind, kv_heads=self.shape.heads, head_dim=self.shape.head_dim,
+                                dtype=memory.dtype,
                                 cross_len=max(lengths), **sizes)
             for _ in lengths:
                 cache.add()
             at = f"decoder.block.{i}.layer.1.EncDecAttention"
-            cache.cross.append(self.heads(f"{at}.k", rows), self.heads(f"{at}.v", rows), lengths=lengths)
+            cache.cross.append(self.heads(f"{at}.k", rows), self.heads(f"{at}.v", rows),
+                               lengths=lengths)
             caches.append(cache)
         return caches
 
@@ -193,12 +214,14 @@ class LzT5:
         bias = lz.embedding(buckets, table).permute(2, 0, 1)[None]
         if stack == "encoder" or seq_q == 1:
             return bias
-        return bias.masked_fill(torch.ones(seq_q, seq_k, dtype=torch.bool).triu(1 + seq_k - seq_q), -math.inf)
+        return bias.masked_fill(torch.ones(seq_q, seq_k, dtype=torch.bool).triu(1 + seq_k - seq_q),
+                                -math.inf)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return lz.attention(q, k, v, mask, scale=1.0, layout="bshd")
 
-    def stack(self, stack: str, ids: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    def stack(self, stack: str, ids: Tensor,
+              attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
               cross: Callable[[int, Tensor], Tensor] | None) -> Tensor:
         eps = self.shape.eps
         x = lz.embedding(ids, self.w["shared.weight"])
@@ -207,14 +230,16 @@ class LzT5:
             at = f"{stack}.block.{i}.layer"
             n, x = self.added(change, x, f"{at}.0.layer_norm")
             q, k, v = (self.heads(f"{at}.0.SelfAttention.{name}", n) for name in "qkv")
-            change = lz.linear(attend(i, q, k, v).flatten(-2), self.w[f"{at}.0.SelfAttention.o.weight"])
+            change = lz.linear(attend(i, q, k, v).flatten(-2),
+                               self.w[f"{at}.0.SelfAttention.o.weight"])
             if cross is not None:
                 n, x = self.added(change, x, f"{at}.1.layer_norm")
                 out = cross(i, self.heads(f"{at}.1.EncDecAttention.q", n))
                 change = lz.linear(out.flatten(-2), self.w[f"{at}.1.EncDecAttention.o.weight"])
             last = f"{at}.{1 if cross is None else 2}"
             n, x = self.added(change, x, f"{last}.layer_norm")
-            gate, up, down = (self.w[f"{last}.DenseReluDense.{name}.weight"] for name in ("wi_0", "wi_1", "wo"))
+            gate, up, down = (self.w[f"{last}.DenseReluDense.{name}.weight"]
+                              for name in ("wi_0", "wi_1", "wo"))
             change = lz.mlp(n, gate, down, "geglu_tanh", weight_up=up)
         assert change is not None
         return lz.add_rms_norm(change, x, self.w[f"{stack}.final_layer_norm.weight"], eps)[0]
@@ -236,7 +261,8 @@ class LzT5:
 
         def cross(i: int, q: Tensor) -> Tensor:
             at = f"decoder.block.{i}.layer.1.EncDecAttention"
-            return self.attend(q, self.heads(f"{at}.k", memory), self.heads(f"{at}.v", memory), seen)
+            return self.attend(q, self.heads(f"{at}.k", memory), self.heads(f"{at}.v", memory),
+                               seen)
 
         out = self.stack("decoder", ids, lambda i, q, k, v: self.attend(q, k, v, mask), cross)
         return lz.linear(out, self.w["lm_head.weight"])
@@ -279,7 +305,8 @@ def lz_vit(x: Tensor, w: Weights, heads: int, layout: str = "bshd") -> Tensor:
     """Blocks over tokens (batch, tokens, width) of any strides."""
     for i in range(sum(name.endswith(".qkv.bias") for name in w)):
         qkv = lz.linear(lz.layer_norm(x, *pair(w, f"{i}.norm1"), eps=1e-6), *pair(w, f"{i}.qkv"))
-        q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)             # views with the row of all three
+        # views with the row of all three
+        q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
         if layout == "bhsd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = lz.attention(q, k, v, layout=layout)
@@ -294,7 +321,8 @@ def lz_vit(x: Tensor, w: Weights, heads: int, layout: str = "bshd") -> Tensor:
 def torch_vit(x: Tensor, w: Weights, heads: int) -> Tensor:
     for i in range(sum(name.endswith(".qkv.bias") for name in w)):
         n = F.layer_norm(x, x.shape[-1:], *pair(w, f"{i}.norm1"), eps=1e-6)
-        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in F.linear(n, *pair(w, f"{i}.qkv")).chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2)
+                   for t in F.linear(n, *pair(w, f"{i}.qkv")).chunk(3, -1))
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + F.linear(out, *pair(w, f"{i}.proj"))
         n = F.layer_norm(x, x.shape[-1:], *pair(w, f"{i}.norm2"), eps=1e-6)
@@ -324,7 +352,8 @@ def lz_sd(image: Tensor, text: Tensor, w: Weights, heads: int) -> Tensor:
     def attention(name: str, x: Tensor, context: Tensor) -> Tensor:
         q, k, v = (lz.linear(t, w[f"{name}.to_{n}.weight"]).unflatten(-1, (heads, -1))
                    for n, t in (("q", x), ("k", context), ("v", context)))
-        return lz.linear(lz.attention(q, k, v, layout="bshd").flatten(-2), *pair(w, f"{name}.to_out"))
+        return lz.linear(lz.attention(q, k, v, layout="bshd").flatten(-2),
+                         *pair(w, f"{name}.to_out"))
 
     x = lz.group_norm(image, 32, *pair(w, "norm"), eps=1e-6)
     x = lz.linear(x.permute(0, 2, 3, 1).flatten(1, 2), *pair(w, "proj_in"))
@@ -332,15 +361,16 @@ def lz_sd(image: Tensor, text: Tensor, w: Weights, heads: int) -> Tensor:
     x = x + attention("attn1", n, n)
     x = x + attention("attn2", lz.layer_norm(x, *pair(w, "norm2")), text)
     (up, gate), (up_bias, gate_bias) = (t.chunk(2) for t in pair(w, "ff.proj"))
-    x = x + lz.mlp(lz.layer_norm(x, *pair(w, "norm3")), gate, w["ff.out.weight"], "geglu", weight_up=up,
-                   bias_in=gate_bias, bias_up=up_bias, bias_down=w["ff.out.bias"])
+    x = x + lz.mlp(lz.layer_norm(x, *pair(w, "norm3")), gate, w["ff.out.weight"], "geglu",
+                   weight_up=up, bias_in=gate_bias, bias_up=up_bias, bias_down=w["ff.out.bias"])
     x = lz.linear(x, *pair(w, "proj_out"))
     return image + x.unflatten(1, image.shape[-2:]).permute(0, 3, 1, 2)
 
 
 def torch_sd(image: Tensor, text: Tensor, w: Weights, heads: int) -> Tensor:
     def attention(name: str, x: Tensor, context: Tensor) -> Tensor:
-        q, k, v = (F.linear(t, w[f"{name}.to_{n}.weight"]).unflatten(-1, (heads, -1)).transpose(1, 2)
+        q, k, v = (F.linear(t, w[f"{name}.to_{n}.weight"]).unflatten(-1, (heads, -1)).transpose(
+            1, 2)
                    for n, t in (("q", x), ("k", context), ("v", context)))
         out = F.scaled_dot_product_attention(q, k, v)
         return F.linear(out.transpose(1, 2).flatten(2), *pair(w, f"{name}.to_out"))
@@ -353,4 +383,5 @@ def torch_sd(image: Tensor, text: Tensor, w: Weights, heads: int) -> Tensor:
     x = x + attention("attn2", F.layer_norm(x, width, *pair(w, "norm2")), text)
     up, gate = F.linear(F.layer_norm(x, width, *pair(w, "norm3")), *pair(w, "ff.proj")).chunk(2, -1)
     x = x + F.linear(up * F.gelu(gate), *pair(w, "ff.out"))
-    return image + F.linear(x, *pair(w, "proj_out")).unflatten(1, image.shape[-2:]).permute(0, 3, 1, 2)
+    return image + F.linear(x, *pair(w, "proj_out")).unflatten(1, image.shape[-2:]).permute(0, 3, 1,
+                                                                                            2)

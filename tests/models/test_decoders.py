@@ -1,8 +1,10 @@
-"""Decoder models from lz calls only, against the same models in plain torch that recompute everything.
+"""Decoder models from lz calls only, against the same models in plain torch that recompute
+everything.
 
-A prompt, then 32 greedy tokens, of a ragged batch. The logits of every position may be off by at most twice what eager
-torch is off by in the same dtype, both against float64. The tokens are judged at each step by what came before them: in
-float32 every one is the truth's choice, so the whole sequence is; in 16 bits wherever eager could not be mistaken.
+A prompt, then 32 greedy tokens, of a ragged batch. The logits of every position may be off by at
+most twice what eager torch is off by in the same dtype, both against float64. The tokens are judged
+at each step by what came before them: in float32 every one is the truth's choice, so the whole
+sequence is; in 16 bits wherever eager could not be mistaken.
 """
 
 from __future__ import annotations
@@ -15,7 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import SHAPES, Cached, Config, Decoder, Generated, Latent, Memory, Padded, Pages, generate, make_weights
+from decoders import (
+    SHAPES,
+    Cached,
+    Config,
+    Decoder,
+    Generated,
+    Latent,
+    Memory,
+    Padded,
+    Pages,
+    generate,
+    make_weights,
+)
 from decoders import plain_logits as plain
 from helpers import world as world
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,7 +62,8 @@ def every_choice_served() -> Iterator[None]:
     stop = lz.subscribe(seen.append)
     yield
     stop()
-    assert not [event for event in seen if event.name in ("fallback", "health", "unavailable", "adapted")]
+    assert not [event for event in seen if event.name in ("fallback", "health", "unavailable",
+                                                          "adapted")]
 
 
 def name_of(value: Any) -> str:
@@ -66,21 +81,26 @@ def model_of(config: Config, dtype: torch.dtype, device: str = "cpu") -> Decoder
 
 
 @lru_cache(maxsize=12)
-def expected(config: Config, dtype: torch.dtype, device: str, tokens: tuple[int, ...]) -> tuple[Tensor, float]:
-    """The logits in float64, of the weights as `dtype` holds them, and how far eager torch is off in `dtype`."""
+def expected(config: Config, dtype: torch.dtype, device: str,
+             tokens: tuple[int, ...]) -> tuple[Tensor, float]:
+    """The logits in float64, of the weights as `dtype` holds them, and how far eager torch is off
+    in `dtype`.
+    """
     weights = make_weights(config, dtype, device)
     truth = plain(config, {name: t.double() for name, t in weights.items()}, tokens)
     return truth, float((plain(config, weights, tokens).double() - truth).abs().max())
 
 
-def check_logits(model: Decoder, sequences: Sequence[Sequence[int]], logits: Sequence[Tensor]) -> float:
+def check_logits(model: Decoder, sequences: Sequence[Sequence[int]],
+                 logits: Sequence[Tensor]) -> float:
     """Every position of every sequence; what eager torch is off by."""
     pairs = [(*expected(model.config, model.dtype, model.device.type, tuple(row)), got)
              for row, got in zip(sequences, logits)]
     assert all(got.dtype == model.dtype and got.shape == truth.shape for truth, _, got in pairs)
     eager = max(off for _, off, _ in pairs)
     worst = max(float((got.double() - truth).abs().max()) for truth, _, got in pairs)
-    assert worst <= 2 * eager, f"the logits are off by {worst:.3g}, those of eager torch by {eager:.3g}"
+    assert worst <= 2 * eager, (
+        f"the logits are off by {worst:.3g}, those of eager torch by {eager:.3g}")
     return eager
 
 
@@ -94,16 +114,19 @@ def check(model: Decoder, prompts: Sequence[Sequence[int]], run: Generated) -> N
         first, second = truth.topk(2).values.unbind(-1)
         clear = first - second > noise
         wrong = clear & (truth.argmax(-1) != torch.tensor(tokens, device=truth.device))
-        assert not wrong.any(), f"other tokens than the truth's at steps {wrong.nonzero().flatten().tolist()}"
+        assert not wrong.any(), (
+            f"other tokens than the truth's at steps {wrong.nonzero().flatten().tolist()}")
         decided += int(clear.sum())
-    assert decided >= len(prompts) * len(run.tokens[0]) / 2, "hardly a step says anything: the test is too noisy"
+    assert decided >= len(prompts) * len(
+        run.tokens[0]) / 2, "hardly a step says anything: the test is too noisy"
 
 
 def run_case(shape: str, memory: str, window: int | None, dtype: torch.dtype, device: str = "cpu",
              lengths: Sequence[int] = ()) -> None:
     model = model_of(replace(SHAPES[shape], window=window), dtype, device)
     prompts = prompts_of(lengths or PROMPTS[window])
-    run = generate(model, prompts, MEMORIES[memory](model, [len(p) + STEPS for p in prompts]), STEPS)
+    run = generate(model, prompts, MEMORIES[memory](model, [len(p) + STEPS for p in prompts]),
+                   STEPS)
     check(model, prompts, run)
 
 
@@ -113,13 +136,15 @@ def run_case(shape: str, memory: str, window: int | None, dtype: torch.dtype, de
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("window", PROMPTS, ids=name_of)
 @pytest.mark.parametrize("shape", ["llama", "gpt", "moe", "mla"])
-def test_prefill_and_greedy_decode(shape: str, window: int | None, dtype: torch.dtype, memory: str) -> None:
+def test_prefill_and_greedy_decode(shape: str, window: int | None, dtype: torch.dtype,
+                                   memory: str) -> None:
     run_case(shape, memory, window, dtype)
 
 
 @pytest.mark.parametrize("memory", ["latent contiguous", "latent paged"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_latent_attention_that_keeps_only_what_is_compressed(dtype: torch.dtype, memory: str) -> None:
+def test_latent_attention_that_keeps_only_what_is_compressed(dtype: torch.dtype,
+                                                             memory: str) -> None:
     run_case("mla", memory, None, dtype)
     run_case("mla", memory, None, dtype, lengths=(300, 12, 140))
 
@@ -130,10 +155,12 @@ def test_latent_attention_with_grouped_experts(memory: str) -> None:
     run_case("deepseek", memory, None, torch.float32, lengths=(150, 9, 33))
 
 
-@pytest.mark.parametrize("memory", ["chunked", "paged HND", "pages by hand", "pages by hand HND", "padded"])
+@pytest.mark.parametrize("memory", ["chunked", "paged HND", "pages by hand", "pages by hand HND",
+                                    "padded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(("shape", "window"), [("llama", 256), ("gpt", None)])
-def test_other_ways_to_keep_the_past(shape: str, window: int | None, dtype: torch.dtype, memory: str) -> None:
+def test_other_ways_to_keep_the_past(shape: str, window: int | None, dtype: torch.dtype,
+                                     memory: str) -> None:
     run_case(shape, memory, window, dtype)
 
 
@@ -177,13 +204,16 @@ def test_one_key_more_or_less_in_the_window_would_be_noticed(window: int) -> Non
     prompt = tuple(prompts_of(PROMPTS[window])[0])
     truth, eager = expected(config, torch.float32, "cpu", prompt)
     for other in (window - 1, window + 1):
-        moved = (expected(replace(config, window=other), torch.float32, "cpu", prompt)[0] - truth).abs().amax(-1)
+        moved = (expected(replace(config, window=other), torch.float32, "cpu", prompt)[0]
+                 - truth).abs().amax(-1)
         hides = min(window, other)             # the first position from which a key is hidden
         assert float(moved[:hides].max()) == 0.0 and float(moved[hides:].min()) > 20 * eager
 
 
 def test_a_wrong_model_is_found() -> None:
-    """The checks themselves: a head that is off by a few roundings, and one token that is not the best."""
+    """The checks themselves: a head that is off by a few roundings, and one token that is not the
+    best.
+    """
     model, prompts = model_of(SHAPES["llama"], torch.float32), prompts_of((40, 7))
     run = generate(model, prompts, Padded(model, [72, 72]), STEPS)
     check(model, prompts, run)
@@ -191,7 +221,8 @@ def test_a_wrong_model_is_found() -> None:
         check(model, prompts, replace(run, logits=[t + 1e-5 for t in run.logits]))
     last = run.tokens[1][-1]
     with pytest.raises(AssertionError, match=r"other tokens than the truth's at steps \[31\]"):
-        check(model, prompts, replace(run, tokens=[run.tokens[0], [*run.tokens[1][:-1], (last + 1) % 320]]))
+        check(model, prompts,
+              replace(run, tokens=[run.tokens[0], [*run.tokens[1][:-1], (last + 1) % 320]]))
 
 
 # As a server uses a cache.
@@ -199,11 +230,13 @@ def test_a_wrong_model_is_found() -> None:
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "chunked"])
 @pytest.mark.parametrize("shape", ["llama", "gpt", "mla"])
 def test_a_prompt_in_pieces(shape: str, kind: str) -> None:
-    model, prompts = model_of(replace(SHAPES[shape], window=256), torch.float32), prompts_of((300, 40, 130))
+    model, prompts = model_of(replace(SHAPES[shape], window=256),
+                              torch.float32), prompts_of((300, 40, 130))
     memory = Cached(model, [len(p) for p in prompts], kind)
     parts: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, 300, 128):
-        rows = [prompt[start:start + 128] for prompt in prompts]           # none at all of one that is through
+        # none at all of one that is through
+        rows = [prompt[start:start + 128] for prompt in prompts]
         for part, new in zip(parts, memory.divided(model(*memory.arrange(rows), memory))):
             part.append(new)
     check_logits(model, prompts, [torch.cat(part) for part in parts])
@@ -212,13 +245,16 @@ def test_a_prompt_in_pieces(shape: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "chunked", "latent paged"])
 def test_sequences_join_and_leave_while_others_go_on(kind: str) -> None:
     latent = kind.startswith("latent")
-    model, prompts = model_of(SHAPES["mla" if latent else "llama"], torch.float32), prompts_of((50, 18, 5, 33))
-    room = [80, 80, 80]                                                    # the fourth gets the place of another
+    model, prompts = model_of(SHAPES["mla" if latent else "llama"],
+                              torch.float32), prompts_of((50, 18, 5, 33))
+    # the fourth gets the place of another
+    room = [80, 80, 80]
     memory = Latent(model, room, "paged") if latent else Cached(model, room, kind)
     for name in memory.names:
         memory.remove(name)
     arrive, leave = {0: 0, 3: 1, 5: 2, 11: 3}, {10: 0}
-    rows: dict[int, list[int]] = {}                                        # by its name in the cache: all its tokens
+    # by its name in the cache: all its tokens
+    rows: dict[int, list[int]] = {}
     logits: dict[int, list[Tensor]] = {}
     order: list[int] = []
     for step in range(20):
@@ -233,7 +269,8 @@ def test_sequences_join_and_leave_while_others_go_on(kind: str) -> None:
             logits[name].append(part)
             rows[name].append(int(lz.sample(part[-1:], temperature=0.0)))
     assert len(rows) == 4 and min(len(parts) for parts in logits.values()) >= 9
-    check_logits(model, [row[:-1] for row in rows.values()], [torch.cat(parts) for parts in logits.values()])
+    check_logits(model, [row[:-1] for row in rows.values()],
+                 [torch.cat(parts) for parts in logits.values()])
     for row, parts in zip(rows.values(), logits.values()):
         truth = expected(model.config, torch.float32, "cpu", tuple(row[:-1]))[0]
         assert truth.argmax(-1).tolist()[-len(parts):] == row[-len(parts):]
@@ -250,14 +287,19 @@ def test_one_prompt_goes_on_in_two_ways(kind: str) -> None:
     ends = prompts_of((12, 12))
     tails: list[list[Tensor]] = [[], []]
     for tokens in zip(*ends):
-        for tail, part in zip(tails, memory.divided(model(*memory.arrange([[t] for t in tokens], names), memory))):
+        for tail, part in zip(tails,
+                              memory.divided(model(*memory.arrange([[t] for t in tokens], names),
+                                                   memory))):
             tail.append(part)
-    check_logits(model, [[*prompt, *end] for end in ends], [torch.cat([head, *tail]) for tail in tails])
+    check_logits(model, [[*prompt, *end] for end in ends],
+                 [torch.cat([head, *tail]) for tail in tails])
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad],
+                         ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("memory", ["contiguous", "paged", "padded"])
-def test_weights_that_want_gradients_generate_all_the_same(memory: str, mode: Callable[[], Any]) -> None:
+def test_weights_that_want_gradients_generate_all_the_same(memory: str,
+                                                           mode: Callable[[], Any]) -> None:
     weights = make_weights(SHAPES["llama"], torch.float32)
     model, prompts = Decoder(SHAPES["llama"], weights), prompts_of((30, 4))
     room = [len(p) + STEPS for p in prompts]
@@ -282,13 +324,16 @@ def test_a_growing_cache_is_seldom_chosen_for_anew() -> None:
 
 
 @pytest.mark.parametrize(("shape", "memory", "dtype"), [
-    ("llama", "contiguous", torch.bfloat16), ("gpt", "padded", torch.float32), ("mla", "latent paged", torch.float32)],
+    ("llama", "contiguous", torch.bfloat16), ("gpt", "padded", torch.float32),
+    ("mla", "latent paged", torch.float32)],
     ids=name_of)
-def test_whoever_serves_the_model_is_the_same(shape: str, memory: str, dtype: torch.dtype, world: None) -> None:
+def test_whoever_serves_the_model_is_the_same(shape: str, memory: str, dtype: torch.dtype,
+                                              world: None) -> None:
     """What was chosen is denied, and again, until nothing but the formulas is left."""
     chosen: set[str] = set()
     rounds = 0
-    stop = lz.subscribe(lambda event: chosen.add(event.kernel) if event.name == "selected" else None)
+    stop = lz.subscribe(lambda event: chosen.add(event.kernel) if event.name == "selected"
+                        else None)
     while True:
         denied = sorted(kernel for kernel in chosen if not kernel.startswith("reference."))
         lz.configure(jit="never", rules=(lz.PolicyRule.of("deny", denied),) if denied else ())
@@ -302,16 +347,20 @@ def test_whoever_serves_the_model_is_the_same(shape: str, memory: str, dtype: to
 
 # Text to text.
 
-SENTENCES = ["the quick brown fox jumps over the lazy dog", "a kernel is chosen by what was measured here",
-             "every token sees the keys of its window", "the same seed gives the same text, twice and again"]
-TEXTS = ["the quick brown", "a kernel", "every token sees the keys of the lazy dog, twice and again"]
+SENTENCES = ["the quick brown fox jumps over the lazy dog",
+             "a kernel is chosen by what was measured here",
+             "every token sees the keys of its window",
+             "the same seed gives the same text, twice and again"]
+TEXTS = ["the quick brown", "a kernel",
+         "every token sees the keys of the lazy dog, twice and again"]
 NEW = 24
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(
+        add_prefix_space=False), decoders.ByteLevel()
     made.train_from_iterator(SENTENCES * 4, trainers.BpeTrainer(
         vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     assert made.get_vocab_size() == SHAPES["llama"].vocab
@@ -320,19 +369,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def written(tokenizer: Path, texts: Sequence[str], pick: Callable[[Tensor, int], Tensor], memory: str = "paged",
+def written(tokenizer: Path, texts: Sequence[str], pick: Callable[[Tensor, int], Tensor],
+            memory: str = "paged",
             dtype: torch.dtype = torch.float32) -> list[str]:
     """Tokenize, run the model, sample, and back to text: what each text went on with."""
     model = model_of(SHAPES["llama"], dtype)
     prompts = lz.tokenize(list(texts), str(tokenizer)).ids
-    run = generate(model, prompts, MEMORIES[memory](model, [len(p) + NEW for p in prompts]), NEW, pick)
+    run = generate(model, prompts, MEMORIES[memory](model, [len(p) + NEW for p in prompts]), NEW,
+                   pick)
     return lz.detokenize(run.tokens, str(tokenizer))
 
 
 def by_seeds(*seeds: int) -> Callable[[Tensor, int], Tensor]:
     """A seed for each text; the step moves along its stream."""
     rows = torch.tensor(seeds)
-    return lambda logits, step: lz.sample(logits, temperature=0.8, top_p=0.9, seed_rows=rows, offset=step)
+    return lambda logits, step: lz.sample(logits, temperature=0.8, top_p=0.9, seed_rows=rows,
+                                          offset=step)
 
 
 def test_the_same_seed_writes_the_same_text(tokenizer: Path) -> None:
@@ -371,10 +423,12 @@ def test_one_seed_or_one_generator_for_the_whole_batch(tokenizer: Path) -> None:
 
 
 def test_the_text_is_that_of_plain_torch_and_the_tokenizers_library(tokenizer: Path) -> None:
-    uniforms = torch.rand(NEW, len(TEXTS), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.rand(NEW, len(TEXTS), dtype=torch.float64,
+                          generator=torch.Generator().manual_seed(0))
     texts = written(tokenizer, TEXTS, lambda logits, step: lz.sample(
         logits, temperature=0.8, top_p=0.9, uniforms=uniforms[step]))
-    library, weights = Tokenizer.from_file(str(tokenizer)), make_weights(SHAPES["llama"], torch.float32)
+    library, weights = Tokenizer.from_file(str(tokenizer)), make_weights(SHAPES["llama"],
+                                                                         torch.float32)
     for text, want, numbers in zip(texts, TEXTS, uniforms.T):
         row = library.encode(want).ids
         start = len(row)
@@ -382,6 +436,7 @@ def test_the_text_is_that_of_plain_torch_and_the_tokenizers_library(tokenizer: P
             probabilities = (plain(SHAPES["llama"], weights, row)[-1].double() / 0.8).softmax(-1)
             ranked, order = probabilities.sort(descending=True, stable=True)
             nucleus = order[ranked.cumsum(-1) - ranked < 0.9]
-            kept = torch.zeros_like(probabilities).index_copy_(0, nucleus, probabilities[nucleus]).cumsum(-1)
+            kept = torch.zeros_like(probabilities).index_copy_(0, nucleus,
+                                                               probabilities[nucleus]).cumsum(-1)
             row.append(int((kept > number * kept[-1]).nonzero()[0]))
         assert library.decode(row[start:]) == text

@@ -29,7 +29,8 @@ import layerzero as lz
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [str(d)[6:] for d in DTYPES]
-FP32 = {"rtol": 1e-5, "atol": 3e-5}            # of values around 1 to 10, after some twenty operations
+# of values around 1 to 10, after some twenty operations
+FP32 = {"rtol": 1e-5, "atol": 3e-5}
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 
@@ -59,8 +60,8 @@ LENGTHS = (11, 6)                              # of the encoder's inputs: the se
 PROMPT = 5
 STEPS = 32
 KINDS = {
-    "paged": {"pages": 2 * -(-(PROMPT + STEPS) // 8), "page_size": 8}, "chunked": {"chunk_size": 16},
-    "contiguous": {"sequences": 2, "max_len": PROMPT + STEPS},
+    "paged": {"pages": 2 * -(-(PROMPT + STEPS) // 8), "page_size": 8},
+    "chunked": {"chunk_size": 16}, "contiguous": {"sequences": 2, "max_len": PROMPT + STEPS},
     "paged, by head": {"pages": 24, "page_size": 4, "layout": "HND"}}
 
 
@@ -72,7 +73,10 @@ def texts(shape: T5Shape = SHAPE) -> tuple[Tensor, Tensor]:
 
 def generate(next_logits: Callable[[Tensor], Tensor], prompt: Tensor,
              greedy: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The prompt with 32 tokens behind it, and the logits of all but the last. `next_logits` gets what is new."""
+    """The prompt with 32 tokens behind it, and the logits of all but the last.
+
+    `next_logits` gets what is new.
+    """
     ids = prompt
     logits = next_logits(prompt)
     seen = [logits]
@@ -132,7 +136,8 @@ def memory_of(cache: Any) -> Tensor:
 def test_t5_with_a_cache(dtype, kind):
     ids, plain, _, exact = plain_t5(dtype)
     model, (source, prompt) = LzT5(SHAPE, cast(t5_weights(SHAPE), dtype)), texts()
-    caches = model.caches(kind.partition(",")[0], model.encode(source, LENGTHS), LENGTHS, **KINDS[kind])
+    caches = model.caches(kind.partition(",")[0], model.encode(source, LENGTHS), LENGTHS,
+                          **KINDS[kind])
     written = [memory_of(cache) for cache in caches]
     before = calls()
     got_ids, logits = generate(lambda new: model.next_logits(new, caches), prompt, lz_greedy)
@@ -141,13 +146,16 @@ def test_t5_with_a_cache(dtype, kind):
     check(logits, plain, exact)
     turns = 1 + STEPS
     assert made["mlp"] == turns * SHAPE.layers and made["sample"] == STEPS
-    assert made["attention"] + made.get("paged_attention", 0) == 2 * turns * SHAPE.layers      # self and cross
-    assert made["linear"] == turns * (6 * SHAPE.layers + 1)    # no key or value of the encoder is made again
+    # self and cross
+    assert made["attention"] + made.get("paged_attention", 0) == 2 * turns * SHAPE.layers
+    # no key or value of the encoder is made again
+    assert made["linear"] == turns * (6 * SHAPE.layers + 1)
     for cache, once in zip(caches, written):
         assert torch.equal(memory_of(cache), once)
         assert [cache.cross.length(s) for s in cache.sequences] == list(LENGTHS)
         assert [cache.length(s) for s in cache.sequences] == [PROMPT + STEPS] * len(LENGTHS)
-        assert cache.key.untyped_storage().data_ptr() != cache.cross.key.untyped_storage().data_ptr()
+        assert (cache.key.untyped_storage().data_ptr()
+                != cache.cross.key.untyped_storage().data_ptr())
 
 
 @each_dtype
@@ -155,7 +163,8 @@ def test_t5_without_a_cache(dtype):
     ids, plain, _, exact = plain_t5(dtype)
     model, (source, prompt) = LzT5(SHAPE, cast(t5_weights(SHAPE), dtype)), texts()
     memory = model.encode(source, LENGTHS)
-    got_ids, logits = generate(remembering(lambda ids: model.logits(ids, memory, LENGTHS)), prompt, lz_greedy)
+    got_ids, logits = generate(remembering(lambda ids: model.logits(ids, memory, LENGTHS)), prompt,
+                               lz_greedy)
     assert torch.equal(got_ids, ids)
     check(logits, plain, exact)
 
@@ -165,7 +174,8 @@ def test_t5_cache_on_is_cache_off():
     memory = model.encode(source, LENGTHS)
     caches = model.caches("paged", memory, LENGTHS, **KINDS["paged"])
     with_cache = generate(lambda new: model.next_logits(new, caches), prompt, lz_greedy)
-    without = generate(remembering(lambda ids: model.logits(ids, memory, LENGTHS)), prompt, lz_greedy)
+    without = generate(remembering(lambda ids: model.logits(ids, memory, LENGTHS)), prompt,
+                       lz_greedy)
     assert torch.equal(with_cache[0], without[0])
     torch.testing.assert_close(with_cache[1], without[1], **FP32)
 
@@ -192,12 +202,15 @@ def test_t5_is_hugging_faces():
     transformers = pytest.importorskip("transformers")
     weights, (source, prompt) = t5_weights(SHAPE), texts()
     theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(
-        vocab_size=SHAPE.vocab, d_model=SHAPE.width, d_kv=SHAPE.head_dim, d_ff=SHAPE.inner, num_layers=SHAPE.layers,
-        num_heads=SHAPE.heads, relative_attention_num_buckets=SHAPE.buckets,
-        relative_attention_max_distance=SHAPE.max_distance, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-        layer_norm_epsilon=SHAPE.eps, dropout_rate=0.0)).eval()
-    shared = {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
-    theirs.lm_head = torch.nn.Linear(SHAPE.width, SHAPE.vocab, bias=False)     # not tied to the embedding, as in v1.1
+        vocab_size=SHAPE.vocab, d_model=SHAPE.width, d_kv=SHAPE.head_dim, d_ff=SHAPE.inner,
+        num_layers=SHAPE.layers, num_heads=SHAPE.heads,
+        relative_attention_num_buckets=SHAPE.buckets,
+        relative_attention_max_distance=SHAPE.max_distance, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, layer_norm_epsilon=SHAPE.eps, dropout_rate=0.0)).eval()
+    shared = {f"{stack}.embed_tokens.weight": weights["shared.weight"]
+              for stack in ("encoder", "decoder")}
+    # not tied to the embedding, as in v1.1
+    theirs.lm_head = torch.nn.Linear(SHAPE.width, SHAPE.vocab, bias=False)
     theirs.load_state_dict({**weights, **shared})
     attend = (torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]).long()
     with torch.no_grad():
@@ -224,12 +237,14 @@ def patches(dtype: torch.dtype, memory: str, weights: dict[str, Tensor]) -> Tens
     """What a patch embedding makes of two images, in this memory order: (2, width, 6, 5)."""
     image = torch.randn(2, 3, 48, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = F.conv2d(image, weights["patch.weight"], weights["patch.bias"], stride=VIT["patch"])
-    return out.contiguous(memory_format=torch.channels_last if memory == "channels_last" else torch.contiguous_format)
+    return out.contiguous(memory_format=torch.channels_last if memory == "channels_last"
+                          else torch.contiguous_format)
 
 
 def tokens_of(image: Tensor) -> Tensor:
     """(batch, pixels, channels) without a copy, whatever the memory order."""
-    tokens = image.flatten(2).transpose(1, 2) if image.is_contiguous() else image.permute(0, 2, 3, 1).flatten(1, 2)
+    tokens = (image.flatten(2).transpose(1, 2) if image.is_contiguous()
+              else image.permute(0, 2, 3, 1).flatten(1, 2))
     assert tokens.data_ptr() == image.data_ptr()
     return tokens
 
@@ -239,7 +254,8 @@ def tokens_of(image: Tensor) -> Tensor:
 @pytest.mark.parametrize("memory", ["channels_last", "channels_first", "every other pixel"])
 def test_vit(dtype, memory, layout):
     weights = cast(vit_weights(**VIT), dtype)
-    tokens = tokens_of(patches(dtype, "channels_first" if memory == "channels_first" else "channels_last", weights))
+    tokens = tokens_of(patches(dtype, "channels_first" if memory == "channels_first"
+                               else "channels_last", weights))
     tokens = tokens[:, ::2] if memory == "every other pixel" else tokens
     assert tokens.is_contiguous() == (memory == "channels_last")
     before = calls()
@@ -251,10 +267,12 @@ def test_vit(dtype, memory, layout):
 
 @pytest.mark.parametrize("memory", ["channels_last", "channels_first"])
 def test_vit_learns_as_plain_torch_does(memory):
-    weights = {name: w.requires_grad_() for name, w in vit_weights(**VIT).items() if not name.startswith("patch")}
+    weights = {name: w.requires_grad_() for name, w in vit_weights(**VIT).items()
+               if not name.startswith("patch")}
     image = patches(torch.float32, memory, vit_weights(**VIT)).requires_grad_()
     wanted = [image, *weights.values()]
-    found = [torch.autograd.grad(model(tokens_of(image), weights, VIT_HEADS).square().mean(), wanted)
+    found = [torch.autograd.grad(model(tokens_of(image), weights, VIT_HEADS).square().mean(),
+                                 wanted)
              for model in (lz_vit, torch_vit)]
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -278,7 +296,8 @@ def test_sd_block(dtype, heads, memory):
         image = image.contiguous(memory_format=torch.channels_last)
     before = calls()
     got = lz_sd(image, text, weights, heads)
-    assert calls_since(before) == {"group_norm": 1, "layer_norm": 3, "linear": 10, "attention": 2, "mlp": 1}
+    assert calls_since(before) == {"group_norm": 1, "layer_norm": 3, "linear": 10, "attention": 2,
+                                   "mlp": 1}
     assert got.is_contiguous(memory_format=torch.channels_last) == image.is_contiguous(
         memory_format=torch.channels_last)
     exact = torch_sd(image.double(), text.double(), cast(weights, torch.float64), heads)

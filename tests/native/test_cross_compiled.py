@@ -1,7 +1,8 @@
-"""Our CPU kernels on this processor and on others: compiled for each, run here or under qemu, against plain loops.
+"""Our CPU kernels on this processor and on others: compiled for each, run here or under qemu,
+against plain loops.
 
-qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where the CPU has it.
-On Debian: apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
+qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where
+the CPU has it. On Debian: apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SOURCE = Path(__file__).with_name("kernels_test.cpp")
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 HERE = MACHINES.get(platform.machine().lower(), "")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# What is built: machine, options, the vectors the program says it has, what the CPU must have to run it.
+# What is built: machine, options, the vectors the program says it has, what the CPU must have to
+# run it.
 TARGETS = {
     "aarch64 NEON": ("aarch64", (), "NEON, vectors of 16 bytes", "neon"),
     "x86-64": ("x86_64", (), "no wide vectors, vectors of 16 bytes", ""),
@@ -33,7 +35,9 @@ QEMU_LACKS = ("avx512f",)
 def compiler_for(machine: str) -> str:
     found = shutil.which("g++" if machine == HERE else f"{machine}-linux-gnu-g++")
     if found is None:
-        pytest.skip(f"no compiler for {machine}: Debian's package is g++-{machine.replace('_', '-')}-linux-gnu")
+        pytest.skip(
+            f"no compiler for {machine}: Debian's package is "
+            f"g++-{machine.replace('_', '-')}-linux-gnu")
     return found
 
 
@@ -54,9 +58,11 @@ def command_for(machine: str, isa: str, program: Path) -> list[str]:
 def test_kernels(target: str, tmp_path: Path) -> None:
     machine, options, says, isa = TARGETS[target]
     program = tmp_path / "kernels_test"
-    compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}", str(SOURCE), "-o",
+    compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}",
+                               str(SOURCE), "-o",
                                str(program)], capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
-    done = subprocess.run(command_for(machine, isa, program), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command_for(machine, isa, program), capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout and ", 0 failed" in done.stdout

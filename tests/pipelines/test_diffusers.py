@@ -1,4 +1,6 @@
-"""Pipelines of diffusers, patched: the same picture, state of one model only, masks honoured, all of it undone."""
+"""Pipelines of diffusers, patched: the same picture, state of one model only, masks honoured, all
+of it undone.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from layerzero.integrations.diffusers import (
 )
 
 pytestmark = pytest.mark.integration
-FULL = pytest.mark.skipif(os.environ.get("LZ_TEST_FULL") != "1", reason="takes long; LZ_TEST_FULL=1 asks for it")
+FULL = pytest.mark.skipif(os.environ.get("LZ_TEST_FULL") != "1",
+                          reason="takes long; LZ_TEST_FULL=1 asks for it")
 
 
 def run(model: nn.Module, **inputs: Any) -> torch.Tensor:
@@ -76,7 +79,8 @@ def test_the_same_picture_end_to_end(name, world):
     assert far(served, stock) < 1e-4
     layers = sum(n for (part, _, op), n in report.replaced.items()
                  if part in ("unet", "transformer") and op == "attention")
-    assert fake.calls > 3 * layers > 0         # each in every step, and those of text encoders and the decoder
+    # each in every step, and those of text encoders and the decoder
+    assert fake.calls > 3 * layers > 0
     assert report.count("mlp") and report.count("layer_norm") and report.count("group_norm")
     unpatch_diffusers(pipe)
     calls = fake.calls
@@ -92,7 +96,8 @@ def test_a_wrong_kernel_would_be_seen(world):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    *((name, torch.bfloat16) for name in PIPELINES), ("sd15", torch.float16), ("flux", torch.float16)], ids=str)
+    *((name, torch.bfloat16) for name in PIPELINES), ("sd15", torch.float16),
+    ("flux", torch.float16)], ids=str)
 def test_half_precision_is_no_worse_than_stock(name, dtype):
     model = denoiser(pipeline(name))
     truth = run(copy.deepcopy(model).double(), **denoiser_inputs(name, torch.float64))
@@ -147,7 +152,8 @@ def test_the_denoiser_compiles_as_one_graph(name):
         out = torch.compile(model, fullgraph=True, backend=backend)(**inputs)[0]
     assert far(out, stock) < 1e-4
     assert "layerzero.attention.default" in seen and "layerzero.mlp.default" in seen
-    assert not [target for target in seen if "scaled_dot_product" in target or ("group_norm" in target
+    assert not [target for target in seen if "scaled_dot_product" in target
+                or ("group_norm" in target
                 and "layerzero" not in target)]
     torch._dynamo.reset()
 
@@ -160,7 +166,8 @@ def test_other_lengths_recompile_no_more_than_stock():
         compiled = torch.compile(model, fullgraph=True, backend=counter)
         for tokens in (16, 24, 40):
             inputs = denoiser_inputs("flux")
-            inputs |= {"hidden_states": torch.randn(2, tokens, 4), "img_ids": torch.zeros(tokens, 3)}
+            inputs |= {"hidden_states": torch.randn(2, tokens, 4),
+                       "img_ids": torch.zeros(tokens, 3)}
             assert far(run(compiled, **inputs), run(model, **inputs)) < 1e-5
         return counter.frame_count
 
@@ -202,7 +209,8 @@ def test_another_model_is_not_touched(world):
 
 
 def test_two_models_in_two_threads(world):
-    """One patched, one not, at the same time: with a wrong kernel only the patched one goes wrong."""
+    """One patched, one not, at the same time: with a wrong kernel only the patched one goes wrong.
+    """
     patched, stock = (denoiser(pipeline("sd15")) for _ in range(2))
     inputs = denoiser_inputs("sd15")
     right = run(stock, **inputs)
@@ -215,13 +223,15 @@ def test_two_models_in_two_threads(world):
         barrier.wait()
         results[name] = [run(model, **inputs) for _ in range(8)]
 
-    threads = [threading.Thread(target=work, args=pair) for pair in (("patched", patched), ("stock", stock))]
+    threads = [threading.Thread(target=work, args=pair)
+               for pair in (("patched", patched), ("stock", stock))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert all(torch.equal(out, right) for out in results["stock"]) and len(results["stock"]) == 8
-    assert all(far(out, right) > 1e-3 for out in results["patched"]) and len(results["patched"]) == 8
+    assert (all(far(out, right) > 1e-3 for out in results["patched"])
+            and len(results["patched"]) == 8)
 
 
 def test_a_processor_that_two_models_share():
@@ -262,7 +272,8 @@ def test_to_patch_twice_changes_nothing():
 def test_processors_made_of_the_class_of_ours_are_given_back_too():
     model = denoiser(pipeline("sd15"))
     patch_diffusers(model)
-    model.set_attn_processor({name: type(p)() for name, p in model.attn_processors.items()})       # as IP-Adapters do
+    # as IP-Adapters do
+    model.set_attn_processor({name: type(p)() for name, p in model.attn_processors.items()})
     unpatch_diffusers(model)
     assert all(type(p) is AttnProcessor2_0 for p in model.attn_processors.values())
 
@@ -313,7 +324,8 @@ def masks() -> dict[str, torch.Tensor]:
     """For 2 texts of 10 tokens, of which 4 and 10 are there; queries are 6."""
     there = torch.arange(10) < torch.tensor([[4], [10]])
     hidden = torch.zeros(2, 10).masked_fill(~there, -1e4)
-    return {"bool 2-D": there, "additive 2-D": hidden, "bool 4-D": there[:, None, None], "minus infinity":
+    return {"bool 2-D": there, "additive 2-D": hidden, "bool 4-D": there[:, None, None],
+            "minus infinity":
             torch.zeros(2, 1, 6, 10).masked_fill(~there[:, None, None], -torch.inf),
             "additive 4-D": hidden[:, None, None].expand(2, 3, 6, 10),
             "bool by query": torch.ones(6, 10).tril(4).bool()}
@@ -324,9 +336,11 @@ def test_the_backend_honours_a_mask(kind):
     register_diffusers()
     gen = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, n, 3, 8, generator=gen) for n in (6, 10, 10))
-    out, plain = (attention_dispatch.dispatch_attention_fn(query, key, value, attn_mask=mask, backend="layerzero")
+    out, plain = (attention_dispatch.dispatch_attention_fn(query, key, value, attn_mask=mask,
+                                                           backend="layerzero")
                   for mask in (masks()[kind], None))
-    native = attention_dispatch.dispatch_attention_fn(query, key, value, attn_mask=masks()[kind], backend="native")
+    native = attention_dispatch.dispatch_attention_fn(query, key, value, attn_mask=masks()[kind],
+                                                      backend="native")
     assert far(out, native) < 1e-5 < far(out, plain)
     if kind != "bool by query":                # what is hidden has no influence at all
         key[0, 4:], value[0, 4:] = 99.0, -99.0
@@ -339,7 +353,8 @@ def test_a_mask_of_float32_beside_half_precision():
     register_diffusers()
     query = torch.randn(2, 10, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     mask = masks()["additive 2-D"][:, None, None]
-    ours, theirs = (attention_dispatch.dispatch_attention_fn(query, query, query, attn_mask=mask, backend=name)
+    ours, theirs = (attention_dispatch.dispatch_attention_fn(query, query, query, attn_mask=mask,
+                                                             backend=name)
                     for name in ("layerzero", "native"))
     assert ours.dtype == torch.bfloat16 and far(ours.float(), theirs.float()) < 2e-2
 
@@ -356,7 +371,8 @@ def test_a_processor_honours_a_mask():
     assert far(stock, run_attention(layer, states, text, masks()["additive 2-D"][:, None])) > 1e-3
 
 
-def run_attention(layer: Attention, states: torch.Tensor, text: torch.Tensor | None, mask: Any) -> torch.Tensor:
+def run_attention(layer: Attention, states: torch.Tensor, text: torch.Tensor | None,
+                  mask: Any) -> torch.Tensor:
     with torch.no_grad():
         return layer(states, encoder_hidden_states=text, attention_mask=mask)
 
@@ -377,9 +393,11 @@ def test_a_masked_prompt_reaches_pixart():
 def test_a_mask_with_causal_is_refused(how):
     register_diffusers()
     query, mask = torch.randn(1, 4, 4, 8), torch.ones(4, 4, dtype=torch.bool)
-    with pytest.raises(lz.errors.InvalidCall, match="attn_mask and is_causal=True were both given") as caught:
+    with pytest.raises(lz.errors.InvalidCall,
+                       match="attn_mask and is_causal=True were both given") as caught:
         if how == "backend":
-            attention_dispatch.dispatch_attention_fn(query, query, query, mask, 0.0, True, backend="layerzero")
+            attention_dispatch.dispatch_attention_fn(query, query, query, mask, 0.0, True,
+                                                     backend="layerzero")
         else:
             attn_processor(CausalToo())(query, mask)
     assert caught.value.codes == (lz.Code.MASK_WITH_CAUSAL,)
@@ -440,14 +458,16 @@ def test_context_parallelism_is_refused():
     config = object()
     first = next(iter(model.attn_processors.values()))
     first._parallel_config = config
-    with pytest.raises(lz.errors.ConfigError, match=r"cannot split a sequence over devices.*Nothing was patched"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match=r"cannot split a sequence over devices.*Nothing was patched"):
         patch_diffusers(model)
     assert not [m for m in model.modules() if hasattr(type(m), "_layerzero_diffusers")]
     with pytest.raises(ValueError, match="does not support context parallelism"):
         model.set_attention_backend("layerzero")
     query = torch.randn(1, 4, 2, 8)
     with pytest.raises(lz.errors.ConfigError, match="cannot split a sequence over devices"):
-        attention_dispatch.dispatch_attention_fn(query, query, query, backend="layerzero", parallel_config=config)
+        attention_dispatch.dispatch_attention_fn(query, query, query, backend="layerzero",
+                                                 parallel_config=config)
 
 
 def test_what_is_left_is_said():
@@ -456,7 +476,8 @@ def test_what_is_left_is_said():
     report = patch_diffusers(pipe)
     text = str(report)
     assert "unet: AttnProcessor (computes attention by itself)" in text
-    assert {"component": "unet", "class": "AttnProcessor", "why": "computes attention by itself", "count": 8} in (
+    assert {"component": "unet", "class": "AttnProcessor", "why": "computes attention by itself",
+            "count": 8} in (
         report.to_dict()["left"])
     assert ("vae", "AttnProcessor2_0", "attention") in report.replaced
 
@@ -465,12 +486,15 @@ def test_only_the_parts_asked_for():
     model = denoiser(pipeline("sd15"))
     assert patch_diffusers(model, parts=["attention"]).count("mlp") == 0
     assert not [m for m in model.modules() if hasattr(type(m), "_layerzero_diffusers")]
-    with pytest.raises(lz.errors.ConfigError, match="must be among attention, norm, mlp, linear, got attn"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="must be among attention, norm, mlp, linear, got attn"):
         patch_diffusers(model, parts="attn")
 
 
 def test_a_hook_is_not_walked_around():
-    """Offloading and LoRA change a layer by a hook or another class: such a layer must still do its own thing."""
+    """Offloading and LoRA change a layer by a hook or another class: such a layer must still do its
+    own thing.
+    """
     torch.manual_seed(0)
     layer, x = FeedForward(16).eval(), torch.randn(3, 16)
     patch_diffusers(layer)
@@ -488,20 +512,23 @@ def test_a_hook_is_not_walked_around():
     norm = nn.LayerNorm(16)
     norm.forward = lambda x: x
     report = patch_diffusers(norm)
-    assert norm(x) is x and list(report.left) == [("", "LayerNorm", "its forward was replaced by a hook")]
+    assert (norm(x) is x
+            and list(report.left) == [("", "LayerNorm", "its forward was replaced by a hook")])
 
 
 def test_norms_of_all_kinds_agree():
     from diffusers.models.normalization import FP32LayerNorm, RMSNorm
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)
-    layers = [nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False), FP32LayerNorm(16), nn.RMSNorm(16),
-              nn.RMSNorm(16, eps=1e-3), RMSNorm(16, 1e-6), RMSNorm(16, 1e-6, elementwise_affine=False),
-              RMSNorm(16, 1e-6, bias=True), nn.GroupNorm(5, 5), nn.LayerNorm((5, 16))]
+    layers = [nn.LayerNorm(16), nn.LayerNorm(16, elementwise_affine=False), FP32LayerNorm(16),
+              nn.RMSNorm(16), nn.RMSNorm(16, eps=1e-3), RMSNorm(16, 1e-6),
+              RMSNorm(16, 1e-6, elementwise_affine=False), RMSNorm(16, 1e-6, bias=True),
+              nn.GroupNorm(5, 5), nn.LayerNorm((5, 16))]
     for layer in layers:
         for dtype in (torch.float32, torch.bfloat16):
             given = x.to(dtype)
-            stock = layer(given) if dtype == torch.float32 or isinstance(layer, (FP32LayerNorm, RMSNorm)) else None
+            stock = (layer(given) if dtype == torch.float32
+                     or isinstance(layer, (FP32LayerNorm, RMSNorm)) else None)
             report = patch_diffusers(layer)
             if stock is not None:
                 out = layer(given)
@@ -513,7 +540,8 @@ def test_norms_of_all_kinds_agree():
 
 @pytest.mark.parametrize("wrong", [None, "pipe", torch.zeros(1)])
 def test_what_is_no_pipeline_is_refused(wrong):
-    with pytest.raises(lz.errors.ConfigError, match="wanted a pipeline or a model of diffusers, got"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="wanted a pipeline or a model of diffusers, got"):
         patch_diffusers(wrong)
     with pytest.raises(lz.errors.ConfigError, match="wanted a processor that calls"):
         attn_processor(AttnProcessor())
@@ -523,7 +551,8 @@ def test_text_encoders_are_patched_as_models_of_transformers():
     pipe = pipeline("flux")
     classes = [type(m) for m in pipe.text_encoder.modules()]
     report = patch_diffusers(pipe)
-    assert {("text_encoder", "attention", "attention"), ("text_encoder_2", "rms_norm", "rms_norm")} <= set(
+    assert {("text_encoder", "attention", "attention"),
+            ("text_encoder_2", "rms_norm", "rms_norm")} <= set(
         report.replaced)
     unpatch_diffusers(pipe)
     assert [type(m) for m in pipe.text_encoder.modules()] == classes

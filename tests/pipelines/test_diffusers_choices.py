@@ -1,4 +1,6 @@
-"""An attention backend of diffusers that the user chose stays, and an error while patching leaves nothing patched."""
+"""An attention backend of diffusers that the user chose stays, and an error while patching leaves
+nothing patched.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from layerzero.integrations import diffusers as home
 from layerzero.integrations.diffusers import patch_diffusers, patched_diffusers, unpatch_diffusers
 
 pytestmark = pytest.mark.integration
-NAMES, REGISTRY = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
+NAMES, REGISTRY = (attention_dispatch.AttentionBackendName,
+                   attention_dispatch._AttentionBackendRegistry)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,8 @@ def test_a_backend_that_was_set_stays():
     REGISTRY.set_active_backend(NAMES.NATIVE)
     processors, stock = list(model.attn_processors.values()), run(model, "flux")
     report = patch_diffusers(model)
-    assert not report.count("attention") and "'_native_math' was chosen" in str(report) and report.count("linear")
+    assert (not report.count("attention") and "'_native_math' was chosen" in str(report)
+            and report.count("linear"))
     assert all(a is b for a, b in zip(processors, model.attn_processors.values()))
     torch.testing.assert_close(run(model, "flux"), stock, rtol=1e-4, atol=1e-4)
     model.set_attention_backend("native")
@@ -53,7 +57,8 @@ def test_a_backend_for_all_models_stays():
 
 def test_another_function_registered_for_the_default_stays(monkeypatch):
     own = REGISTRY._backends[NAMES.NATIVE]
-    monkeypatch.setitem(REGISTRY._backends, NAMES.NATIVE, lambda *args, **kwargs: own(*args, **kwargs) / 2)
+    monkeypatch.setitem(REGISTRY._backends, NAMES.NATIVE,
+                        lambda *args, **kwargs: own(*args, **kwargs) / 2)
     assert "'native' was chosen" in str(patch_diffusers(denoiser(pipeline("flux"))))
 
 
@@ -72,7 +77,8 @@ def test_another_function_in_the_place_of_torchs_stays(name, monkeypatch):
             assert bool(report.count("attention")) is patched_first, report
             if not patched_first:
                 assert "scaled_dot_product_attention is" in str(report)
-            if not patched_first or name == "sd15":            # set after the patch: that is the latest choice
+            # set after the patch: that is the latest choice
+            if not patched_first or name == "sd15":
                 torch.testing.assert_close(run(model, name), stock, rtol=1e-4, atol=1e-4)
         unpatch_diffusers(model)
         patch_diffusers(model)

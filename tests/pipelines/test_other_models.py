@@ -1,4 +1,6 @@
-"""Models of diffusers nobody thought of when the integration was written: found by what they do, not by name."""
+"""Models of diffusers nobody thought of when the integration was written: found by what they do,
+not by name.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,37 @@ def rand(*shape: int) -> Tensor:
 def wan() -> tuple[nn.Module, dict[str, Any]]:
     """Video; processors with a backend."""
     return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
-        ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32), {
-            "hidden_states": rand(2, 4, 2, 16, 16), "encoder_hidden_states": rand(2, 12, 16), "timestep": TIMES}
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
+        out_channels=4, text_dim=16, ffn_dim=32, num_layers=2, cross_attn_norm=True,
+        rope_max_seq_len=32), {
+            "hidden_states": rand(2, 4, 2, 16, 16), "encoder_hidden_states": rand(2, 12, 16),
+            "timestep": TIMES}
 
 
 def lumina() -> tuple[nn.Module, dict[str, Any]]:
     """Fewer key heads than query heads, and a mask."""
     return diffusers.Lumina2Transformer2DModel(
-        sample_size=8, in_channels=4, hidden_size=24, num_layers=2, num_refiner_layers=1, num_attention_heads=3,
-        num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(128, 128, 128), cap_feat_dim=8), {
-            "hidden_states": rand(2, 4, 8, 8), "encoder_hidden_states": rand(2, 16, 8), "timestep": TIMES / 1000,
-            "encoder_attention_mask": THERE}
+        sample_size=8, in_channels=4, hidden_size=24, num_layers=2, num_refiner_layers=1,
+        num_attention_heads=3, num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2),
+        axes_lens=(128, 128, 128), cap_feat_dim=8), {
+            "hidden_states": rand(2, 4, 8, 8), "encoder_hidden_states": rand(2, 16, 8),
+            "timestep": TIMES / 1000, "encoder_attention_mask": THERE}
 
 
 def mochi() -> tuple[nn.Module, dict[str, Any]]:
     """An attention layer of its own class, and a pool that calls torch by itself."""
     return diffusers.MochiTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=4,
-        text_embed_dim=16, time_embed_dim=4, max_sequence_length=16), {
-            "hidden_states": rand(2, 4, 2, 16, 16), "encoder_hidden_states": rand(2, 16, 16), "timestep": TIMES,
-            "encoder_attention_mask": THERE}
+        num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
+        in_channels=4, text_embed_dim=16, time_embed_dim=4, max_sequence_length=16), {
+            "hidden_states": rand(2, 4, 2, 16, 16), "encoder_hidden_states": rand(2, 16, 16),
+            "timestep": TIMES, "encoder_attention_mask": THERE}
 
 
 def added_keys() -> tuple[nn.Module, dict[str, Any]]:
     """A UNet whose text comes as additional keys."""
     return diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, norm_num_groups=8,
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32,
+        norm_num_groups=8,
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D")), {
@@ -63,21 +69,25 @@ def added_keys() -> tuple[nn.Module, dict[str, Any]]:
 
 def video_unet() -> tuple[nn.Module, dict[str, Any]]:
     return diffusers.UNetSpatioTemporalConditionModel(
-        sample_size=16, down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), block_out_channels=(32, 64),
-        addition_time_embed_dim=8, projection_class_embeddings_input_dim=24, layers_per_block=1,
+        sample_size=16, down_block_types=("CrossAttnDownBlockSpatioTemporal",
+                                          "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        block_out_channels=(32, 64), addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=24, layers_per_block=1,
         cross_attention_dim=32, num_attention_heads=(2, 4), num_frames=2), {
-            "sample": rand(1, 2, 8, 16, 16), "timestep": TIMES[:1], "encoder_hidden_states": rand(1, 1, 32),
-            "added_time_ids": rand(1, 3)}
+            "sample": rand(1, 2, 8, 16, 16), "timestep": TIMES[:1],
+            "encoder_hidden_states": rand(1, 1, 32), "added_time_ids": rand(1, 3)}
 
 
 def wan_vae() -> tuple[nn.Module, dict[str, Any]]:
     """Attention written out in a module, with no processor."""
-    return diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1), {
+    return diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1],
+                                      num_res_blocks=1), {
         "sample": rand(1, 3, 5, 16, 16)}
 
 
-MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {       # and its calls of attention
+# and its calls of attention
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
     "wan": (wan, 4), "lumina": (lumina, 4), "mochi": (mochi, 5), "added keys": (added_keys, 4),
     "video unet": (video_unet, 16), "wan vae": (wan_vae, 4)}
 
@@ -124,4 +134,5 @@ def test_a_processor_that_leaves_the_backend_open(world):
     assert fake.calls == 1
     layer = nn.Identity()
     layer.processor = NamedBackend()
-    assert list(patch_diffusers(layer).left) == [("", "NamedBackend", "computes attention by itself")]
+    assert list(patch_diffusers(layer).left) == [("", "NamedBackend",
+                                                  "computes attention by itself")]

@@ -1,4 +1,6 @@
-"""Tokenizers chosen from models, and inside pipelines: the same ids, a prompt encoded once, nothing shared."""
+"""Tokenizers chosen from models, and inside pipelines: the same ids, a prompt encoded once, nothing
+shared.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from layerzero.integrations.pipeline_tokens import (
 from layerzero.models.tokenizers import forget_prefixes, prefix_memories
 
 pytestmark = pytest.mark.integration
-CORPUS = ["the cat sat on the mat", "a system prompt of 12 rules and 345 exceptions", "don't say it's over: 'wait'",
+CORPUS = ["the cat sat on the mat", "a system prompt of 12 rules and 345 exceptions",
+          "don't say it's over: 'wait'",
           "café naïve 日本語 über", "0123456789 !?., hello world"] * 4
 SYSTEM = "You are the cat of rule 7: don't sit on mat 12, say it's over. " * 40
 QUESTIONS = ["what is rule 3?", "hello world", "日本 12 34", " the mat", "x" * 600]
@@ -46,24 +49,27 @@ CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor 
 def trained(size: int = 320, digits: bool = False) -> Tokenizer:
     made = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts,
+                                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
     made.decoder = tokenizers.decoders.ByteLevel()
     made.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]))
+        special_tokens=["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>",
+                        "<|end|>"]))
     return made
 
 
 def fast(size: int = 320, **changes: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(**{"tokenizer_object": trained(size), "pad_token": "<pad>", "bos_token": "<s>",
-                                      "eos_token": "</s>", "model_max_length": 5000, "chat_template": CHAT, **changes})
+    return PreTrainedTokenizerFast(**{"tokenizer_object": trained(size), "pad_token": "<pad>",
+                                      "bos_token": "<s>", "eos_token": "</s>",
+                                      "model_max_length": 5000, "chat_template": CHAT, **changes})
 
 
 def llama(vocab: int = 320) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=5000)).eval()
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=5000)).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +92,8 @@ def test_from_a_model_its_config_its_folder_and_its_pipeline(tmp_path):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     expected = tokenizer_for(AutoTokenizer.from_pretrained(tmp_path)).id
     pipe = hf_pipeline("text-generation", model=str(tmp_path), device="cpu")
-    assert tokenizer_for(pipe).id == tokenizer_for(pipe.tokenizer).id != expected      # its padding is on the left
+    # its padding is on the left
+    assert tokenizer_for(pipe).id == tokenizer_for(pipe.tokenizer).id != expected
     for source in (loaded, loaded.config, tmp_path, str(tmp_path), tokenizer_for(loaded)):
         handle = tokenizer_for(source)
         assert handle.id == expected
@@ -102,12 +109,14 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(tmp_path):
     llama(200).save_pretrained(tmp_path)
     fast(320).save_pretrained(tmp_path)
     with pytest.raises(
-            lz.errors.DataError, match=r"ids below 200, got one with the id \d+; the model has no embedding"):
+            lz.errors.DataError,
+            match=r"ids below 200, got one with the id \d+; the model has no embedding"):
         tokenizer_for(LlamaForCausalLM.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(("source", "error", "word"), [
-    (object(), lz.errors.ConfigError, "pass its tokenizer"), (None, lz.errors.ConfigError, "got NoneType"),
+    (object(), lz.errors.ConfigError, "pass its tokenizer"),
+    (None, lz.errors.ConfigError, "got NoneType"),
     ("/no/such/folder", lz.errors.DataError, "nothing is downloaded here")])
 def test_where_there_is_none(source, error, word):
     with pytest.raises(error, match=word):
@@ -148,8 +157,10 @@ def test_the_tokenizer_inside_a_gguf_file(tmp_path):
         assert [lz.tokenize(text, tokenizer_for(source)).ids for text in CORPUS] == [
             made.encode(text).ids for text in CORPUS]
     with_start = gguf_tokenizer(gguf(tmp_path / "start.gguf", made, bos=True))
-    assert lz.tokenize("hello", with_start).ids == [made.token_to_id("<s>"), *made.encode("hello").ids]
-    assert lz.tokenize("hello", with_start, add_special_tokens=False).ids == made.encode("hello").ids
+    assert lz.tokenize("hello", with_start).ids == [made.token_to_id("<s>"),
+                                                    *made.encode("hello").ids]
+    assert lz.tokenize("hello", with_start,
+                       add_special_tokens=False).ids == made.encode("hello").ids
 
 
 @pytest.mark.parametrize(("pre", "digits"), [("llama-bpe", "3"), ("qwen2", "1")])
@@ -174,10 +185,12 @@ def test_smollm2s_own():
     assert lz.tokenize("Hello 123 world", handle).ids == [19556, 216, 33, 34, 35, 905]
     assert gguf_metadata(path)["general.architecture"] == "llama"
     prompt = SYSTEM + "Question"
-    for _ in range(2):                         # digits are cut first there: the prefix must be remembered all the same
+    # digits are cut first there: the prefix must be remembered all the same
+    for _ in range(2):
         ids = lz.tokenize(prompt, handle, cache_prefix=True).ids
         prompt += " and one more 12"
-    assert ids == Tokenizer.from_str(handle.payload).encode(SYSTEM + "Question and one more 12").ids and hits() == 1
+    assert (ids == Tokenizer.from_str(handle.payload).encode(
+        SYSTEM + "Question and one more 12").ids and hits() == 1)
 
 
 def test_damaged_gguf_files(tmp_path):
@@ -185,8 +198,10 @@ def test_damaged_gguf_files(tmp_path):
     path = tmp_path / "bad.gguf"
     huge = bytearray(whole)
     huge[24:32] = struct.pack("<Q", 1 << 60)   # the length of the first name
-    for content, word in ((b"nothing", "does not begin"), (whole[:60], "cut short"), (whole[:2000], "cut short"),
-                          (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 2 or 3"), (bytes(huge), "damaged")):
+    for content, word in ((b"nothing", "does not begin"), (whole[:60], "cut short"),
+                          (whole[:2000], "cut short"),
+                          (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 2 or 3"),
+                          (bytes(huge), "damaged")):
         path.write_bytes(content)
         with pytest.raises(lz.errors.DataError, match=word):
             tokenizer_for(path)
@@ -199,11 +214,14 @@ def test_damaged_gguf_files(tmp_path):
 # inside pipelines
 
 CALLS: tuple[dict[str, Any], ...] = (
-    {}, {"padding": True}, {"padding": "max_length", "max_length": 900}, {"truncation": True, "max_length": 50},
-    {"truncation": True, "max_length": 50, "padding": "max_length"}, {"padding": True, "pad_to_multiple_of": 64},
-    {"padding": True, "padding_side": "left"}, {"return_offsets_mapping": True}, {"add_special_tokens": False},
-    {"return_attention_mask": False}, {"split_special_tokens": True}, {"return_special_tokens_mask": True},
-    {"return_token_type_ids": True}, {"padding": True, "return_tensors": "pt"}, {"return_length": True},
+    {}, {"padding": True}, {"padding": "max_length", "max_length": 900},
+    {"truncation": True, "max_length": 50},
+    {"truncation": True, "max_length": 50, "padding": "max_length"},
+    {"padding": True, "pad_to_multiple_of": 64}, {"padding": True, "padding_side": "left"},
+    {"return_offsets_mapping": True}, {"add_special_tokens": False},
+    {"return_attention_mask": False}, {"split_special_tokens": True},
+    {"return_special_tokens_mask": True}, {"return_token_type_ids": True},
+    {"padding": True, "return_tensors": "pt"}, {"return_length": True},
     {"truncation": True, "max_length": 50, "stride": 5, "return_overflowing_tokens": True})
 
 
@@ -218,7 +236,8 @@ def test_a_patched_tokenizer_says_the_same(call):
             assert got.keys() == theirs.keys()
             for key in theirs:
                 assert str(got[key]) == str(theirs[key]), key
-    if not call.keys() & {"return_special_tokens_mask", "return_token_type_ids", "return_length", "stride"}:
+    if not call.keys() & {"return_special_tokens_mask", "return_token_type_ids", "return_length",
+                          "stride"}:
         assert hits() > 0
 
 
@@ -227,7 +246,8 @@ def test_the_rest_of_a_tokenizer_is_its_own():
     patch_tokenizer(ours)
     assert patch_tokenizer(ours) == ("",)      # twice changes nothing
     theirs, got = stock([SYSTEM, "a cat"], padding=True), ours([SYSTEM, "a cat"], padding=True)
-    assert got.is_fast and got.tokens(1) == theirs.tokens(1) and got.char_to_token(0, 40) == theirs.char_to_token(0, 40)
+    assert (got.is_fast and got.tokens(1) == theirs.tokens(1)
+            and got.char_to_token(0, 40) == theirs.char_to_token(0, 40))
     assert got.word_ids(0) == theirs.word_ids(0) and len(got.encodings) == 2
     again = pickle.loads(pickle.dumps(got))
     assert again["input_ids"] == got["input_ids"] and again.tokens(0) == theirs.tokens(0)
@@ -251,15 +271,18 @@ def test_a_patched_tokenizer_is_saved_as_it_was(tmp_path):
 
 def test_text_generation_with_a_system_prompt():
     pipe = hf_pipeline("text-generation", model=llama(), tokenizer=fast(), device="cpu")
-    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in QUESTIONS]
+    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+             for question in QUESTIONS]
 
     def answers() -> list[Any]:
-        return [pipe(chat, max_new_tokens=4, do_sample=False, return_full_text=False) for chat in chats]
+        return [pipe(chat, max_new_tokens=4, do_sample=False, return_full_text=False)
+                for chat in chats]
 
     stock = answers()
     assert patch_tokenizer(pipe) == ("tokenizer",)
     assert answers() == stock and hits() == len(QUESTIONS) - 1
-    assert pipe(chats, max_new_tokens=4, do_sample=False, return_full_text=False, batch_size=2) is not None
+    assert pipe(chats, max_new_tokens=4, do_sample=False, return_full_text=False,
+                batch_size=2) is not None
     unpatch_tokenizer(pipe)
     before = hits()
     assert answers() == stock and hits() == before
@@ -284,7 +307,8 @@ def test_any_change_of_a_tokenizer_starts_from_nothing():
         elif step == 2:
             tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Lowercase()
         elif step == 3:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+                add_prefix_space=True)
         else:
             tokenizer.padding_side = "left"
 
@@ -294,7 +318,8 @@ def test_any_change_of_a_tokenizer_starts_from_nothing():
             change(stock, step)
             change(ours, step)
         for question in QUESTIONS[:2]:
-            assert ours(SYSTEM + question)["input_ids"] == stock(SYSTEM + question)["input_ids"], step
+            assert ours(SYSTEM + question)["input_ids"] == stock(SYSTEM + question)[
+                "input_ids"], step
         seen.add(tokenizer_for(ours).id)
         assert set(prefix_memories()) == seen and len(seen) == step + 2
         assert prefix_memories()[tokenizer_for(ours).id].misses == 1
@@ -311,7 +336,8 @@ def test_two_models_in_turn_and_in_threads():
     def work(start: int) -> None:
         for n in range(60):
             model, question = (start + n) % 3, (start * 7 + n) % len(QUESTIONS)
-            if pairs[model][1](SYSTEM + QUESTIONS[question])["input_ids"] != expected[model][question]:
+            if pairs[model][1](SYSTEM + QUESTIONS[question])["input_ids"] != expected[model][
+                    question]:
                 wrong.append((model, question))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
@@ -329,18 +355,21 @@ def test_a_tokenizer_that_encodes_its_own_way_is_left():
 
     own = Own(tokenizer_object=trained(), pad_token="<pad>")
     for wrong in (own, trained(), None, llama()):
-        with pytest.raises(lz.errors.ConfigError, match="wanted a fast tokenizer of transformers 5"):
+        with pytest.raises(lz.errors.ConfigError,
+                           match="wanted a fast tokenizer of transformers 5"):
             patch_tokenizer(wrong)
 
 
-PIECES = st.sampled_from(["12", " ", "a", "cat", "don't", "7.5", "\n", "  ", "é", "!", "1 2", " the", "3", "日", "?"])
+PIECES = st.sampled_from(["12", " ", "a", "cat", "don't", "7.5", "\n", "  ", "é", "!", "1 2",
+                          " the", "3", "日", "?"])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(PIECES, min_size=1), st.lists(PIECES, min_size=1))
 def test_digits_that_are_cut_first_change_nothing(middle, end):
     made = DIGITS
-    for text in (SYSTEM + "".join(middle), SYSTEM + "".join(middle) + "".join(end), SYSTEM + "".join(end)):
+    for text in (SYSTEM + "".join(middle), SYSTEM + "".join(middle) + "".join(end),
+                 SYSTEM + "".join(end)):
         got = lz.tokenize(text, made, cache_prefix=True, return_offsets=True)
         theirs = made.encode(text)
         assert got.ids == theirs.ids and got.offsets == theirs.offsets

@@ -1,4 +1,6 @@
-"""Workers forked after the library was used: their calls work, nothing they need is held by a thread that is gone."""
+"""Workers forked after the library was used: their calls work, nothing they need is held by a
+thread that is gone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from layerzero.world import snapshot as worlds
 
 pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),
               pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
-              pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
+              pytest.mark.filterwarnings(
+                  "ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
 
 
 def same(got, want):
@@ -29,12 +32,15 @@ def same(got, want):
 
 
 def in_child(work, seconds=20.0):
-    """Run `work` in a forked child; the child's error is the test's, and a child that hangs is killed."""
+    """Run `work` in a forked child; the child's error is the test's, and a child that hangs is
+    killed.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            torch.set_num_threads(1)                       # torch's own thread pool does not survive a fork
+            # torch's own thread pool does not survive a fork
+            torch.set_num_threads(1)
             work()
             status = 0
         except BaseException:
@@ -154,7 +160,8 @@ def test_a_child_may_probe_what_a_thread_of_the_parent_was_probing(path):
     lz.configure(breaker_threshold=1, breaker_cooldown=0.02)
     call(x)
     wait_for(lambda: health_of("fake.one").state == "half_open")
-    fake.fault, fake.before = None, lambda: os.getpid() == parent and (entered.set(), leave.wait(20))
+    fake.fault, fake.before = None, lambda: os.getpid() == parent and (entered.set(),
+                                                                       leave.wait(20))
     worker = threading.Thread(target=lambda: call(x))
     worker.start()
     try:
@@ -172,7 +179,8 @@ def test_a_child_may_probe_what_a_thread_of_the_parent_was_probing(path):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="a cached_property has no lock there")
 def test_a_child_is_not_held_up_by_a_value_that_a_thread_of_the_parent_was_computing():
-    lock, held, leave = type(worlds.current().policy).__dict__["settings"].lock, threading.Event(), threading.Event()
+    lock, held, leave = type(worlds.current().policy).__dict__[
+        "settings"].lock, threading.Event(), threading.Event()
 
     def hold():
         with lock:
@@ -211,7 +219,8 @@ def test_children_forked_in_the_middle_of_everything(path):
         except BaseException as e:
             errors.append(e)
 
-    workers = [threading.Thread(target=over_and_over, args=(act,)) for act in (disturb, make_calls, make_calls)]
+    workers = [threading.Thread(target=over_and_over, args=(act,))
+               for act in (disturb, make_calls, make_calls)]
     for w in workers:
         w.start()
 
@@ -242,7 +251,8 @@ def _square(n: int) -> float:
 def test_a_pool_of_forked_workers():
     lz.rms_norm(rows())
     with multiprocessing.get_context("fork").Pool(3, torch.set_num_threads, (1,)) as pool:
-        assert pool.map_async(_square, range(60)).get(timeout=60) == [float(n * n) for n in range(60)]
+        assert pool.map_async(_square, range(60)).get(timeout=60) == [float(n * n)
+                                                                      for n in range(60)]
 
 
 def test_a_child_of_a_child():

@@ -1,4 +1,5 @@
-"""Many threads, many shapes, and a world that changes under them: every answer right, every call counted.
+"""Many threads, many shapes, and a world that changes under them: every answer right, every call
+counted.
 
 LZ_STRESS=full runs them at full size.
 """
@@ -13,7 +14,19 @@ import time
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, health_of, normed, of, path_of, qkv, register, rows, wait_for
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    health_of,
+    normed,
+    of,
+    path_of,
+    qkv,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
@@ -60,7 +73,8 @@ class Disturber:
     """A thread that does `act` over and over while the block lasts; its errors are the test's."""
 
     def __init__(self, act, pause=0.002):
-        self.act, self.pause, self.stop, self.errors, self.times = act, pause, threading.Event(), [], 0
+        self.act, self.pause, self.stop, self.errors, self.times = (act, pause, threading.Event(),
+                                                                    [], 0)
         self.thread = threading.Thread(target=self._run)
 
     def _run(self):
@@ -85,7 +99,8 @@ class Disturber:
 def change_policy(i):
     """Locks, settings, measurements forgotten: each a new world."""
     wide = lz.PolicyRule.of("deny", "torch.*", "rms_norm", {"hidden": "> 40"})
-    acts = (lambda: lz.configure(strict_mode=i % 2 == 0), lambda: lz.lock("rms_norm", "reference.rms_norm"), lz.unlock,
+    acts = (lambda: lz.configure(strict_mode=i % 2 == 0),
+            lambda: lz.lock("rms_norm", "reference.rms_norm"), lz.unlock,
             lambda: lz.configure(rules=(wide,)), lz.clear_cache)
     acts[i % 5]()
 
@@ -96,7 +111,8 @@ def counted(op="rms_norm"):
 
 def test_a_hundred_threads_over_mixed_shapes_while_the_world_changes(path, happened):
     call = path_of(RMS_NORM, path)
-    cases = [(x, normed(x)) for x in (rows(n, hidden) for n in (1, 3, 17, 40) for hidden in (16, 24, 48))]
+    cases = [(x, normed(x)) for x in (rows(n, hidden) for n in (1, 3, 17, 40)
+                                      for hidden in (16, 24, 48))]
     flaky = Fake("fake.flaky")
     register(flaky)
     lz.configure(breaker_threshold=2, breaker_cooldown=0.01)
@@ -145,7 +161,8 @@ def test_attention_in_many_threads_with_named_kernels_and_policies(path):
     cases = [(qkv(seq_q=n, seq_k=m, heads=2, kv_heads=kv, dim=8), layout)
              for n, m in ((1, 5), (4, 4), (3, 20)) for kv in (1, 2) for layout in ("bhsd",)]
     wanted = [ATTENTION.reference(*args, layout=layout) for args, layout in cases]
-    how = [{}, {"backend": "reference.attention"}, {"policy": {"strict_mode": True}}, {"backend": "torch"}]
+    how = [{}, {"backend": "reference.attention"}, {"policy": {"strict_mode": True}},
+           {"backend": "torch"}]
 
     def work(i):
         order = random.Random(i)
@@ -212,7 +229,9 @@ def test_only_one_call_at_a_time_probes_a_broken_kernel(path):
 
 
 def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
-    """Each call is of a kind never seen before: the first dimension is bucketed, the last one is exact."""
+    """Each call is of a kind never seen before: the first dimension is bucketed, the last one is
+    exact.
+    """
     call, size = path_of(RMS_NORM, path), 512
     lz.register(lz.Kernel("fake.cheap", RMS_NORM, lambda: lambda x: torch.empty_like(x), prior=1e6,
                           less_work="a test"))
@@ -222,7 +241,8 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
     warm, memory = SHAPES // 4, 0
     for i in range(SHAPES):
         hidden, n = 1 + i % 200_000, 1 + i // 200_000
-        out = call(buffer[:hidden].expand(n, hidden) if n > 2 else buffer[:n * hidden].view(n, hidden))
+        out = call(buffer[:hidden].expand(n, hidden) if n > 2
+                   else buffer[:n * hidden].view(n, hidden))
         if i % 997 == 0:
             most = max(most, len(found.cache.table))
             assert found.native is None or found.native.compiled.size() <= size

@@ -1,4 +1,6 @@
-"""A soak of seconds: what is right passes with everything happening, and each kind of trouble is noticed."""
+"""A soak of seconds: what is right passes with everything happening, and each kind of trouble is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ import layerzero as lz
 from layerzero.cli import main
 from layerzero.release import soak_load
 from layerzero.release.soak import SoakPart, SoakReport, SoakSample, soak
-from layerzero.release.soak_load import Case, Disturbances, Tally, call_and_check, cases_of, in_child, may_not_fork
+from layerzero.release.soak_load import (
+    Case,
+    Disturbances,
+    Tally,
+    call_and_check,
+    cases_of,
+    in_child,
+    may_not_fork,
+)
 from layerzero.release.trend import LEAST_SAMPLES, theil_sen
 from layerzero.world import snapshot as worlds
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.stress, pytest.mark.usefixtures("world"),
-              pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
+              pytest.mark.filterwarnings(
+                  "ignore:.*use of fork\\(\\) may lead to deadlocks.*:DeprecationWarning")]
 NORMS = ("rms_norm", "layer_norm", "rope", "add_rms_norm")
 
 
@@ -35,8 +46,8 @@ def test_everything_at_once_for_some_seconds(tmp_path):
     found = soak(6.0, device="cpu", threads=3, rate=0.05, out=path)
     assert found.failures == [] and found.passed and found.complete, found.failures
     counts = found.counts
-    for what in ("calls", "calls of new sizes", "planted faults", "policy changes", "registrations", "mistakes refused",
-                 "short threads", "times of memory pressure", "event Fallback"):
+    for what in ("calls", "calls of new sizes", "planted faults", "policy changes", "registrations",
+                 "mistakes refused", "short threads", "times of memory pressure", "event Fallback"):
         assert counts[what] > 0, (what, counts)
     if not may_not_fork():
         assert counts["forks"] > 0
@@ -45,7 +56,8 @@ def test_everything_at_once_for_some_seconds(tmp_path):
     assert json.loads(path.read_text())["schema"] == "layerzero.soak/1"
     now = worlds.current()
     assert now.policy == before.policy and now.catalog.by_id.keys() == before.catalog.by_id.keys()
-    assert threading.active_count() <= threads + 2             # the clock and the learner may have begun
+    # the clock and the learner may have begun
+    assert threading.active_count() <= threads + 2
 
 
 class Wrong(Fake):
@@ -66,7 +78,8 @@ def test_a_kernel_that_is_wrong_now_and_then_is_found():
     register(Wrong("fake.wrong", prior=1e7))
     found = soak(4.0, device="cpu", threads=2, rate=0.0, forks=False, ops=("rms_norm",))
     assert found.counts["wrong results"] > 0 and not found.passed
-    assert "lz.rms_norm" in next(text for text in found.failures if text.startswith("wrong results"))
+    assert "lz.rms_norm" in next(text for text in found.failures
+                                 if text.startswith("wrong results"))
 
 
 def test_another_kernel_out_of_service_is_found():
@@ -81,9 +94,11 @@ def test_a_call_that_raises_and_a_result_of_another_shape_are_failures():
     case, tally = cases_of(("cpu",), ("rms_norm",))[0], Tally()
     call_and_check(case, tally)
     assert tally.failures == [] and tally.counts["calls"] == 1
-    assert "result 0" in case.complaint(torch.ones(1)) and "2 results" in case.complaint((torch.ones(1),) * 2)
+    assert ("result 0" in case.complaint(torch.ones(1))
+            and "2 results" in case.complaint((torch.ones(1),) * 2))
     with lz.prefer("reference.*"):
-        call_and_check(Case(RMS_NORM, case.dtype, "cpu", {**case.values, "weight": torch.ones(3)}, case.truth,
+        call_and_check(Case(RMS_NORM, case.dtype, "cpu", {**case.values, "weight": torch.ones(3)},
+                            case.truth,
                             case.eager), tally)
     assert tally.counts["calls that raised"] == 1 and "InvalidCall" in tally.failures[0]
 
@@ -114,10 +129,12 @@ def test_a_disturbance_that_raises_is_a_failure(monkeypatch):
 
 def test_a_soak_goes_on_in_parts(tmp_path, capsys):
     path = tmp_path / "soak.json"
-    words = ["soak", "--device", "cpu", "--threads", "2", "--no-forks", "--op", "rms_norm", "--op", "rope"]
+    words = ["soak", "--device", "cpu", "--threads", "2", "--no-forks", "--op", "rms_norm", "--op",
+             "rope"]
     for minutes, parts in ((0.04, 1), (0.04, 2)):
         with pytest.raises(SystemExit) as stop:
-            main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]), str(path)])
+            main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]),
+                  str(path)])
         assert not stop.value.code
         found = SoakReport.load(path)
         assert len(found.parts) == parts and found.complete
@@ -132,9 +149,11 @@ def test_a_soak_goes_on_in_parts(tmp_path, capsys):
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     path = tmp_path / "soak.json"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "--minutes", "5", "--device", "cpu", "--op",
-                                "rms_norm", "--op", "rope", "--no-forks", "--threads", "2", "--out", str(path)],
+    env = {**os.environ,
+           "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "--minutes", "5",
+                                "--device", "cpu", "--op", "rms_norm", "--op", "rope", "--no-forks",
+                                "--threads", "2", "--out", str(path)],
                                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 120
@@ -157,7 +176,8 @@ def test_what_is_no_report_is_a_data_error(tmp_path):
         1.0, [SoakPart("2026", "a CPU", "2.13", [SoakSample(1.0, 1.0, 1, 1, 1.0, 1.0, 1.0, 1)])]
     ).to_json()
     for data in ("", "[]", "{}", json.dumps({**good, "schema": "layerzero.soak/9"}),
-                 json.dumps({**good, "parts": [{}]}), json.dumps({**good, "target_seconds": "long"}),
+                 json.dumps({**good, "parts": [{}]}),
+                 json.dumps({**good, "target_seconds": "long"}),
                  json.dumps({**good, "parts": [{**good["parts"][0], "samples": [{"at": 1}]}]})):
         path.write_text(data)
         with pytest.raises(lz.errors.DataError, match=r"soak\.json"):
@@ -198,13 +218,16 @@ def test_parts_have_levels_of_their_own():
 def report(rss, seconds=3600.0):
     step = seconds / 60
     return SoakReport(seconds, [SoakPart("2026", "a CPU", "2.13", [
-        SoakSample(i * step, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)], seconds=seconds)])
+        SoakSample(i * step, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)],
+                                         seconds=seconds)])
 
 
 def test_growth_beyond_the_bound_fails_and_warming_up_does_not():
     assert report(lambda i: 300 + i % 5).passed
-    assert report(lambda i: 100 + min(i, 14) * 20 + i % 5).passed      # the first quarter is the warm-up
+    # the first quarter is the warm-up
+    assert report(lambda i: 100 + min(i, 14) * 20 + i % 5).passed
     leak = report(lambda i: 300 + i * 2 + i % 5)
     assert not leak.passed and [s.name for s in leak.series if not s.passed] == ["RSS"]
     short = report(lambda i: 300 + i * 2, seconds=60.0)
-    assert short.passed and not any(s.judged for s in short.series)  # a minute says nothing of an hour
+    # a minute says nothing of an hour
+    assert short.passed and not any(s.judged for s in short.series)

@@ -1,4 +1,6 @@
-"""The fixtures of helpers.py (the world as it was, events as a list, both call paths), and those of the native path."""
+"""The fixtures of helpers.py (the world as it was, events as a list, both call paths), and those of
+the native path.
+"""
 
 import shutil
 
@@ -17,7 +19,8 @@ __all__ = ["happened", "path", "world"]
 @pytest.fixture(scope="session")
 def compiled():
     """The native module, built now if it is not there and a compiler is."""
-    if native.module() is None and native.is_enabled() and (shutil.which("g++") or shutil.which("clang++")):
+    if (native.module() is None and native.is_enabled()
+        and (shutil.which("g++") or shutil.which("clang++"))):
         native.build()
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")

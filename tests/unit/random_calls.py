@@ -19,7 +19,8 @@ from layerzero.spec.grid import bucket_top
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STYLES = ("plain", "plain", "plain", "transposed", "padded", "sparse", "spread", "shifted")
-MOST = 1 << 24                                 # elements of one tensor that is not spread from fewer
+# elements of one tensor that is not spread from fewer
+MOST = 1 << 24
 
 EDGES = sorted({e for n in (0, 1, 2, 8, 16, 40, 64, 77, 96, 100, 128, 333, 500, 700, 4096, 65535)
                 for e in (n - 1, n, n + 1, bucket_top(n), bucket_top(n) + 1) if e >= 0})
@@ -33,7 +34,8 @@ def _memory(dtype: torch.dtype) -> Tensor:
     return torch.empty(4 * MOST * 8, dtype=torch.uint8).view(dtype)
 
 
-def tensor(rng: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, style: str | None = None) -> Tensor:
+def tensor(rng: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
+           style: str | None = None) -> Tensor:
     """A view of `shape` that is stored in one of STYLES."""
     style = style or rng.choice(STYLES)
     numel = 1
@@ -47,7 +49,8 @@ def tensor(rng: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
     step, strides = 1, [0] * len(shape)
     for axis in reversed(order):
         strides[axis] = step * (2 if style == "sparse" and axis == len(shape) - 1 else 1)
-        step = strides[axis] * max(shape[axis] + (3 if style == "padded" and axis == len(shape) - 1 else 0), 1)
+        step = strides[axis] * max(shape[axis] + (3 if style == "padded" and axis == len(shape) - 1
+                                                  else 0), 1)
     return _memory(dtype).as_strided(shape, strides, 1 if style == "shifted" else 0)
 
 
@@ -56,7 +59,8 @@ def maybe_grad(rng: Any, t: Tensor) -> Tensor:
     kind = rng.choice(("plain",) * 4 + ("grad", "parameter"))
     if kind == "plain" or not t.is_floating_point():
         return t
-    return t.detach().requires_grad_() if kind == "grad" else torch.nn.Parameter(t.detach(), rng.choice((True, False)))
+    return (t.detach().requires_grad_() if kind == "grad"
+            else torch.nn.Parameter(t.detach(), rng.choice((True, False))))
 
 
 def attention(rng: Any) -> Call:
@@ -78,16 +82,21 @@ def attention(rng: Any) -> Call:
     kwargs: dict[str, Any] = {}
     if rng.random() < 0.3:
         shape = tuple(n if rng.random() < 0.6 else 1 for n in (b, hq, sq, sk))[rng.randrange(4):]
-        kwargs["attn_mask"] = maybe_grad(rng, tensor(rng, shape, rng.choice((torch.bool, dtype, torch.float32)),
+        kwargs["attn_mask"] = maybe_grad(rng,
+                                         tensor(rng, shape,
+                                                rng.choice((torch.bool, dtype, torch.float32)),
                                                      "plain"))
-    for name, values in (("dropout_p", (0.0, 0, 0.1, 1.0, 1.5, -0.5, 1.7e308)), ("is_causal", (True, False)),
-                         ("scale", (None, 0.5, 1)), ("enable_gqa", (True, False)), ("window_left", (-2, -1, 0, 1, 8)),
-                         ("causal_align", (None, "top_left", "bottom_right")), ("window_right", (-1, 0, 5)),
-                         ("softcap", (0.0, 20.0, -1.0)), ("return_lse", (True, False))):
+    for name, values in (("dropout_p", (0.0, 0, 0.1, 1.0, 1.5, -0.5, 1.7e308)),
+                         ("is_causal", (True, False)), ("scale", (None, 0.5, 1)),
+                         ("enable_gqa", (True, False)), ("window_left", (-2, -1, 0, 1, 8)),
+                         ("causal_align", (None, "top_left", "bottom_right")),
+                         ("window_right", (-1, 0, 5)), ("softcap", (0.0, 20.0, -1.0)),
+                         ("return_lse", (True, False))):
         if rng.random() < 0.3:
             kwargs[name] = rng.choice(values)
     if rng.random() < 0.1:
-        kwargs["alibi_slopes"] = maybe_grad(rng, tensor(rng, (hq,), rng.choice((torch.float32, dtype))))
+        kwargs["alibi_slopes"] = maybe_grad(rng,
+                                            tensor(rng, (hq,), rng.choice((torch.float32, dtype))))
     if layout != "bhsd" or rng.random() < 0.2:
         kwargs["layout"] = layout
     return (make(hq, sq, d), make(hkv, sk, d), make(hkv, sk, dv)), kwargs
@@ -96,15 +105,20 @@ def attention(rng: Any) -> Call:
 def varlen_attention(rng: Any) -> Call:
     tq, tk, n = rng.choice(EDGES), rng.choice(EDGES), rng.choice((*SMALL, 65536, 65537))
     hkv = rng.choice((1, 2, 4))
-    hq, d, dtype = rng.choice((hkv, 2 * hkv, 3)), rng.choice((8, 16, 20, 64, 256, 264)), rng.choice(FLOATS)
+    hq, d, dtype = rng.choice((hkv, 2 * hkv, 3)), rng.choice((8, 16, 20, 64, 256, 264)), rng.choice(
+        FLOATS)
     ints = rng.choice((torch.int32, torch.int32, torch.int64))
-    kwargs: dict[str, Any] = {"max_seqlen_q": rng.choice((*EDGES, -1)), "max_seqlen_k": rng.choice((*EDGES, -1))}
-    for name, values in (("is_causal", (True, False)), ("scale", (None, 0.5)), ("softcap", (0.0, 10.0)),
-                         ("causal_align", (None, "top_left", "bottom_right")), ("window_left", (-1, 0, 8)),
-                         ("window_right", (-2, -1, 0, 8)), ("dropout_p", (0.0, 0.25, 1.0))):
+    kwargs: dict[str, Any] = {"max_seqlen_q": rng.choice((*EDGES, -1)),
+                              "max_seqlen_k": rng.choice((*EDGES, -1))}
+    for name, values in (("is_causal", (True, False)), ("scale", (None, 0.5)),
+                         ("softcap", (0.0, 10.0)),
+                         ("causal_align", (None, "top_left", "bottom_right")),
+                         ("window_left", (-1, 0, 8)), ("window_right", (-2, -1, 0, 8)),
+                         ("dropout_p", (0.0, 0.25, 1.0))):
         if rng.random() < 0.3:
             kwargs[name] = rng.choice(values)
-    tensors = (maybe_grad(rng, tensor(rng, shape, dtype)) for shape in ((tq, hq, d), (tk, hkv, d), (tk, hkv, d)))
+    tensors = (maybe_grad(rng, tensor(rng, shape, dtype))
+               for shape in ((tq, hq, d), (tk, hkv, d), (tk, hkv, d)))
     return (*tensors, tensor(rng, (n,), ints), tensor(rng, (n,), ints)), kwargs
 
 
@@ -114,7 +128,9 @@ def _norm(rng: Any, *names: str, twice: bool = False) -> Call:
     kwargs: dict[str, Any] = {}
     for name in names:
         if rng.random() < 0.5:
-            kwargs[name] = maybe_grad(rng, tensor(rng, (hidden,), rng.choice((dtype, dtype, torch.float32))))
+            kwargs[name] = maybe_grad(rng,
+                                      tensor(rng, (hidden,),
+                                             rng.choice((dtype, dtype, torch.float32))))
     if rng.random() < 0.3:
         kwargs["eps"] = rng.choice((0.0, 1e-6, 1e-5, 1, -1.0))
     shape = (*rows, hidden)
@@ -152,7 +168,8 @@ def synthetic_op(rng: Any) -> Call:
     if rng.random() < 0.2:
         kwargs["extra"] = tensor(rng, shape, dtype)
     for name, values in (("steps", (-3, -2, -1, 0, 1, 2, 3, 16, 17, 39, 40, 41, 48, 49)),
-                         ("limit", (None, -1, 0, 3, 4, 5, 6, 2**40)), ("mode", (None, "plain", "wide")),
+                         ("limit", (None, -1, 0, 3, 4, 5, 6, 2**40)),
+                         ("mode", (None, "plain", "wide")),
                          ("gain", (None, -0.5, -0.51, 0.25, 0.75, 2, 2.5, 2.51, 1.7e308, -1.7e308)),
                          ("eps", (1e-5, 0.1, 0.11, 1, 2.0, -1.0, 1.7e308)), ("flag", (True, False)),
                          ("groups", (1, 2, 4))):
@@ -163,11 +180,14 @@ def synthetic_op(rng: Any) -> Call:
 
 
 def synthetic_sweeps() -> Iterator[Call]:
-    """Calls of the awkward op that differ from one another in one or two things only, all else equal."""
+    """Calls of the awkward op that differ from one another in one or two things only, all else
+    equal.
+    """
     edges = (1, 4, 17, 24, 31, 40, 48, 64, 77, 96, 100, 333, 500, 700)
     sizes = sorted({n for e in edges for n in (e - 1, e, e + 1)})
 
-    def call(lead: tuple[int, ...] = (2,), seq: int = 20, depth: int = 20, width: int = 8, pages: int = 0,
+    def call(lead: tuple[int, ...] = (2,), seq: int = 20, depth: int = 20, width: int = 8,
+             pages: int = 0,
              dtype: torch.dtype = torch.float32, **kwargs: Any) -> Call:
         one = _memory(dtype)[:1]
         return (one.expand(*lead, seq, width), one.expand(*lead, seq, depth)), kwargs
@@ -180,7 +200,8 @@ def synthetic_sweeps() -> Iterator[Call]:
         yield call(steps=steps, seq=21)
     for limit in (None, *range(-3, 12), 2**40):
         yield call(limit=limit)
-    for number in (None, -1.0, -0.51, -0.5, -0.0, 0, 0.25, 0.26, 0.75, 1, 2, 2.5, 2.51, 1e300, 1.7e308, -1.7e308):
+    for number in (None, -1.0, -0.51, -0.5, -0.0, 0, 0.25, 0.26, 0.75, 1, 2, 2.5, 2.51, 1e300,
+                   1.7e308, -1.7e308):
         yield call(gain=number)
         yield call(eps=1e-5 if number is None else number)
     for rows in range(30):
@@ -199,7 +220,8 @@ def synthetic_sweeps() -> Iterator[Call]:
         yield call(dtype=dtype)
     for lead in ((), (2,), (1, 2), (2, 1)):
         yield call(lead=lead)
-    for option in ({"flag": True}, {"mode": "plain"}, {"mode": "wide"}, {"order": "ws", "width": 20}):
+    for option in ({"flag": True}, {"mode": "plain"}, {"mode": "wide"},
+                   {"order": "ws", "width": 20}):
         yield call(**option)
     base = torch.zeros(2, 20, 8), torch.zeros(2, 20, 20)
     for i, style in enumerate(("plain", "transposed", "padded", "sparse", "spread", "shifted") * 2):
@@ -211,15 +233,18 @@ def synthetic_sweeps() -> Iterator[Call]:
 
 
 MAKERS: dict[str, Callable[[Any], Call]] = {
-    "attention": attention, "varlen_attention": varlen_attention, "rms_norm": rms_norm, "layer_norm": layer_norm,
-    "add_rms_norm": add_rms_norm, "synthetic": synthetic_op}
+    "attention": attention, "varlen_attention": varlen_attention, "rms_norm": rms_norm,
+    "layer_norm": layer_norm, "add_rms_norm": add_rms_norm, "synthetic": synthetic_op}
 
 
 def neighbour(rng: Any, call: Call) -> Call:
-    """The same call with one thing changed a little: a size by one, a dtype, a stride, a number, a flag."""
+    """The same call with one thing changed a little: a size by one, a dtype, a stride, a number, a
+    flag.
+    """
     args, kwargs = list(call[0]), dict(call[1])
     what = rng.choice(("size", "size", "again", "grad", "number", "drop"))
-    if what == "size":                         # the last axis but one is a sequence, in the plain layout
+    # the last axis but one is a sequence, in the plain layout
+    if what == "size":
         grown = rng.choice((-1, 1, 7))
         axis, old = -2, args[0].shape[-2] if args[0].dim() > 1 else 0
         for i, t in enumerate(args):
@@ -240,12 +265,14 @@ def neighbour(rng: Any, call: Call) -> Call:
         elif isinstance(value, bool):
             kwargs[name] = not value
         elif isinstance(value, (int, float)):
-            kwargs[name] = value + rng.choice((-1, 1, 0.5)) if isinstance(value, float) else value + rng.choice((-1, 1))
+            kwargs[name] = (value + rng.choice((-1, 1, 0.5)) if isinstance(value, float)
+                            else value + rng.choice((-1, 1)))
     return tuple(args), kwargs
 
 
 def register_synthetic() -> None:
-    """The awkward op and a kernel for each of its rules; the world fixture takes them away again."""
+    """The awkward op and a kernel for each of its rules; the world fixture takes them away again.
+    """
     lz.register(synthetic.OP)
     for kernel in synthetic.KERNELS:
         lz.register(kernel)

@@ -1,4 +1,7 @@
-"""What the package advises. Everything its user says, in a file, the environment or the program, wins over it."""
+"""What the package advises.
+
+Everything its user says, in a file, the environment or the program, wins over it.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +9,6 @@ from layerzero import PolicyRule
 
 POLICY = {"rules": (
     PolicyRule.of("boost", "example.addcmul", "scale_shift", factor=1.5),
-    PolicyRule.of("deny", "example.rms_norm", "rms_norm", {"hidden": "< 4"}),      # too little work in a row
+    # too little work in a row
+    PolicyRule.of("deny", "example.rms_norm", "rms_norm", {"hidden": "< 4"}),
 )}

@@ -9,4 +9,5 @@ from __future__ import annotations
 
 import pkgutil
 
-CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
+CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)
+                       if not module.name.startswith("_")))

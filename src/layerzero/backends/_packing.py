@@ -4,7 +4,8 @@ unchanged.
 An entry belongs to the storages of the tensors it was packed from and is dropped when one of them
 is freed. It is valid while their addresses, shapes, strides, dtypes and versions are the same, so a
 write in place (`mul_`, an optimizer's step) packs again. A write that bumps no version (through
-`.data`, NumPy, or a raw pointer) cannot be detected: call `lz.quant.forget_packed(weight)` after one.
+`.data`, NumPy, or a raw pointer) cannot be detected: call `lz.quant.forget_packed(weight)` after
+one.
 
 When living weights use up the limit, further weights are not packed and their kernels use them as
 they are. That is slower, but evicting entries would pack on every call.
@@ -39,9 +40,11 @@ class PackedWeights:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = _default_limit() if limit is None else limit       # bytes of all packed copies
         self._entries: dict[Signature, _Entry] = {}
-        self._packing = threading.RLock()      # reentrant: a storage may be freed while this thread packs
+        # reentrant: a storage may be freed while this thread packs
+        self._packing = threading.RLock()
 
-    def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor, growth: int = 1) -> Any | None:
+    def get(self, kind: str, pack: Callable[..., Any], *tensors: Tensor,
+            growth: int = 1) -> Any | None:
         """Returns `pack(*tensors)`, cached under `kind`; None for weights that must not be packed.
 
         A packed copy has `growth` times the bytes of the tensors.

@@ -33,8 +33,9 @@ LSE: tuple[r.Condition, ...] = (
 
 def _common() -> tuple[r.Condition, ...]:
     """Returns the requirements of all three versions."""
-    return (r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8),
-            r.at_most("head_dim", 256), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+    return (r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"),
+            r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
+            r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
             r.at_least("seq_q", 1, Code.EMPTY_INPUT),
             r.at_least("seq_k", 1, Code.EMPTY_INPUT), r.at_least("batch", 1, Code.EMPTY_INPUT),
             r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"),
@@ -43,20 +44,25 @@ def _common() -> tuple[r.Condition, ...]:
 
 
 def _cache_rules(*names: str) -> tuple[r.Condition, ...]:
-    return (*(r.when(r.equals("dtype", d), r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+    return (*(r.when(r.equals("dtype", d),
+                     r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
               for n in names for d in ("float16", "bfloat16")),
             *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
 
 
 PAGED: tuple[r.Condition, ...] = (
-    r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8),
-    r.at_most("head_dim", 256), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), r.plain_tensors(),
+    r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"),
+    r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
+    r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), r.plain_tensors(),
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens", 1, Code.EMPTY_INPUT),
     r.at_least("pages", 1, Code.EMPTY_INPUT), r.at_least("max_pages", 1, Code.EMPTY_INPUT),
-    *_cache_rules("key_cache", "value_cache"), r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
-    r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"), r.aligned("query", 16),
-    r.dtypes("int32", of="block_table.dtype"), r.dtypes("int32", of="context_lens.dtype"),
-    r.one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED), r.unit_stride("block_table"),
+    *_cache_rules("key_cache", "value_cache"),
+    r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
+    r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"),
+    r.aligned("query", 16), r.dtypes("int32", of="block_table.dtype"),
+    r.dtypes("int32", of="context_lens.dtype"),
+    r.one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED),
+    r.unit_stride("block_table"),
     r.any_of(r.absent("cu_seqlens_q.dtype"), r.present("max_seqlen_q", Code.MISSING_METADATA)))
 ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 ALIGNED_OR_SQUARE = r.any_of(r.equals("causal_offset", 0), ALIGNED)
@@ -66,28 +72,33 @@ DENSE: tuple[r.Condition, ...] = (
     r.when(r.at_least("window_left", 0), ALIGNED_OR_SQUARE),
     r.when(r.at_least("window_right", 0), ALIGNED_OR_SQUARE), *LSE)
 PACKED: tuple[r.Condition, ...] = (
-    *_common(), r.any_of(r.off("is_causal"), ALIGNED), r.when(r.at_least("window_left", 0), ALIGNED),
+    *_common(), r.any_of(r.off("is_causal"), ALIGNED),
+    r.when(r.at_least("window_left", 0), ALIGNED),
     r.when(r.at_least("window_right", 0), ALIGNED), r.dtypes("int32", of="cu_seqlens_q.dtype"),
     r.dtypes("int32", of="cu_seqlens_k.dtype"))
 V2: tuple[r.Condition, ...] = (
-    r.sm(at_least=80), r.any_of(r.equals("softcap", 0.0), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)))
+    r.sm(at_least=80),
+    r.any_of(r.equals("softcap", 0.0), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)))
 V3: tuple[r.Condition, ...] = (r.generations("hopper"), NO_DROPOUT)
 V4: tuple[r.Condition, ...] = (
     r.generations("hopper", "blackwell"), NO_DROPOUT,
-    r.any_of(r.generations("hopper"), r.at_most("head_dim", 128), r.equals("head_dim", 256, Code.HEAD_DIM_INVALID)),
+    r.any_of(r.generations("hopper"), r.at_most("head_dim", 128),
+             r.equals("head_dim", 256, Code.HEAD_DIM_INVALID)),
     r.any_of(r.off("grad"), r.equals("softcap", 0.0, Code.BACKWARD_UNSUPPORTED)))
 
 
 def _v2() -> Callable[..., Any]:
     from flash_attn import flash_attn_func
 
-    def run(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-            scale: float | None = None, *, window_left: int = -1, window_right: int = -1,
-            alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+            window_right: int = -1, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+            return_lse: bool = False) -> Any:
         result = flash_attn_func(
             query, key, value, dropout_p=dropout_p, softmax_scale=scale, causal=is_causal,
             window_size=(window_left, window_right), softcap=softcap, alibi_slopes=alibi_slopes,
-            deterministic=torch.are_deterministic_algorithms_enabled(), return_attn_probs=return_lse)
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            return_attn_probs=return_lse)
         return result[:2] if return_lse else result
 
     return run
@@ -96,12 +107,14 @@ def _v2() -> Callable[..., Any]:
 def _v2_varlen() -> Callable[..., Any]:
     from flash_attn import flash_attn_varlen_func
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0) -> Any:
         return flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p,
-            softmax_scale=scale, causal=is_causal, window_size=(window_left, window_right), softcap=softcap,
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p=dropout_p, softmax_scale=scale, causal=is_causal,
+            window_size=(window_left, window_right), softcap=softcap,
             deterministic=torch.are_deterministic_algorithms_enabled())
 
     return run
@@ -114,11 +127,13 @@ def _v3() -> Callable[..., Any]:
     parameters = inspect.signature(flash_attn_func).parameters
     lse_option = {"return_attn_probs": True} if "return_attn_probs" in parameters else {}
 
-    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, window_right: int = -1, softcap: float = 0.0, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1,
+            softcap: float = 0.0, return_lse: bool = False) -> Any:
         result = flash_attn_func(
-            query, key, value, softmax_scale=scale, causal=is_causal, window_size=(window_left, window_right),
-            softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
+            query, key, value, softmax_scale=scale, causal=is_causal,
+            window_size=(window_left, window_right), softcap=softcap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **(lse_option if return_lse else {}))
         return _select_results(result, return_lse)
 
@@ -128,13 +143,14 @@ def _v3() -> Callable[..., Any]:
 def _v3_varlen() -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_varlen_func
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0) -> Any:
         return _select_results(flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=scale,
-            causal=is_causal, window_size=(window_left, window_right), softcap=softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled()), False)
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            softmax_scale=scale, causal=is_causal, window_size=(window_left, window_right),
+            softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled()), False)
 
     return run
 
@@ -142,13 +158,15 @@ def _v3_varlen() -> Callable[..., Any]:
 def _v4() -> Callable[..., Any]:
     from flash_attn.cute import flash_attn_func
 
-    lse_option = {"return_lse": True} if "return_lse" in inspect.signature(flash_attn_func).parameters else {}
+    lse_option = ({"return_lse": True}
+                  if "return_lse" in inspect.signature(flash_attn_func).parameters else {})
 
-    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, window_right: int = -1, softcap: float = 0.0, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1,
+            softcap: float = 0.0, return_lse: bool = False) -> Any:
         result = flash_attn_func(query, key, value, softmax_scale=scale, causal=is_causal,
-                                 window_size=_open_window(window_left, window_right), softcap=softcap,
-                                 **(lse_option if return_lse else {}))
+                                 window_size=_open_window(window_left, window_right),
+                                 softcap=softcap, **(lse_option if return_lse else {}))
         return _select_results(result, return_lse)
 
     return run
@@ -157,13 +175,15 @@ def _v4() -> Callable[..., Any]:
 def _v4_varlen() -> Callable[..., Any]:
     from flash_attn.cute import flash_attn_varlen_func
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0) -> Any:
         return _select_results(flash_attn_varlen_func(
-            query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, softmax_scale=scale, causal=is_causal,
-            window_size=_open_window(window_left, window_right), softcap=softcap), False)
+            query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=scale,
+            causal=is_causal, window_size=_open_window(window_left, window_right), softcap=softcap),
+                               False)
 
     return run
 
@@ -173,12 +193,14 @@ def _v4_varlen() -> Callable[..., Any]:
 def _v2_paged() -> Callable[..., Any]:
     from flash_attn import flash_attn_with_kvcache
 
-    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-            is_causal: bool = False, scale: float | None = None, *, window_left: int = -1, softcap: float = 0.0,
-            max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+            context_lens: Tensor, is_causal: bool = False, scale: float | None = None, *,
+            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None,
+            return_lse: bool = False) -> Any:
         result = flash_attn_with_kvcache(
-            query[:, None], key_cache, value_cache, cache_seqlens=context_lens, block_table=block_table,
-            softmax_scale=scale, causal=is_causal, window_size=(window_left, -1), softcap=softcap,
+            query[:, None], key_cache, value_cache, cache_seqlens=context_lens,
+            block_table=block_table, softmax_scale=scale, causal=is_causal,
+            window_size=(window_left, -1), softcap=softcap,
             return_softmax_lse=return_lse)
         return (result[0][:, 0], _fix_empty_lse(result[1][..., 0])) if return_lse else result[:, 0]
 
@@ -188,16 +210,18 @@ def _v2_paged() -> Callable[..., Any]:
 def _v3_paged() -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_with_kvcache
 
-    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-            cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None,
-            return_lse: bool = False) -> Any:
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, softcap: float = 0.0,
+            max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
         starts = _one_query_each(context_lens) if cu_seqlens_q is None else cu_seqlens_q
         result = flash_attn_with_kvcache(
-            query, key_cache, value_cache, cache_seqlens=context_lens, page_table=block_table, cu_seqlens_q=starts,
-            max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q, softmax_scale=scale, causal=is_causal,
-            window_size=(window_left, -1), softcap=softcap, return_softmax_lse=return_lse)
-        return (result[0], _fix_empty_lse(result[1].t())) if return_lse else _select_results(result, False)
+            query, key_cache, value_cache, cache_seqlens=context_lens, page_table=block_table,
+            cu_seqlens_q=starts, max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q,
+            softmax_scale=scale, causal=is_causal, window_size=(window_left, -1), softcap=softcap,
+            return_softmax_lse=return_lse)
+        return ((result[0], _fix_empty_lse(result[1].t())) if return_lse
+                else _select_results(result, False))
 
     return run
 
@@ -205,16 +229,18 @@ def _v3_paged() -> Callable[..., Any]:
 def _v4_paged() -> Callable[..., Any]:
     from flash_attn.cute import flash_attn_varlen_func
 
-    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-            cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None,
-            return_lse: bool = False) -> Any:
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, softcap: float = 0.0,
+            max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
         starts = _one_query_each(context_lens) if cu_seqlens_q is None else cu_seqlens_q
         result = flash_attn_varlen_func(
-            query, key_cache, value_cache, cu_seqlens_q=starts, seqused_k=context_lens, page_table=block_table,
-            max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q, softmax_scale=scale, causal=is_causal,
-            window_size=_open_window(window_left, -1), softcap=softcap, return_lse=return_lse)
-        return (result[0], _fix_empty_lse(result[1].t())) if return_lse else _select_results(result, False)
+            query, key_cache, value_cache, cu_seqlens_q=starts, seqused_k=context_lens,
+            page_table=block_table, max_seqlen_q=1 if cu_seqlens_q is None else max_seqlen_q,
+            softmax_scale=scale, causal=is_causal, window_size=_open_window(window_left, -1),
+            softcap=softcap, return_lse=return_lse)
+        return ((result[0], _fix_empty_lse(result[1].t())) if return_lse
+                else _select_results(result, False))
 
     return run
 
@@ -243,10 +269,11 @@ NHD = ("NHD",)
 # Found by a module that only version 2 has: version 4 has a package of the same name.
 _V2: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
                        "package": "flash_attn.flash_attn_interface", "distribution": "flash-attn",
-                       "version": ">=2.5,<3", "prior": 12.0, "overhead_us": 10.0, "traceable": False, "untested": True}
+                       "version": ">=2.5,<3", "prior": 12.0, "overhead_us": 10.0,
+                       "traceable": False, "untested": True}
 _V3: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
-                       "package": "flash_attn_interface", "distribution": "flash_attn_3", "prior": 20.0,
-                       "overhead_us": 10.0, "traceable": False, "untested": True}
+                       "package": "flash_attn_interface", "distribution": "flash_attn_3",
+                       "prior": 20.0, "overhead_us": 10.0, "traceable": False, "untested": True}
 _V4: dict[str, Any] = {"sdpa_backend": "FLASH_ATTENTION",
                        "package": "flash_attn.cute", "distribution": "flash-attn-4", "prior": 22.0,
                        "overhead_us": 30.0, "traceable": False, "jit": True,
@@ -261,12 +288,16 @@ KERNELS = (
     Kernel("flash_attn.v3_varlen", varlen_attention, _v3_varlen, **_V3, requires=(*PACKED, *V3)),
     Kernel("flash_attn.v4", attention, _v4, variants=BSHD, **_V4, requires=(*DENSE, *V4, NO_ALIBI)),
     Kernel("flash_attn.v4_varlen", varlen_attention, _v4_varlen, **_V4, requires=(*PACKED, *V4)),
-    Kernel("flash_attn.v2_paged", paged_attention, _v2_paged, variants=NHD, differentiable=False, **_V2, requires=(
+    Kernel("flash_attn.v2_paged", paged_attention, _v2_paged, variants=NHD, differentiable=False,
+           **_V2, requires=(
         *PAGED, r.sm(at_least=80), r.absent("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED),
         r.multiple_of("page_size", 256, Code.PAGE_SIZE_UNSUPPORTED))),
-    Kernel("flash_attn.v3_paged", paged_attention, _v3_paged, variants=NHD, differentiable=False, **_V3, requires=(
+    Kernel("flash_attn.v3_paged", paged_attention, _v3_paged, variants=NHD, differentiable=False,
+           **_V3, requires=(
         *PAGED, r.generations("hopper"))),
-    Kernel("flash_attn.v4_paged", paged_attention, _v4_paged, variants=NHD, differentiable=False, **_V4, requires=(
+    Kernel("flash_attn.v4_paged", paged_attention, _v4_paged, variants=NHD, differentiable=False,
+           **_V4, requires=(
         *PAGED, r.generations("hopper"), r.at_most("page_size", 32, Code.PAGE_SIZE_UNSUPPORTED)),
-        note="larger pages it may load whole, and what lies beyond a sequence would spoil the result"),
+        note="larger pages it may load whole, and what lies beyond a sequence would spoil the "
+             "result"),
 )

@@ -1,4 +1,5 @@
-"""Hugging Face tokenizers: the library behind tokenizer.json and the fast tokenizers of transformers.
+"""Hugging Face tokenizers: the library behind tokenizer.json and the fast tokenizers of
+transformers.
 
 Every handle has its own copy of the tokenizer, built from the hashed payload, without truncation
 and padding. So the
@@ -58,28 +59,34 @@ def _encode() -> Callable[..., Tokens]:
     return make_kernel(no_panic(_one_by_one))
 
 
-def _one_by_one(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+def _one_by_one(handle: TokenizerHandle, texts: Sequence[str],
+                request: Request) -> list[EncodedText]:
     native = _native(handle, bool(request.parse_special))
-    return [_encoded_text(native.encode(text, add_special_tokens=request.add_special_tokens), handle, text, request)
+    return [_encoded_text(native.encode(text, add_special_tokens=request.add_special_tokens),
+                          handle, text, request)
             for text in texts]
 
 
 def _encode_batch() -> Callable[..., Tokens]:
     from tokenizers import Tokenizer
 
-    without_offsets = getattr(Tokenizer, "encode_batch_fast", Tokenizer.encode_batch)      # from 0.20
+    # from 0.20
+    without_offsets = getattr(Tokenizer, "encode_batch_fast", Tokenizer.encode_batch)
 
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native = _native(handle, bool(request.parse_special))
         run = Tokenizer.encode_batch if request.offsets else without_offsets
         encodings = run(native, texts, add_special_tokens=request.add_special_tokens)
-        return [_encoded_text(encoding, handle, text, request) for encoding, text in zip(encodings, texts)]
+        return [_encoded_text(encoding, handle, text, request)
+                for encoding, text in zip(encodings, texts)]
 
     return make_kernel(no_panic(encode))
 
 
 def _encode_cached() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         parse = bool(request.parse_special)
         native = _native(handle, parse)
         around = _special_around(handle, native) if request.add_special_tokens else ((), ())
@@ -99,7 +106,8 @@ def _encode_cached() -> Callable[..., Tokens]:
     return make_kernel(no_panic(encode))
 
 
-def _special_around(handle: TokenizerHandle, native: Any) -> tuple[Sequence[int], Sequence[int]] | None:
+def _special_around(handle: TokenizerHandle, native: Any) -> tuple[Sequence[int],
+                                                                   Sequence[int]] | None:
     """Returns the special tokens around every text; None if probes do not show them."""
     def probe(_: TokenizerHandle) -> tuple[Any, ...]:
         around = native.num_special_tokens_to_add(False)
@@ -115,18 +123,21 @@ def _split_encoding(encoding: Any, around: int) -> EncodedText | None:
     """Splits an encoding into the text's tokens and the special ones; None if the text occurs more
     than once."""
     text_positions = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    first, end = (text_positions[0], text_positions[-1] + 1) if text_positions else (len(encoding), len(encoding))
+    first, end = ((text_positions[0], text_positions[-1] + 1) if text_positions
+                  else (len(encoding), len(encoding)))
     ids = encoding.ids
     return None if len(ids) - (end - first) != around else EncodedText(
         ids[first:end], encoding.offsets[first:end], ids[:first], ids[end:])
 
 
 def _split_points(handle: TokenizerHandle) -> SplitPoints:
-    points: SplitPoints = handle.built("split_points", lambda h: split_points_from_json(json.loads(h.payload)))
+    points: SplitPoints = handle.built("split_points",
+                                       lambda h: split_points_from_json(json.loads(h.payload)))
     return points
 
 
-def _encoded_text(encoding: Any, handle: TokenizerHandle, text: str, request: Request) -> EncodedText:
+def _encoded_text(encoding: Any, handle: TokenizerHandle, text: str,
+                  request: Request) -> EncodedText:
     limit = request.lengths.limit
     if limit is None or len(encoding) <= limit:
         return EncodedText(encoding.ids, encoding.offsets if request.offsets else None)
@@ -143,7 +154,8 @@ def _truncation_changes_offsets(handle: TokenizerHandle, request: Request) -> bo
     """Returns whether truncation changes offsets: a trimming post-processor treats the first token
     specially."""
     lengths = request.lengths
-    return request.offsets and lengths.limit is not None and lengths.cut_left and not _split_points(handle).offsets
+    return (request.offsets and lengths.limit is not None and lengths.cut_left
+            and not _split_points(handle).offsets)
 
 
 def _truncate_in_library(handle: TokenizerHandle, text: str, request: Request) -> EncodedText:
@@ -157,7 +169,8 @@ def _truncate_in_library(handle: TokenizerHandle, text: str, request: Request) -
         native = _build(handle, bool(request.parse_special))
         native.enable_truncation(limit, direction=side)
         handle.replace(key, (truncation, native))
-    room_for_text(limit, native.num_special_tokens_to_add(False) if request.add_special_tokens else 0)
+    room_for_text(limit, native.num_special_tokens_to_add(False) if request.add_special_tokens
+                  else 0)
     encoding = native.encode(text, add_special_tokens=request.add_special_tokens)
     return EncodedText(encoding.ids, encoding.offsets if request.offsets else None, truncated=True)
 
@@ -177,17 +190,21 @@ def _decode() -> Callable[..., str | list[str]]:
 
 
 KERNELS = (
-    Kernel("tokenizers.encode", tokenize, _encode, package="tokenizers", requires=(HF_TOKENIZER,), overhead_us=60.0,
-           graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
+    Kernel("tokenizers.encode", tokenize, _encode, package="tokenizers", requires=(HF_TOKENIZER,),
+           overhead_us=60.0, graph_safe=False, traceable=False, differentiable=False, baseline=True,
+           note="one text after another"),
     Kernel("tokenizers.encode_batch", tokenize, _encode_batch, package="tokenizers",
            requires=(HF_TOKENIZER,), overhead_us=50.0,
            graph_safe=False, traceable=False, differentiable=False,
            less_work="one call for all texts, and no offsets where none are asked for",
            note="several texts on several threads"),
-    Kernel("tokenizers.encode_cached", tokenize, _encode_cached, package="tokenizers", overhead_us=20.0, requires=(
+    Kernel("tokenizers.encode_cached", tokenize, _encode_cached, package="tokenizers",
+           overhead_us=20.0, requires=(
         HF_TOKENIZER, r.on("cache_prefix"), r.equals("sampled", False, Code.NOT_DETERMINISTIC),
         r.at_least("characters", MIN_CHARACTERS)),
-        graph_safe=False, traceable=False, differentiable=False, less_work="reuses the tokens of a long common prefix"),
-    Kernel("tokenizers.decode", detokenize, _decode, package="tokenizers", requires=(HF_TOKENIZER,), overhead_us=50.0,
-           graph_safe=False, traceable=False, differentiable=False, baseline=True),
+        graph_safe=False, traceable=False, differentiable=False,
+           less_work="reuses the tokens of a long common prefix"),
+    Kernel("tokenizers.decode", detokenize, _decode, package="tokenizers", requires=(HF_TOKENIZER,),
+           overhead_us=50.0, graph_safe=False, traceable=False, differentiable=False,
+           baseline=True),
 )

@@ -24,7 +24,8 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
 
 
 def _kernel(op: Op) -> Kernel:
-    fields: dict[str, Any] = {"overhead_us": 20.0, "variants": tuple(op.patterns) if op.variant else ()}
+    fields: dict[str, Any] = {"overhead_us": 20.0, "variants": tuple(op.patterns) if op.variant
+                              else ()}
     if op.sdpa_switches:
         fields["sdpa_backend"] = "MATH"        # torch's name for attention computed step by step
     return Kernel(f"reference.{op.name}", op, _loader(op), **{**fields, **op.reference_kernel})

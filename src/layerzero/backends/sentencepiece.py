@@ -42,14 +42,15 @@ def _build(handle: TokenizerHandle) -> Any:
         return SentencePieceProcessor(model_proto=handle.payload)
     except (RuntimeError, ValueError) as e:
         raise InvalidCall.of("tokenize", Reason(
-            Code.WRONG_TYPE, "a model that the installed sentencepiece can read", f"{handle.source}: {e}",
-            "tokenizer")) from e
+            Code.WRONG_TYPE, "a model that the installed sentencepiece can read",
+            f"{handle.source}: {e}", "tokenizer")) from e
 
 
 def _special_around(native: Any, request: Request) -> tuple[list[int], list[int]]:
     if not request.add_special_tokens:
         return [], []
-    return [native.bos_id()] if native._add_bos else [], [native.eos_id()] if native._add_eos else []
+    return ([native.bos_id()] if native._add_bos else [], [native.eos_id()] if native._add_eos
+            else [])
 
 
 def _encode_ids(native: Any, text: str | Sequence[str]) -> list[Any]:
@@ -69,18 +70,21 @@ def _encode_with_offsets(native: Any, text: str) -> tuple[list[int], list[Span]]
 
 
 def _encode() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native = _native(handle)
         before, after = _special_around(native, request)
         if request.offsets:
-            return [EncodedText(*_encode_with_offsets(native, text), before, after) for text in texts]
+            return [EncodedText(*_encode_with_offsets(native, text), before, after)
+                    for text in texts]
         return [EncodedText(_encode_ids(native, text), None, before, after) for text in texts]
 
     return make_kernel(encode)
 
 
 def _encode_batch() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native = _native(handle)
         before, after = _special_around(native, request)
         return [EncodedText(list(ids), None, before, after) for ids in _encode_ids(native, texts)]
@@ -104,12 +108,16 @@ def _decode() -> Callable[..., str | list[str]]:
 KERNELS = (
     Kernel("sentencepiece.encode", tokenize, _encode, (SENTENCEPIECE, SPECIAL_AS_TEXT),
            "sentencepiece", overhead_us=40.0,
-           graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
+           graph_safe=False, traceable=False, differentiable=False, baseline=True,
+           note="one text after another"),
     Kernel("sentencepiece.encode_batch", tokenize, _encode_batch,
-           (SENTENCEPIECE, SPECIAL_AS_TEXT, r.at_least("texts", 2), r.one_of("return_offsets", False)),
+           (SENTENCEPIECE, SPECIAL_AS_TEXT, r.at_least("texts", 2),
+            r.one_of("return_offsets", False)),
            "sentencepiece", overhead_us=35.0,
            graph_safe=False, traceable=False, differentiable=False,
            less_work="one call for all texts", note="several texts on several threads"),
-    Kernel("sentencepiece.decode", detokenize, _decode, (SENTENCEPIECE, r.on("skip_special_tokens")), "sentencepiece",
-           overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False, baseline=True),
+    Kernel("sentencepiece.decode", detokenize, _decode,
+           (SENTENCEPIECE, r.on("skip_special_tokens")), "sentencepiece",
+           overhead_us=30.0, graph_safe=False, traceable=False, differentiable=False,
+           baseline=True),
 )

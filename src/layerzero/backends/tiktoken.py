@@ -41,12 +41,15 @@ def _build(handle: TokenizerHandle) -> Any:
     name, ranks, pattern, special = handle.payload
     try:
         if pattern is not None:
-            return no_panic(Encoding)(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {})
+            return no_panic(Encoding)(name, pat_str=pattern, mergeable_ranks=ranks,
+                                      special_tokens=special or {})
         return no_panic(Encoding)(**_published_arguments(name, ranks))
     except FOREIGN_ERRORS as e:
         raise InvalidCall.of("tokenize", Reason(
-            Code.WRONG_TYPE, "ranks that tiktoken can make an encoding of; for a file that is not named like one of "
-            "tiktoken's own pass its split pattern: lz.tokens.load_tokenizer(path, pattern=..., special_tokens=...)",
+            Code.WRONG_TYPE,
+            "ranks that tiktoken can make an encoding of; for a file that is not named like one of "
+            "tiktoken's own pass its split pattern: lz.tokens.load_tokenizer(path, pattern=..., "
+            "special_tokens=...)",
             f"{handle.source} ({type(e).__name__}: {e})", "tokenizer")) from e
 
 
@@ -72,7 +75,8 @@ def _encode_ids(native: Any, text: str, parse_special: bool | None) -> list[int]
         return native.encode(text)  # type: ignore[no-any-return]
     except ValueError as e:
         raise InvalidCall.of("tokenize", Reason(
-            Code.VALUE_OUT_OF_RANGE, "text without special tokens, or parse_special=True to read them as such, or "
+            Code.VALUE_OUT_OF_RANGE,
+            "text without special tokens, or parse_special=True to read them as such, or "
             "parse_special=False to read them as text", str(e).splitlines()[0], "text")) from e
 
 
@@ -104,18 +108,21 @@ def _offsets(handle: TokenizerHandle, ids: Sequence[int], length: int) -> list[S
     return [(end - n - inside, end) for end, (n, inside) in zip(ends, pairs)]
 
 
-def _encoded_text(handle: TokenizerHandle, text: str, ids: list[int], request: Request) -> EncodedText:
+def _encoded_text(handle: TokenizerHandle, text: str, ids: list[int],
+                  request: Request) -> EncodedText:
     if not request.offsets:
         return EncodedText(ids)
     offsets = _offsets(handle, ids, len(text))
     if text and not offsets:
         raise InvalidCall.of("tokenize", Reason(
-            Code.FEATURE_UNSUPPORTED, "False where the pattern leaves characters out", True, "return_offsets"))
+            Code.FEATURE_UNSUPPORTED, "False where the pattern leaves characters out", True,
+            "return_offsets"))
     return EncodedText(ids, offsets)
 
 
 def _encode() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native = _native(handle)
         return [_encoded_text(handle, text, _encode_ids(native, text, request.parse_special),
                               request) for text in texts]
@@ -124,17 +131,21 @@ def _encode() -> Callable[..., Tokens]:
 
 
 def _encode_batch() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native = _native(handle)
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(texts))) as pool:         # as tiktoken's encode_batch
-            encoded = list(pool.map(lambda text: _encode_ids(native, text, request.parse_special), texts))
+        # as tiktoken's encode_batch
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(texts))) as pool:
+            encoded = list(pool.map(lambda text: _encode_ids(native, text, request.parse_special),
+                                    texts))
         return [_encoded_text(handle, text, ids, request) for text, ids in zip(texts, encoded)]
 
     return make_kernel(no_panic(encode))
 
 
 def _encode_cached() -> Callable[..., Tokens]:
-    def encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
+    def encode(handle: TokenizerHandle, texts: Sequence[str],
+               request: Request) -> list[EncodedText]:
         native, parse = _native(handle), request.parse_special
         memory = prefix_memory(handle.id, lambda: split_points_from_pattern(native._pat_str,
                                                                             native._special_tokens),
@@ -144,7 +155,8 @@ def _encode_cached() -> Callable[..., Tokens]:
             ids = _encode_ids(native, text, parse)
             return ids, lambda: _offsets(handle, ids, len(text))
 
-        return [_encoded_text(handle, text, memory.encode(text, parse, False, full).ids, request) for text in texts]
+        return [_encoded_text(handle, text, memory.encode(text, parse, False, full).ids, request)
+                for text in texts]
 
     return make_kernel(no_panic(encode))
 
@@ -166,14 +178,19 @@ def _decode() -> Callable[..., str | list[str]]:
 
 
 KERNELS = (
-    Kernel("tiktoken.encode", tokenize, _encode, package="tiktoken", requires=(TIKTOKEN,), overhead_us=20.0,
-           graph_safe=False, traceable=False, differentiable=False, baseline=True, note="one text after another"),
-    Kernel("tiktoken.encode_batch", tokenize, _encode_batch, package="tiktoken", overhead_us=400.0, requires=(
+    Kernel("tiktoken.encode", tokenize, _encode, package="tiktoken", requires=(TIKTOKEN,),
+           overhead_us=20.0, graph_safe=False, traceable=False, differentiable=False, baseline=True,
+           note="one text after another"),
+    Kernel("tiktoken.encode_batch", tokenize, _encode_batch, package="tiktoken", overhead_us=400.0,
+           requires=(
         TIKTOKEN, r.at_least("texts", 2)), graph_safe=False, traceable=False, differentiable=False,
         less_work="one call for all texts", note="one thread for each processor"),
-    Kernel("tiktoken.encode_cached", tokenize, _encode_cached, package="tiktoken", overhead_us=10.0, requires=(
-        TIKTOKEN, r.on("cache_prefix"), r.at_least("characters", MIN_CHARACTERS)), graph_safe=False, traceable=False,
+    Kernel("tiktoken.encode_cached", tokenize, _encode_cached, package="tiktoken", overhead_us=10.0,
+           requires=(
+        TIKTOKEN, r.on("cache_prefix"), r.at_least("characters", MIN_CHARACTERS)), graph_safe=False,
+           traceable=False,
         differentiable=False, less_work="reuses the tokens of a long common prefix"),
-    Kernel("tiktoken.decode", detokenize, _decode, package="tiktoken", requires=(TIKTOKEN,), overhead_us=20.0,
-           graph_safe=False, traceable=False, differentiable=False, baseline=True),
+    Kernel("tiktoken.decode", detokenize, _decode, package="tiktoken", requires=(TIKTOKEN,),
+           overhead_us=20.0, graph_safe=False, traceable=False, differentiable=False,
+           baseline=True),
 )

@@ -38,7 +38,8 @@ from ..spec.reason import Code, Reason
 
 NO_AXES: frozenset[int] = frozenset()
 _serial = count()
-COMPILERS = {"win32": "cl", "darwin": "clang++"}           # what Inductor calls without CXX; else g++
+# what Inductor calls without CXX; else g++
+COMPILERS = {"win32": "cl", "darwin": "clang++"}
 
 
 @functools.lru_cache(maxsize=None)
@@ -46,7 +47,8 @@ def compiler() -> bool | Reason:
     """Returns True, or why nothing can be compiled here. Triton needs a C++ compiler for a GPU as
     well."""
     name = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")
-    return bool(shutil.which(name.split()[0])) or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})")
+    return (bool(shutil.which(name.split()[0]))
+            or Reason(Code.COMPILER_MISSING, f"a C++ compiler ({name})"))
 
 
 class CompiledReference:
@@ -57,8 +59,10 @@ class CompiledReference:
         self.names = tuple(p.name for p in op.params)
         # variant -> tensor -> the axes of exact sizes, counted from the end, as a starred one may
         # be several
-        self.exact = {variant: {name: frozenset(i - len(tokens) for i, token in enumerate(tokens) if token in op.exact)
-                                for name, tokens in shapes.items()} for variant, shapes in op.patterns.items()}
+        self.exact = {variant: {name: frozenset(i - len(tokens) for i, token in enumerate(tokens)
+                                                if token in op.exact)
+                                for name, tokens in shapes.items()}
+                      for variant, shapes in op.patterns.items()}
         self.specializations: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +76,13 @@ class CompiledReference:
             if known is not None:
                 return known(*args, **kwargs)
             run = self.compile()
-            marked = {name: self.mark_dynamic(v, exact.get(name, NO_AXES)) if isinstance(v, Tensor) else v
+            marked = {name: self.mark_dynamic(v, exact.get(name, NO_AXES)) if isinstance(v, Tensor)
+                      else v
                       for name, v in values.items()}
-            out = run(*[marked[name] for name in self.names[:len(args)]], **{name: marked[name] for name in kwargs})
-            self.specializations[key] = run    # two threads may both compile it: torch serializes them
+            out = run(*[marked[name] for name in self.names[:len(args)]],
+                      **{name: marked[name] for name in kwargs})
+            # two threads may both compile it: torch serializes them
+            self.specializations[key] = run
             return out
 
     @staticmethod
@@ -83,7 +90,8 @@ class CompiledReference:
         """Returns the properties of a tensor that the code is specialized for."""
         ndim = value.dim()
         sizes = [n if n < 2 or i - ndim in exact else None for i, n in enumerate(value.shape)]
-        order = () if value.is_contiguous() else (value.stride(-1), *sorted(range(ndim), key=value.stride))
+        order = (() if value.is_contiguous()
+                 else (value.stride(-1), *sorted(range(ndim), key=value.stride)))
         return (value.dtype, value.device.type, order, *sizes)
 
     @staticmethod
@@ -103,8 +111,9 @@ class CompiledReference:
         makes it raise instead.
         """
         formula: Any = self.op.reference
-        own = FunctionType(formula.__code__.replace(co_name=f"{self.op.name}_{next(_serial)}"), formula.__globals__,
-                           formula.__name__, formula.__defaults__, formula.__closure__)
+        own = FunctionType(formula.__code__.replace(co_name=f"{self.op.name}_{next(_serial)}"),
+                           formula.__globals__, formula.__name__, formula.__defaults__,
+                           formula.__closure__)
         own.__kwdefaults__ = formula.__kwdefaults__
         return torch.compile(own, fullgraph=True)
 
@@ -125,17 +134,17 @@ def _loader(op: Op) -> Callable[[], Callable[..., Any]]:
     return load
 
 
-def _kernel(op: Op, prior: float, *requires: r.Condition, devices: tuple[str, ...] = ("cpu", "cuda"),
-            untested: bool = False, versions: str = "",
+def _kernel(op: Op, prior: float, *requires: r.Condition,
+            devices: tuple[str, ...] = ("cpu", "cuda"), untested: bool = False, versions: str = "",
             dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> Kernel:
     rules: list[r.Condition] = [r.device(*devices), r.plain_tensors()]
     if dtypes:
         rules.append(r.dtypes(*dtypes))
     variants = tuple(op.patterns) if op.variant else ()
     return Kernel(f"torch.compiled_{op.name}", op, _loader(op), (*rules, *requires), prior=prior,
-                  overhead_us=OVERHEAD_US, variants=variants, differentiable=False, graph_safe=False, traceable=False,
-                  jit=True, untested=untested, torch=versions, built=compiler,
-                  note="the formula, compiled for each dtype and exact size")
+                  overhead_us=OVERHEAD_US, variants=variants, differentiable=False,
+                  graph_safe=False, traceable=False, jit=True, untested=untested, torch=versions,
+                  built=compiler, note="the formula, compiled for each dtype and exact size")
 
 
 # A call has 20 to 30 us of overhead. The rest makes up for the estimate of small eager calls, which
@@ -149,11 +158,14 @@ KERNELS = (
     # torch's own is faster but takes no weights of another dtype.
     _kernel(layer_norm, 4.0, HAS_ROWS),
     # torch's own loses precision in half types on a GPU; on the CPU it is four times as fast.
-    _kernel(group_norm, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",), untested=True),
-    _kernel(rope, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq", 1, Code.EMPTY_INPUT)),
+    _kernel(group_norm, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT), devices=("cuda",),
+            untested=True),
+    _kernel(rope, 4.0, r.at_least("batch", 1, Code.EMPTY_INPUT),
+            r.at_least("seq", 1, Code.EMPTY_INPUT)),
     # Before torch 2.13 Inductor's code reads out of bounds for a target outside of the vocabulary.
     _kernel(cross_entropy, 2.7, HAS_ROWS, versions=">=2.13"),
     # Its main tensor holds codes, so there is no rule on its dtype.
     _kernel(dequantize, 6.0, HAS_ROWS,
-            r.one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED), dtypes=()),
+            r.one_of("format", "int8", "fp8_e4m3", "fp8_e5m2", code=Code.QUANT_FORMAT_UNSUPPORTED),
+            dtypes=()),
 )

@@ -16,7 +16,8 @@ from ..spec.reason import Code
 
 
 def _embedding() -> Direct:
-    def general(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
+    def general(ids: Tensor, weight: Tensor, padding_idx: int | None = None,
+                scale: float = 1.0) -> Tensor:
         padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
         rows = torch.embedding(weight, ids, padding)
         return rows if scale == 1.0 else rows.mul_(scale)

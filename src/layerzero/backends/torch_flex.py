@@ -36,9 +36,11 @@ def _flex() -> Callable[..., Any]:
         torch counts recompilations by name, and past eight it silently runs eagerly. fullgraph
         makes it raise instead.
         """
-        def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any, scale: float | None,
+        def attend(query: Tensor, key: Tensor, value: Tensor, score: Any, block_mask: Any,
+                   scale: float | None,
                    aux: dict[str, Any]) -> Any:
-            return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True, **aux)
+            return flex_attention(query, key, value, score, block_mask, scale, enable_gqa=True,
+                                  **aux)
 
         attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{next(_serial)}")
         return torch.compile(attend, fullgraph=True)
@@ -48,13 +50,16 @@ def _flex() -> Callable[..., Any]:
         return torch.tensor(offset, device=device)
 
     @lru_cache(maxsize=64)
-    def block_mask_of(seq_q: int, seq_k: int, offset: int, left: int, right: int, device: torch.device) -> Any:
+    def block_mask_of(seq_q: int, seq_k: int, offset: int, left: int, right: int,
+                      device: torch.device) -> Any:
         visible = _mask_mod(diagonal(offset, device), left, right)
-        return create_block_mask(visible, None, None, seq_q, seq_k, device=str(device), BLOCK_SIZE=BLOCK)
+        return create_block_mask(visible, None, None, seq_q, seq_k, device=str(device),
+                                 BLOCK_SIZE=BLOCK)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
-            alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
+            window_right: int = -1, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+            return_lse: bool = False) -> Any:
         seq_q, seq_k = query.shape[2], key.shape[2]
         offset = seq_k - seq_q if causal_align == "bottom_right" else 0
         right = 0 if is_causal else window_right
@@ -63,9 +68,9 @@ def _flex() -> Callable[..., Any]:
         visible = _mask_mod(diagonal(offset, query.device), window_left,
                             right) if masked and not use_block_mask else None
         slopes = None if alibi_slopes is None else (alibi_slopes, diagonal(offset, query.device))
-        attend = compiled(query.dtype, query.device.type, query.shape[1], key.shape[1], query.shape[3], value.shape[3],
-                          window_left, right, use_block_mask, slopes is None, softcap, return_lse,
-                          torch.is_grad_enabled())
+        attend = compiled(query.dtype, query.device.type, query.shape[1], key.shape[1],
+                          query.shape[3], value.shape[3], window_left, right, use_block_mask,
+                          slopes is None, softcap, return_lse, torch.is_grad_enabled())
         result = attend(query, key, value, _score_mod(visible, slopes, softcap),
                         block_mask_of(seq_q, seq_k, offset, window_left, right,
                                       query.device) if use_block_mask else None,
@@ -123,16 +128,20 @@ def _score_mod(visible: Callable[..., Tensor] | None, slopes: tuple[Tensor, Tens
 ON_CPU = r.device("cpu")
 RULES: tuple[r.Condition, ...] = (
     r.device("cpu", "cuda"), r.dtypes("float16", "bfloat16", "float32"),
-    r.when(r.device("cuda"), r.at_least("head_dim", 16)), r.when(r.device("cuda"), r.at_least("head_dim_v", 16)),
+    r.when(r.device("cuda"), r.at_least("head_dim", 16)),
+    r.when(r.device("cuda"), r.at_least("head_dim_v", 16)),
     r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
     r.at_least("seq_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
     r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
-    r.when(ON_CPU, r.off("return_lse", Code.LSE_UNSUPPORTED)), r.when(ON_CPU, r.off("grad", Code.BACKWARD_UNSUPPORTED)),
+    r.when(ON_CPU, r.off("return_lse", Code.LSE_UNSUPPORTED)),
+    r.when(ON_CPU, r.off("grad", Code.BACKWARD_UNSUPPORTED)),
     r.when(ON_CPU, r.cpu_isa("avx2")),             # Inductor compiles it for no other CPU
 )
 
 KERNELS = (
-    Kernel("torch.flex", attention, _flex, prior=5.0, overhead_us=40.0, variants=("bhsd",), jit=True, traceable=False,
+    Kernel("torch.flex", attention, _flex, prior=5.0, overhead_us=40.0, variants=("bhsd",),
+           jit=True, traceable=False,
            requires=RULES),
 )

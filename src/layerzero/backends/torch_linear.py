@@ -25,14 +25,15 @@ from ..spec.reason import Code
 from ._packing import PACKED
 
 # oneDNN's names of the activations: (attr, algorithm).
-POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"),
-            "gelu_tanh": ("gelu", "tanh"), "swiglu": ("swish", ""), "geglu": ("gelu", "none"),
-            "geglu_tanh": ("gelu", "tanh"), "reglu": ("relu", "")}
+POST_OPS = {None: ("none", ""), "relu": ("relu", ""), "silu": ("swish", ""),
+            "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "swiglu": ("swish", ""),
+            "geglu": ("gelu", "none"), "geglu_tanh": ("gelu", "tanh"), "reglu": ("relu", "")}
 _PACKED_ROWS = 32          # rows that a weight is packed for; nearly as good for other numbers
 
 
 def _linear() -> Direct:
-    def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+                  activation: str | None = None) -> Tensor:
         out = F.linear(x, weight, bias)
         return out if activation is None else activate(out, activation)
 
@@ -55,7 +56,8 @@ def _linear_prepacked() -> Callable[..., Any]:
     product, _, pack = _onednn()
     no_scalars: list[Any] = []
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+            activation: str | None = None) -> Tensor:
         packed = PACKED.get("onednn", pack, weight)
         if packed is None:
             out = F.linear(x, weight, bias)
@@ -71,7 +73,8 @@ def _matvec(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear_vector() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+            activation: str | None = None) -> Tensor:
         out = _matvec(weight, x.reshape(-1), bias).view(*x.shape[:-1], -1)
         return out if activation is None else activate(out, activation)
 
@@ -80,14 +83,15 @@ def _linear_vector() -> Callable[..., Any]:
 
 def _mlp_vector() -> Callable[..., Any]:
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
-            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
-            bias_down: Tensor | None = None) -> Tensor:
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+            bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         row = x.reshape(-1)
         inner = _matvec(weight_in, row, bias_in)
         if weight_up is not None:
             inner = activate(inner, activation) * _matvec(weight_up, row, bias_up)
         else:
-            inner = activate_gated(inner, activation, True) if activation in GATED else activate(inner, activation)
+            inner = (activate_gated(inner, activation, True) if activation in GATED
+                     else activate(inner, activation))
         return _matvec(weight_down, inner, bias_down).view(*x.shape[:-1], -1)
 
     return run
@@ -97,8 +101,8 @@ def _mlp() -> Callable[..., Any]:
     """Separate matmuls for gate and up: their results are contiguous, which pays off for many
     rows."""
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
-            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
-            bias_down: Tensor | None = None) -> Tensor:
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+            bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         if activation in GATED and weight_up is None:
             weight_in, weight_up = weight_in.chunk(2)
             if bias_in is not None:
@@ -127,8 +131,8 @@ def _mlp_prepacked() -> Callable[..., Any]:
     no_scalars: list[Any] = []
 
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
-            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
-            bias_down: Tensor | None = None) -> Tensor:
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+            bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         down = PACKED.get("onednn", pack, weight_down)
         up = None
         if activation in PLAIN:
@@ -162,31 +166,38 @@ def _mlp_prepacked() -> Callable[..., Any]:
 # Measured with AVX-512; packed float32 is slower below 4 rows, and gains nothing above 256.
 PREPACKED: tuple[r.Condition, ...] = (
     r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16", "float32"), r.plain_tensors(),
-    r.any_of(r.dtypes("bfloat16"), r.at_least("rows", 4)), r.any_of(r.dtypes("bfloat16"), r.at_most("rows", 256)))
+    r.any_of(r.dtypes("bfloat16"), r.at_least("rows", 4)),
+    r.any_of(r.dtypes("bfloat16"), r.at_most("rows", 256)))
 
 ONE_ROW: tuple[r.Condition, ...] = (
-    r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16"), r.equals("rows", 1, Code.SHAPE_UNSUPPORTED))
+    r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16"),
+    r.equals("rows", 1, Code.SHAPE_UNSUPPORTED))
 
 KERNELS = (
     Kernel("torch.linear_vector", linear, _linear_vector, torch=">=2.9", prior=9.0, overhead_us=5.0,
-           requires=(*ONE_ROW, r.unit_stride("weight", repair=False), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+           requires=(*ONE_ROW, r.unit_stride("weight", repair=False),
+                     r.at_least("in_features", 1, Code.EMPTY_INPUT),
                      r.at_least("out_features", 1, Code.EMPTY_INPUT))),
     Kernel("torch.mlp_vector", mlp, _mlp_vector, torch=">=2.9", prior=9.0, overhead_us=10.0,
            requires=(*ONE_ROW, r.at_least("out", 1, Code.EMPTY_INPUT),
-                     *(r.unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")))),
+                     *(r.unit_stride(w, repair=False)
+                       for w in ("weight_in", "weight_up", "weight_down")))),
     Kernel("torch.linear", linear, _linear, prior=6.0, overhead_us=2.0, baseline=True),
-    Kernel("torch.linear_prepacked", linear, _linear_prepacked, prior=7.5, overhead_us=5.0, differentiable=False,
-           traceable=False, workspace="itemsize * in_features * out_features",
+    Kernel("torch.linear_prepacked", linear, _linear_prepacked, prior=7.5, overhead_us=5.0,
+           differentiable=False, traceable=False, workspace="itemsize * in_features * out_features",
            # oneDNN's entry assumes a contiguous bias.
-           requires=(*PREPACKED, r.contiguous("bias"), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+           requires=(*PREPACKED, r.contiguous("bias"),
+                     r.at_least("in_features", 1, Code.EMPTY_INPUT),
                      r.at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="keeps a second copy of the weight, arranged for oneDNN"),
     Kernel("torch.mlp", mlp, _mlp, prior=6.0, overhead_us=8.0, baseline=True),
     Kernel("torch.mlp_fused", mlp, _mlp_fused, prior=6.5, overhead_us=7.0,
-           requires=(r.one_of("activation", *GATED), r.absent("weight_up.dtype"), r.absent("bias_up.dtype"),
+           requires=(r.one_of("activation", *GATED), r.absent("weight_up.dtype"),
+                     r.absent("bias_up.dtype"),
                      r.any_of(r.device("cuda"), r.at_most("rows", 64)))),
-    Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0, differentiable=False,
-           traceable=False, workspace="itemsize * (hidden * wide + inner * out)",
+    Kernel("torch.mlp_prepacked", mlp, _mlp_prepacked, prior=7.8, overhead_us=15.0,
+           differentiable=False, traceable=False,
+           workspace="itemsize * (hidden * wide + inner * out)",
            # Small float32 weights are in the cache: the lookup of packed weights costs what it
            # gains.
            requires=(*PREPACKED, *map(r.contiguous, ("bias_in", "bias_up", "bias_down")),

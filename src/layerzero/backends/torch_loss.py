@@ -58,7 +58,8 @@ class _Rows:
         return p.mul_(weight[:, None])
 
 
-def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
+def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float,
+                reduction: str) -> Tensor:
     out = torch.nn.functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).to(_wide_dtype(logits)), targets.reshape(-1).long(),
         ignore_index=ignore_index,
@@ -67,7 +68,8 @@ def _torch_loss(logits: Tensor, targets: Tensor, ignore_index: int, label_smooth
 
 
 def _cross_entropy() -> Callable[..., Any]:
-    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
+            label_smoothing: float = 0.0,
             reduction: str = "mean") -> Tensor:
         return _torch_loss(logits, targets, ignore_index, label_smoothing, reduction)
 
@@ -82,7 +84,9 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 def _row_losses(logits: Tensor, rows: _Rows, label_smoothing: float) -> Tensor:
     losses = logits.new_empty(logits.shape[0], dtype=_wide_dtype(logits))
     for part in _row_chunks(logits):
-        losses[part] = rows.losses(part, torch.log_softmax(logits[part], 1, dtype=_wide_dtype(logits)), label_smoothing)
+        losses[part] = rows.losses(part,
+                                   torch.log_softmax(logits[part], 1, dtype=_wide_dtype(logits)),
+                                   label_smoothing)
     return losses
 
 
@@ -109,17 +113,20 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _cross_entropy_chunked() -> Callable[..., Any]:
-    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
+            label_smoothing: float = 0.0,
             reduction: str = "mean") -> Tensor:
         rows, flat = _Rows(targets, ignore_index), logits.reshape(-1, logits.shape[-1])
-        losses = _ChunkedLosses.apply if torch.is_grad_enabled() and logits.requires_grad else _row_losses
+        losses = (_ChunkedLosses.apply if torch.is_grad_enabled() and logits.requires_grad
+                  else _row_losses)
         return _reduce(losses(flat, rows, label_smoothing), rows.kept, reduction, targets.shape)
 
     return run
 
 
 def _linear_cross_entropy() -> Callable[..., Any]:
-    def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
+            ignore_index: int = -100,
             label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         logits = torch.nn.functional.linear(hidden, weight, bias)
         return _torch_loss(logits, targets, ignore_index, label_smoothing, reduction)
@@ -173,7 +180,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _linear_cross_entropy_chunked() -> Callable[..., Any]:
-    def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
+            ignore_index: int = -100,
             label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
         rows, flat = _Rows(targets, ignore_index), hidden.reshape(-1, hidden.shape[-1])
         tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
@@ -183,23 +191,30 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
         losses = flat.new_empty(flat.shape[0], dtype=_wide_dtype(hidden))
         for part in _chunks(flat.shape[0], weight.shape[0], losses.dtype, CHUNK_BYTES):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
-            losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype), label_smoothing)
+            losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype),
+                                       label_smoothing)
         return _reduce(losses, rows.kept, reduction, targets.shape)
 
     return run
 
 
 KERNELS = (
-    Kernel("torch.cross_entropy", cross_entropy, _cross_entropy, prior=2.0, overhead_us=12.0, baseline=True,
-           workspace="16 * rows * vocab", note="several copies of the logits, in float32 at least"),
-    Kernel("torch.cross_entropy_chunked", cross_entropy, _cross_entropy_chunked, prior=3.0, overhead_us=800.0,
-           traceable=False, requires=(r.plain_tensors(),), workspace="min(8 * rows * vocab, 134217728)",
-           less_work="a few rows at a time, which stay in the cache; torch writes several copies of all logits",
+    Kernel("torch.cross_entropy", cross_entropy, _cross_entropy, prior=2.0, overhead_us=12.0,
+           baseline=True, workspace="16 * rows * vocab",
+           note="several copies of the logits, in float32 at least"),
+    Kernel("torch.cross_entropy_chunked", cross_entropy, _cross_entropy_chunked, prior=3.0,
+           overhead_us=800.0, traceable=False, requires=(r.plain_tensors(),),
+           workspace="min(8 * rows * vocab, 134217728)",
+           less_work="a few rows at a time, which stay in the cache; torch writes several copies "
+                     "of all logits",
            note="keeps nothing but the logits for its backward"),
-    Kernel("torch.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, prior=2.0, overhead_us=15.0,
-           baseline=True, workspace="16 * rows * vocab"),
-    Kernel("torch.linear_cross_entropy_chunked", linear_cross_entropy, _linear_cross_entropy_chunked, prior=2.4,
-           overhead_us=50.0, traceable=False, workspace="min(8 * rows * vocab, 134217728) + 4 * vocab * width",
-           requires=(r.plain_tensors(), r.any_of(r.off("grad"), r.one_of("reduction", "mean", "sum"))),
+    Kernel("torch.linear_cross_entropy", linear_cross_entropy, _linear_cross_entropy, prior=2.0,
+           overhead_us=15.0, baseline=True, workspace="16 * rows * vocab"),
+    Kernel("torch.linear_cross_entropy_chunked", linear_cross_entropy,
+           _linear_cross_entropy_chunked, prior=2.4, overhead_us=50.0, traceable=False,
+           workspace="min(8 * rows * vocab, 134217728) + 4 * "
+                                                        "vocab * width",
+           requires=(r.plain_tensors(),
+                     r.any_of(r.off("grad"), r.one_of("reduction", "mean", "sum"))),
            note="computes all gradients in the forward, for one number as the result"),
 )

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.formulas.moe import activate_gated, assign_experts, mask_groups, route, score_experts, weigh_experts
+from ..ops.formulas.moe import (
+    activate_gated,
+    assign_experts,
+    mask_groups,
+    route,
+    score_experts,
+    weigh_experts,
+)
 from ..ops.grouped_gemm import OP as grouped_gemm
 from ..ops.grouped_gemm import read_group_ends
 from ..ops.moe import OP as moe
@@ -21,13 +28,15 @@ from ._packing import PACKED
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # oneDNN's names of the gate's activation: (attr, algorithm).
-POST_OPS = {"swiglu": ("swish", ""), "geglu": ("gelu", "none"), "geglu_tanh": ("gelu", "tanh"), "reglu": ("relu", "")}
+POST_OPS = {"swiglu": ("swish", ""), "geglu": ("gelu", "none"), "geglu_tanh": ("gelu", "tanh"),
+            "reglu": ("relu", "")}
 
 
 # Grouped GEMM.
 
 def _grouped_loop() -> Callable[..., Any]:
-    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+            offsets: Tensor | None = None) -> Tensor:
         ends = read_group_ends(x, group_sizes, offsets)
         starts = [0, *ends[:-1]]
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
@@ -48,9 +57,11 @@ def _grouped_mm() -> Callable[..., Any]:
     here."""
     product = torch._grouped_mm
 
-    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+            offsets: Tensor | None = None) -> Tensor:
         if x.device.type == "cpu" and type(x) in PLAIN_TENSORS:
-            read_group_ends(x, group_sizes, offsets)   # checked on the CPU only: a GPU would be synchronised
+            # checked on the CPU only: a GPU would be synchronised
+            read_group_ends(x, group_sizes, offsets)
         ends = _group_ends(group_sizes, offsets)
         out = product(x, weights, ends)
         past = torch.arange(len(x), device=x.device) >= ends[-1]
@@ -69,13 +80,15 @@ def _group_ends(group_sizes: Tensor | None, offsets: Tensor | None) -> Tensor:
 def _grouped_padded() -> Callable[..., Any]:
     """Pads the groups to the largest and multiplies one batch: for many small groups of similar
     size."""
-    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+            offsets: Tensor | None = None) -> Tensor:
         ends = torch.tensor(read_group_ends(x, group_sizes, offsets), device=x.device)
         starts = F.pad(ends, (1, 0))[:-1]
         max_size = int((ends - starts).max())
         rows = starts[:, None] + torch.arange(max_size, device=x.device)
         inside = rows < ends[:, None]
-        padded = x[rows.clamp(max=max(len(x) - 1, 0))] if len(x) else x.new_zeros((len(ends), 0, x.shape[1]))
+        padded = (x[rows.clamp(max=max(len(x) - 1, 0))] if len(x)
+                  else x.new_zeros((len(ends), 0, x.shape[1])))
         product = torch.bmm(padded, weights)
         return torch.zeros((len(x), weights.shape[-1]), dtype=x.dtype, device=x.device).index_put(
             (rows[inside],), product[inside])
@@ -86,9 +99,11 @@ def _grouped_padded() -> Callable[..., Any]:
 def _grouped_masked() -> Callable[..., Any]:
     """Multiplies every row by every weight and keeps each row's own: no size is read, so it can be
     traced."""
-    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+            offsets: Tensor | None = None) -> Tensor:
         ends = _group_ends(group_sizes, offsets)
-        group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True)
+        group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device,
+                                                      dtype=ends.dtype), right=True)
         out = x.new_zeros((x.shape[0], weights.shape[-1]))
         for g in range(weights.shape[0]):
             out = torch.where((group == g)[:, None], x @ weights[g], out)
@@ -101,13 +116,15 @@ def _grouped_masked() -> Callable[..., Any]:
 
 def _gate() -> Callable[..., Any]:
     """Routes by topk over integers made of the score's bits and, for ties, the index."""
-    def run(logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *, n_group: int = 1,
-            topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
+    def run(logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *,
+            n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
             routed_scaling_factor: float = 1.0) -> tuple[Tensor, Tensor]:
         scores = score_experts(logits, scoring)
-        scores_with_bias = scores if e_score_correction_bias is None else scores + e_score_correction_bias.float()
+        scores_with_bias = (scores if e_score_correction_bias is None
+                            else scores + e_score_correction_bias.float())
         if n_group > 1:
-            scores_with_bias = mask_groups(scores_with_bias, n_group, topk_group, e_score_correction_bias is not None)
+            scores_with_bias = mask_groups(scores_with_bias, n_group, topk_group,
+                                           e_score_correction_bias is not None)
         bits = (scores_with_bias.detach() + 0.0).view(torch.int32)       # + 0.0 turns -0.0 into 0.0
         sort_keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32      # ordered like the floats
         last = scores_with_bias.shape[-1] - 1
@@ -120,7 +137,8 @@ def _gate() -> Callable[..., Any]:
 
 # Experts.
 
-def _routing(topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None, top_k: int, scoring: str,
+def _routing(topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None,
+             top_k: int, scoring: str,
              normalize: bool) -> tuple[Tensor, Tensor]:
     if logits is not None:
         return route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
@@ -135,8 +153,9 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
     """Returns a kernel that runs one expert after the other, each on all of its tokens."""
     def run(
         x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
-        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax",
-        normalize: bool = True, activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0,
+        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+        scoring: str = "softmax", normalize: bool = True, activation: str = "swiglu",
+        gate_first: bool = True, expert_offset: int = 0,
         capacity: int = 0, weight_on: str = "output",
     ) -> Tensor:
         ids, weights = _routing(topk_ids, topk_weights, logits, top_k, scoring, normalize)
@@ -146,7 +165,8 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
         flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
         routing_weights = weights.reshape(-1, 1).to(wide)
         if len(flat) == 1:                     # one token: nothing to sort or scatter
-            result_of_token = _one_token(flat, local.tolist(), routing_weights, expert, experts, weight_on, wide)
+            result_of_token = _one_token(flat, local.tolist(), routing_weights, expert, experts,
+                                         weight_on, wide)
             return result_of_token.to(x.dtype).view(x.shape)
         order = local.argsort(stable=True)
         counts = torch.bincount(local, minlength=experts + 1).tolist()
@@ -162,13 +182,15 @@ def _run_experts(prepare: Callable[[Tensor, Tensor, str, bool], Expert]) -> Call
             if weight_on == "input":
                 rows = (rows.to(wide) * weight).to(x.dtype)
             result = expert(rows, e)
-            out = out.index_add(0, own_tokens, result * weight if weight_on == "output" else result.to(wide))
+            out = out.index_add(0, own_tokens, result * weight if weight_on == "output"
+                                else result.to(wide))
         return out.to(x.dtype).view(x.shape)
 
     return run
 
 
-def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: Expert, experts: int, weight_on: str,
+def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: Expert,
+               experts: int, weight_on: str,
                wide: torch.dtype) -> Tensor:
     out = torch.zeros(flat.shape, dtype=wide, device=flat.device)
     for slot, e in enumerate(local):
@@ -182,7 +204,8 @@ def _one_token(flat: Tensor, local: list[int], routing_weights: Tensor, expert: 
 
 
 def _experts() -> Callable[..., Any]:
-    fast_matvec = "AVX512" in torch.backends.cpu.get_cpu_capability()  # matrix-vector products of bf16 are faster there
+    # matrix-vector products of bf16 are faster there
+    fast_matvec = "AVX512" in torch.backends.cpu.get_cpu_capability()
 
     def prepare(w_gate_up: Tensor, w_down: Tensor, activation: str, gate_first: bool) -> Expert:
         use_matvec = fast_matvec and w_down.dtype == torch.bfloat16 and w_down.device.type == "cpu"
@@ -191,7 +214,8 @@ def _experts() -> Callable[..., Any]:
             if use_matvec and rows.shape[0] == 1:
                 return torch.mv(w_down[e], activate_gated(torch.mv(w_gate_up[e], rows[0]),
                                                           activation, gate_first))[None]
-            return F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first), w_down[e])
+            return F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first),
+                            w_down[e])
 
         return expert
 
@@ -199,7 +223,8 @@ def _experts() -> Callable[..., Any]:
 
 
 def _prepacked_experts() -> Callable[..., Any]:
-    product, product_mul = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
+    product, product_mul = (torch.ops.mkldnn._linear_pointwise.default,
+                            torch.ops.mkldnn._linear_pointwise.binary)
     reorder = torch.ops.mkldnn._reorder_linear_weight.default
 
     def pack(weight: Tensor) -> list[Tensor]:
@@ -208,15 +233,18 @@ def _prepacked_experts() -> Callable[..., Any]:
     def prepare(w_gate_up: Tensor, w_down: Tensor, activation: str, gate_first: bool) -> Expert:
         inner = w_down.shape[-1]
         first, second = w_gate_up[:, :inner], w_gate_up[:, inner:]
-        gates, ups = (PACKED.get("experts", pack, w) for w in ((first, second) if gate_first else (second, first)))
+        gates, ups = (PACKED.get("experts", pack, w)
+                      for w in ((first, second) if gate_first else (second, first)))
         downs = PACKED.get("experts", pack, w_down)
         attr, algorithm = POST_OPS[activation]
 
         def expert(rows: Tensor, e: int) -> Tensor:
             if gates is None or ups is None or downs is None:
-                return F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first), w_down[e])
+                return F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation,
+                                               gate_first), w_down[e])
             gate = product(rows, gates[e], None, attr, [], algorithm)
-            return product(product_mul(rows, gate, ups[e], None, "mul"), downs[e], None, "none", [], "")  # type: ignore[no-any-return]
+            return product(product_mul(rows, gate, ups[e], None, "mul"), downs[e], None, "none", [],
+                           "")  # type: ignore[no-any-return]
 
         return expert
 
@@ -230,15 +258,17 @@ def _sorted_experts() -> Callable[..., Any]:
 
     def run(
         x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
-        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax",
-        normalize: bool = True, activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0,
+        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+        scoring: str = "softmax", normalize: bool = True, activation: str = "swiglu",
+        gate_first: bool = True, expert_offset: int = 0,
         capacity: int = 0, weight_on: str = "output",
     ) -> Tensor:
         ids, weights = _routing(topk_ids, topk_weights, logits, top_k, scoring, normalize)
         experts, slots = w_gate_up.shape[0], ids.shape[-1]
         local = assign_experts(ids, experts, expert_offset, capacity)
         order = local.argsort(stable=True)
-        ends = torch.searchsorted(local[order], torch.arange(experts, device=x.device), right=True).int()
+        ends = torch.searchsorted(local[order], torch.arange(experts, device=x.device),
+                                  right=True).int()
         flat = x.reshape(-1, x.shape[-1])
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = flat[order // slots]
@@ -246,7 +276,8 @@ def _sorted_experts() -> Callable[..., Any]:
             rows = (rows.to(wide) * weights.reshape(-1, 1)[order].to(wide)).to(x.dtype)
         inner = activate_gated(product(rows, w_gate_up.mT, ends), activation, gate_first)
         result = product(inner, w_down.mT, ends)
-        results = torch.empty_like(result).index_copy_(0, order, result).view(-1, slots, x.shape[-1])
+        results = torch.empty_like(result).index_copy_(0, order,
+                                                       result).view(-1, slots, x.shape[-1])
         unserved = (local == experts).view(-1, slots, 1)       # rows that were never written
         results = results.to(wide).masked_fill(unserved, 0.0)
         if weight_on == "output":
@@ -261,8 +292,9 @@ def _masked_experts() -> Callable[..., Any]:
     traced."""
     def run(
         x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
-        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax",
-        normalize: bool = True, activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0,
+        topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+        scoring: str = "softmax", normalize: bool = True, activation: str = "swiglu",
+        gate_first: bool = True, expert_offset: int = 0,
         capacity: int = 0, weight_on: str = "output",
     ) -> Tensor:
         ids, weights = _routing(topk_ids, topk_weights, logits, top_k, scoring, normalize)
@@ -275,9 +307,11 @@ def _masked_experts() -> Callable[..., Any]:
             chosen = local == e
             weight = torch.where(chosen, routing_weights, 0.0).sum(-1, keepdim=True)
             rows = flat if weight_on == "output" else (flat.to(wide) * weight).to(x.dtype)
-            result = F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first), w_down[e]).to(wide)
+            result = F.linear(activate_gated(F.linear(rows, w_gate_up[e]), activation, gate_first),
+                              w_down[e]).to(wide)
             result = result * weight if weight_on == "output" else result
-            out = torch.where(chosen.any(-1, keepdim=True), out + result, out)     # overflows of others stay out
+            # overflows of others stay out
+            out = torch.where(chosen.any(-1, keepdim=True), out + result, out)
         return out.to(x.dtype).view(x.shape)
 
     return run
@@ -294,13 +328,16 @@ KERNELS = (
            baseline=True, graph_safe=False,
            traceable=False,
            note="reads the sizes on the host"),
-    Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0, overhead_us=20.0,
+    Kernel("torch.grouped_mm", grouped_gemm, _grouped_mm, torch=">=2.9", prior=6.0,
+           overhead_us=20.0,
            differentiable=False,
-           requires=(*GROUPED, r.multiple_of("k", 8), r.multiple_of("n", 8), r.contiguous("x"), r.aligned("x", 16),
+           requires=(*GROUPED, r.multiple_of("k", 8), r.multiple_of("n", 8), r.contiguous("x"),
+                     r.aligned("x", 16),
                      r.at_least("rows", 1, Code.EMPTY_INPUT),
                      r.any_of(r.at_least("weights.stride_last", 2), r.aligned("weights", 16)),
                      # contiguous, or a transposed contiguous one: k and n are multiples of 8
-                     r.any_of(r.at_least("weights.stride_last", 8), r.contiguous("weights", repair=False))),
+                     r.any_of(r.at_least("weights.stride_last", 8),
+                              r.contiguous("weights", repair=False))),
            note="its backward refuses gradients that were broadcast, such as those of a sum"),
     Kernel("torch.grouped_bmm", grouped_gemm, _grouped_padded, prior=2.0, overhead_us=40.0,
            graph_safe=False, traceable=False,
@@ -311,17 +348,22 @@ KERNELS = (
     Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0, baseline=True,
            requires=(r.any_of(r.device("cuda"), r.at_least("rows", 8)),),
            note="for a few rows a stable sort is as fast"),
-    Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True, graph_safe=False,
+    Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True,
+           graph_safe=False,
            traceable=False,
            note="reads the sizes on the host"),
-    Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0, workspace="16 * rows * wide",
+    Kernel("torch.moe_masked", moe, _masked_experts, prior=0.2, overhead_us=100.0,
+           workspace="16 * rows * wide",
            note="runs every expert on every token; for torch.compile and CUDA graphs"),
-    Kernel("torch.moe_prepacked", moe, _prepacked_experts, prior=7.0, overhead_us=70.0, differentiable=False,
-           graph_safe=False, traceable=False, workspace="3 * itemsize * experts * hidden * inner",
+    Kernel("torch.moe_prepacked", moe, _prepacked_experts, prior=7.0, overhead_us=70.0,
+           differentiable=False, graph_safe=False, traceable=False,
+           workspace="3 * itemsize * experts * hidden * inner",
            requires=(r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16"), r.plain_tensors(),
                      r.at_least("rows", 2)),
            note="keeps a second copy of the weights, arranged for oneDNN"),
-    Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0, differentiable=False,
-           requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8), r.multiple_of("inner", 8),
+    Kernel("torch.moe_sorted", moe, _sorted_experts, torch=">=2.9", prior=6.5, overhead_us=90.0,
+           differentiable=False,
+           requires=(*GROUPED, r.at_least("rows", 2), r.multiple_of("hidden", 8),
+                     r.multiple_of("inner", 8),
                                       r.contiguous("w_gate_up"), r.contiguous("w_down"))),
 )

@@ -1,4 +1,7 @@
-"""torch's own norms. On CUDA its RMS norm is one fused kernel where input and weight share a dtype."""
+"""torch's own norms.
+
+On CUDA its RMS norm is one fused kernel where input and weight share a dtype.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ from ..spec.reason import Code
 
 # One rule per dtype: a rule compares a fact with constants, not with another fact.
 WEIGHT_LIKE_INPUT: tuple[r.Condition, ...] = tuple(
-    r.when(r.equals("dtype", d), r.one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED)) for d in FLOATS)
+    r.when(r.equals("dtype", d), r.one_of("weight.dtype", None, d, code=Code.DTYPE_UNSUPPORTED))
+    for d in FLOATS)
 
 
 def _rms_norm() -> Direct:
-    def general(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    def general(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+                offset: float = 0.0) -> Tensor:
         if weight is None or offset == 0.0:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
-        wide = torch.promote_types(x.dtype, torch.float32)     # weight + offset would be rounded in a half type
+        # weight + offset would be rounded in a half type
+        wide = torch.promote_types(x.dtype, torch.float32)
         return torch.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
 
     return direct(torch.rms_norm, "x", LastSize("x"), "weight", "eps", otherwise=general)
@@ -40,7 +46,8 @@ def _fused_rms_norm() -> Direct:
 
 
 def _add_rms_norm() -> Callable[..., Any]:
-    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None,
+            eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         total = x + residual
         return torch.rms_norm(total, total.shape[-1:], weight, eps), total
 
@@ -63,9 +70,11 @@ def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
     for name in ("weight", "bias"):
         on_cpu = r.any_of(r.one_of(f"{name}.dtype", None, dtype), r.device("cpu"))
         allowed = r.one_of(f"{name}.dtype", None, dtype, *wide, code=Code.DTYPE_UNSUPPORTED)
-        rules += [r.When(r.equals("dtype", dtype), on_cpu), r.When(r.equals("dtype", dtype), allowed)]
+        rules += [r.When(r.equals("dtype", dtype), on_cpu),
+                  r.When(r.equals("dtype", dtype), allowed)]
     if wide:
-        both = [r.when(r.one_of("weight.dtype", w), r.one_of("bias.dtype", None, w, code=Code.DTYPE_UNSUPPORTED))
+        both = [r.when(r.one_of("weight.dtype", w),
+                       r.one_of("bias.dtype", None, w, code=Code.DTYPE_UNSUPPORTED))
                 for w in (dtype, *wide)]
         rules += [r.When(r.equals("dtype", dtype), rule) for rule in both]
         # Without a weight its backward assumes that the bias has the input's dtype.
@@ -81,10 +90,13 @@ KERNELS = (
     # Fewer calls than the reference, and as many passes over the data: 1.5 times as fast for a row,
     # slightly slower where the data does not fit the cache.
     Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=0.98, overhead_us=3.0, baseline=True,
-           note="composed of several kernels on the CPU, and wherever weight and input differ in dtype"),
-    Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0, overhead_us=2.0,
+           note="composed of several kernels on the CPU, and wherever weight and input differ in "
+                "dtype"),
+    Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0,
+           overhead_us=2.0,
            requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
-    Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=0.98, overhead_us=4.0, baseline=True),
+    Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=0.98, overhead_us=4.0,
+           baseline=True),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
            requires=PARAMETER_DTYPES),
     # Contiguous images only: on a GPU it copies others anyway, and on the CPU its channels-last

@@ -36,7 +36,8 @@ from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ._packing import PACKED
 
-SLICE = 1 << 20            # weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
+# weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
+SLICE = 1 << 20
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -88,10 +89,12 @@ def _decode(q: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     if fmt.bits == 8:
         return table.index_select(0, q.view(torch.uint8).reshape(-1).int()).view(q.shape)
     pairs = table.view(torch.int32 if dtype.itemsize == 2 else torch.int64).squeeze(-1)
-    return pairs.index_select(0, q.reshape(-1).int()).view(dtype).view(*q.shape[:-1], 2 * q.shape[-1])
+    return pairs.index_select(0, q.reshape(-1).int()).view(dtype).view(*q.shape[:-1],
+                                                                       2 * q.shape[-1])
 
 
-def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int, block_size: int,
+def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int,
+                      block_size: int,
                       block_rows: int, dtype: torch.dtype) -> Tensor:
     values = _decode(q, fmt, dtype)[..., :size]           # a new tensor, so it can be overwritten
     if zeros is not None:
@@ -101,17 +104,19 @@ def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Form
 
 
 def _dequantize() -> Callable[..., Any]:
-    def run(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str, block_size: int = 0,
-            block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
-            out_dtype: str = "float32") -> Tensor:
+    def run(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str,
+            block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
+            size: int | None = None, out_dtype: str = "float32") -> Tensor:
         fmt = FORMATS[format]
         block_size = block_size or fmt.block_size
         size = check_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
         scales = scales.float() if global_scale is None else scales.float() * global_scale.float()
         if fmt.bits == 8 and zeros is None and scales.shape[-1] == 1 and block_rows == 1:
-            values = _decode(q, fmt, torch.float32).mul_(scales)           # the shortest path for the common case
+            # the shortest path for the common case
+            values = _decode(q, fmt, torch.float32).mul_(scales)
         else:
-            values = _dequantize_codes(q, scales, zeros, fmt, size, block_size, block_rows, torch.float32)
+            values = _dequantize_codes(q, scales, zeros, fmt, size, block_size, block_rows,
+                                       torch.float32)
         return values if out_dtype == "float32" else values.to(getattr(torch, out_dtype))
 
     return run
@@ -121,22 +126,24 @@ def _dequantize() -> Callable[..., Any]:
 
 def _quantize() -> Callable[..., Any]:
     """Makes fewer passes over the data than the reference, and finds nf4 codes by binary search."""
-    def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, symmetric: bool = True, *,
-            block_rows: int = 1, scales: Tensor | None = None, zeros: Tensor | None = None,
-            global_scale: Tensor | None = None) -> Any:
+    def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
+            symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
+            zeros: Tensor | None = None, global_scale: Tensor | None = None) -> Any:
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
         wide = x.detach().float()
         # If the sum is finite, so is every value. Not on a GPU, which would be synchronised.
-        all_finite = type(x) in PLAIN_TENSORS and x.device.type == "cpu" and bool(wide.sum().isfinite())
+        all_finite = (type(x) in PLAIN_TENSORS and x.device.type == "cpu"
+                      and bool(wide.sum().isfinite()))
         if scales is None:
             finite = wide if all_finite else wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             scales, zeros, global_scale = make_scales(
                 finite, fmt, granularity, block_size, block_rows, symmetric, global_scale)
         else:
             check_given_scales(x, granularity, block_size, block_rows, scales, zeros, global_scale)
-            scales, zeros, global_scale = scales.clone(), clone_optional(zeros), clone_optional(global_scale)
+            scales, zeros, global_scale = scales.clone(), clone_optional(zeros), clone_optional(
+                global_scale)
         factors = scales.float() if global_scale is None else scales.float() * global_scale.float()
         ratio = _combine_blocks(torch.div, wide, factors, block_size, block_rows)
         shift = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
@@ -170,18 +177,22 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
 
 def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+            bias: Tensor | None = None, *,
             format: str, group_size: int = 0) -> Tensor:
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
             # 8-bit codes are exact in bf16 and float32, so a row's scale can be applied last;
             # float16 might overflow.
-            parts = [F.linear(x, _decode(weight_q[i:j], fmt, x.dtype)) for i, j in _slices(x, n, k, 1)]
+            parts = [F.linear(x, _decode(weight_q[i:j], fmt, x.dtype))
+                     for i, j in _slices(x, n, k, 1)]
             row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(row_scales.to(x.dtype))
+            out = (parts[0] if len(parts) == 1
+                   else torch.cat(parts, -1)).mul_(row_scales.to(x.dtype))
             return out if bias is None else out.add_(bias)
-        wide = torch.float32 if x.dtype == torch.float16 else x.dtype  # a small scale would lose precision in float16
+        # a small scale would lose precision in float16
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         parts = []
         for i, j in _slices(x, n, k, share):
             scale_rows = slice(i // share, -(-j // share))
@@ -206,7 +217,8 @@ def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int
 def _int8_linear() -> Callable[..., Any]:
     product = torch._weight_int8pack_mm
 
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor, bias: Tensor | None = None, *, format: str) -> Tensor:
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor, bias: Tensor | None = None, *,
+            format: str) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         out = product(flat, weight_q, scales[:, 0].to(x.dtype)).view(*x.shape[:-1], len(weight_q))
         return out if bias is None else out.add_(bias)
@@ -220,7 +232,8 @@ def _int4_linear() -> Callable[..., Any]:
     def pack_codes(weight_q: Tensor) -> Tensor:
         return convert(torch.stack((weight_q & 15, weight_q >> 4), -1).flatten(1).int(), 1)
 
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+            bias: Tensor | None = None, *,
             format: str, group_size: int = 0) -> Tensor:
         def pack_scales(scales: Tensor, *zeros: Tensor) -> Tensor:
             wide = scales.float()
@@ -258,9 +271,10 @@ def _int8_dynamic() -> Callable[..., Any]:
 
 WEIGHT_ONLY: tuple[r.Condition, ...] = (r.equals("activations", "none"),)
 ONE_SCALE_PER_ROW: tuple[r.Condition, ...] = (
-    r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH), r.one_of("group_size", 0),
-    r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH))
-ON_CPU: tuple[r.Condition, ...] = (r.device("cpu"), r.cpu_isa("avx512f"), r.plain_tensors(), r.contiguous("weight_q"),
+    r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
+    r.one_of("group_size", 0), r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH))
+ON_CPU: tuple[r.Condition, ...] = (r.device("cpu"), r.cpu_isa("avx512f"), r.plain_tensors(),
+                                   r.contiguous("weight_q"),
                                    r.contiguous("x"))
 
 CODES_ONLY = "reads the codes, and writes no dequantized weight"
@@ -270,25 +284,31 @@ KERNELS = (
            workspace="8 * rows * width"),
     Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
            workspace="12 * rows * packed"),
-    Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0, overhead_us=25.0,
-           baseline=True, requires=WEIGHT_ONLY, workspace="8 * in_features * out_features"),
-    Kernel("torch.int8_linear", quantized_linear, _int8_linear, prior=9.0, overhead_us=5.0, differentiable=False,
+    Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0,
+           overhead_us=25.0, baseline=True, requires=WEIGHT_ONLY,
+           workspace="8 * in_features * out_features"),
+    Kernel("torch.int8_linear", quantized_linear, _int8_linear, prior=9.0, overhead_us=5.0,
+           differentiable=False,
            less_work=CODES_ONLY,
-           requires=(*WEIGHT_ONLY, *ON_CPU, r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
-                     *ONE_SCALE_PER_ROW, r.contiguous("scales"), r.dtypes("bfloat16"), r.at_most("rows", 16),
+           requires=(*WEIGHT_ONLY, *ON_CPU,
+                     r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
+                     *ONE_SCALE_PER_ROW, r.contiguous("scales"), r.dtypes("bfloat16"),
+                     r.at_most("rows", 16),
                      # it reads whole vectors and crashes on rows of other lengths
                      r.multiple_of("in_features", 32))),
-    Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0, differentiable=False,
-           less_work=CODES_ONLY,
+    Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0,
+           differentiable=False, less_work=CODES_ONLY,
            traceable=False, workspace="4 * in_features * out_features",
-           requires=(*WEIGHT_ONLY, *ON_CPU, r.one_of("format", "int4", code=Code.QUANT_FORMAT_UNSUPPORTED),
+           requires=(*WEIGHT_ONLY, *ON_CPU,
+                     r.one_of("format", "int4", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH), r.dtypes("bfloat16"),
                      r.at_most("rows", 32),
                      r.one_of("group_size", 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
                      r.multiple_of("in_features", 32), r.multiple_of("out_features", 16)),
            note="keeps a second copy of the weight, arranged for torch's int4 kernel"),
-    Kernel("torch.int8_dynamic_linear", quantized_linear, _int8_dynamic, prior=9.0, overhead_us=15.0,
-           differentiable=False, less_work="multiplies the codes as they are", requires=(
+    Kernel("torch.int8_dynamic_linear", quantized_linear, _int8_dynamic, prior=9.0,
+           overhead_us=15.0, differentiable=False, less_work="multiplies the codes as they are",
+           requires=(
                r.device("cpu", "cuda"), r.one_of("activations", "int8"), r.absent("zeros.dtype"),
                r.one_of("group_size", 0),
                r.at_most("in_features", 1 << 17),

@@ -49,25 +49,30 @@ BIN_BITS = 17                  # low bits of a float32 that a bin of the histogr
 BINS = 1 << 31 - BIN_BITS
 ID_BITS = (1 << 29) - 1        # bits of a float64 that a float32 leaves zero
 
-Selection = tuple[Tensor, Tensor, Tensor]      # token, its weight, the total weight: each (batch, 1)
+# token, its weight, the total weight: each (batch, 1)
+Selection = tuple[Tensor, Tensor, Tensor]
 
 
 def make_sampler(choose: Callable[[Tensor, Filters, Tensor, bool], Selection],
-                 prepare: Callable[[Tensor, float, Tensor | None, bool], Tensor] = rank_scores) -> Callable[..., Any]:
+                 prepare: Callable[[Tensor, float, Tensor | None, bool],
+                                   Tensor] = rank_scores) -> Callable[..., Any]:
     """Returns a kernel that selects tokens by `choose`; the steps before and after are the same for
     all."""
     def run(
-        logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
-        repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        history: Tensor | None = None, token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
-        top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None, min_p_rows: Tensor | None = None,
-        repetition_penalty_rows: Tensor | None = None, presence_penalty_rows: Tensor | None = None,
-        frequency_penalty_rows: Tensor | None = None, uniforms: Tensor | None = None, seed: int | None = None,
+        logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, *, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0, history: Tensor | None = None,
+        token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
+        top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None,
+        min_p_rows: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
+        presence_penalty_rows: Tensor | None = None, frequency_penalty_rows: Tensor | None = None,
+        uniforms: Tensor | None = None, seed: int | None = None,
         seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
         from_probs: bool = False, return_logprobs: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         batch, vocab = logits.shape
-        uniform = random_numbers(batch, 1, logits.device, uniforms, seed, seed_rows, offset, generator)
+        uniform = random_numbers(batch, 1, logits.device, uniforms, seed, seed_rows, offset,
+                                 generator)
         logits = logits.detach()
         if history is not None or token_counts is not None:
             logits = _apply_penalties(logits, history, token_counts, Penalties(
@@ -98,17 +103,23 @@ def _apply_penalties(logits: Tensor, history: Tensor | None, token_counts: Tenso
     vocab = logits.shape[-1]
     columns = token_columns(history, vocab)
     x = pad(logits.to(torch.promote_types(logits.dtype, torch.float32)), (0, 1))
-    counts = torch.zeros_like(x).scatter_add_(1, columns, torch.ones_like(columns, dtype=x.dtype)).gather(1, columns)
-    return x.scatter_(1, columns, penalize(x.gather(1, columns), counts > 0, counts, penalties))[:, :vocab]
+    counts = torch.zeros_like(x).scatter_add_(1, columns,
+                                              torch.ones_like(columns, dtype=x.dtype)).gather(
+                                                  1, columns)
+    return x.scatter_(1, columns, penalize(x.gather(1, columns), counts > 0, counts, penalties))[
+        :, :vocab]
 
 
 # Selection.
 
-def select_by_sort(scores: Tensor, filters: Filters, uniform: Tensor, from_probs: bool) -> Selection:
+def select_by_sort(scores: Tensor, filters: Filters, uniform: Tensor,
+                   from_probs: bool) -> Selection:
     """Selects by a full sort."""
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     weights = token_weights(ranked, from_probs)
-    weights = torch.zeros_like(weights).scatter(1, order, torch.where(keep_mask(weights, filters), weights, 0.0))
+    weights = torch.zeros_like(weights).scatter(1, order,
+                                                torch.where(keep_mask(weights, filters), weights,
+                                                            0.0))
     token = draw(weights, uniform)
     return token, weights.gather(1, token), weights.sum(-1, keepdim=True)
 
@@ -122,26 +133,30 @@ def select_top_k(scores: Tensor, filters: Filters, uniform: Tensor, from_probs: 
     return _draw_among(torch.where(keep_mask(weights, filters), weights, 0.0), ids, uniform)
 
 
-def select_top_k_rows(scores: Tensor, filters: Filters, uniform: Tensor, from_probs: bool) -> Selection:
+def select_top_k_rows(scores: Tensor, filters: Filters, uniform: Tensor,
+                      from_probs: bool) -> Selection:
     """Selects among the k highest scores, with one k per row."""
     if isinstance(filters.top_k, Tensor) and len(filters.top_k):
         filters = filters._replace(max_top_k=int(filters.top_k.max()))
     return select_top_k(scores, filters, uniform, from_probs)
 
 
-def draw_unfiltered(scores: Tensor, filters: Filters, uniform: Tensor, from_probs: bool) -> Selection:
+def draw_unfiltered(scores: Tensor, filters: Filters, uniform: Tensor,
+                    from_probs: bool) -> Selection:
     """Draws without a filter."""
     return draw_in_blocks(scores if from_probs else scores.exp(), uniform)
 
 
-def select_by_mass(scores: Tensor, filters: Filters, uniform: Tensor, from_probs: bool) -> Selection:
+def select_by_mass(scores: Tensor, filters: Filters, uniform: Tensor,
+                   from_probs: bool) -> Selection:
     """Selects by top-p and min-p among the highest scores; flatter rows, which keep more, use the
     histogram."""
     probs = scores if from_probs else scores.exp()
     total = probs.sum(-1, keepdim=True, dtype=uniform.dtype)
     ranked, ids = top_scores(scores, FIRST_LOOK, from_probs)
     weights = token_weights(ranked, from_probs)
-    selection = _draw_among(torch.where(keep_mask(weights, filters, total), weights, 0.0), ids, uniform)
+    selection = _draw_among(torch.where(keep_mask(weights, filters, total), weights, 0.0), ids,
+                            uniform)
     has_top_p = weights.sum(-1, keepdim=True) >= filters.top_p * total
     enough = has_top_p | (weights[:, -1:] < filters.min_p * weights[:, :1])
     if not enough.all():
@@ -149,23 +164,29 @@ def select_by_mass(scores: Tensor, filters: Filters, uniform: Tensor, from_probs
                         for f in (filters.top_p, filters.min_p))
         wider = ~(enough | torch.as_tensor(filters.top_k == 1))
         for row in wider[:, 0].nonzero()[:, 0].tolist():
-            weights = _nucleus(scores[row], probs[row], top_p[row][0], float(total[row]), min_p[row][0], from_probs)
-            for column, row_value in zip(selection, draw_in_blocks(weights[None], uniform[row:row + 1])):
+            weights = _nucleus(scores[row], probs[row], top_p[row][0], float(total[row]),
+                               min_p[row][0], from_probs)
+            for column, row_value in zip(selection,
+                                         draw_in_blocks(weights[None], uniform[row:row + 1])):
                 column[row] = row_value[0]
     return selection
 
 
-def _nucleus(scores: Tensor, probs: Tensor, top_p: float, total: float, min_p: float, from_probs: bool) -> Tensor:
+def _nucleus(scores: Tensor, probs: Tensor, top_p: float, total: float, min_p: float,
+             from_probs: bool) -> Tensor:
     """Returns the weights of one row that top-p and min-p keep; a histogram of the mass finds the
     cut of top-p."""
     if top_p < 1.0:
-        bits = scores.view(torch.int32) >> BIN_BITS & BINS - 1             # of the magnitude, as log-weights are <= 0
-        bins = BINS - 1 - bits if from_probs else bits                     # bin 0 has the highest scores
+        # of the magnitude, as log-weights are <= 0
+        bits = scores.view(torch.int32) >> BIN_BITS & BINS - 1
+        # bin 0 has the highest scores
+        bins = BINS - 1 - bits if from_probs else bits
         cumulative = torch.bincount(bins, probs.to(torch.float64), BINS).cumsum(0)
         cut = min(int((cumulative < top_p * total).sum()), BINS - 1)
         ids = (bins == cut).nonzero()[:, 0]
         ids = ids[scores[ids].sort(descending=True, stable=True).indices]
-        before = pad(probs[ids].cumsum(0, dtype=torch.float64), (1, 0))[:-1] + (cumulative[cut - 1] if cut else 0.0)
+        before = pad(probs[ids].cumsum(0, dtype=torch.float64),
+                     (1, 0))[:-1] + (cumulative[cut - 1] if cut else 0.0)
         ids = ids[before < top_p * total]
         if from_probs:
             weights = threshold(scores, _float_from_bits(((BINS - cut) << BIN_BITS) - 1), 0.0)
@@ -190,7 +211,8 @@ def select_argmax(logits: Tensor, filters: Filters, uniform: Tensor, from_probs:
     return _certain_token(token, logits.gather(1, token), from_probs)
 
 
-def select_argmax_by_block(logits: Tensor, filters: Filters, uniform: Tensor, from_probs: bool) -> Selection:
+def select_argmax_by_block(logits: Tensor, filters: Filters, uniform: Tensor,
+                           from_probs: bool) -> Selection:
     """Selects the highest logit in the block with the highest maximum: torch's amax is much faster
     than argmax."""
     vocab = logits.shape[-1]
@@ -231,7 +253,9 @@ def top_scores(scores: Tensor, k: int, from_probs: bool) -> tuple[Tensor, Tensor
     if vocab % width == 0:
         part = scores.gather(1, ids)
     else:                                      # a short last block: padding ranks last
-        part = scores.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0 if from_probs else -torch.inf)
+        part = scores.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab,
+                                                                       0.0 if from_probs
+                                                                       else -torch.inf)
     ids = _top_ids(part, ids, k, from_probs)
     return scores.gather(1, ids), ids
 
@@ -242,7 +266,8 @@ def _top_ids(scores: Tensor, ids: Tensor, k: int, from_probs: bool) -> Tensor:
     topk does not order ties, so score and id are combined in one key: a float32 leaves the low bits
     of a float64 zero.
     """
-    bits = scores.abs().to(torch.float64).view(torch.int64)                # log-weights are <= 0, probabilities >= 0
+    # log-weights are <= 0, probabilities >= 0
+    bits = scores.abs().to(torch.float64).view(torch.int64)
     if from_probs:
         return ID_BITS - ((bits | ID_BITS - ids).topk(k).values & ID_BITS)
     return (bits | ids).topk(k, largest=False).values & ID_BITS
@@ -252,7 +277,8 @@ def _block_maxima(x: Tensor, width: int) -> Tensor:
     """Returns (batch, blocks) maxima; the last block may be shorter."""
     whole = x.shape[-1] // width * width
     tops = x[:, :whole].unflatten(1, (-1, width)).amax(-1)
-    return tops if whole == x.shape[-1] else torch.cat([tops, x[:, whole:].amax(-1, keepdim=True)], -1)
+    return (tops if whole == x.shape[-1] else torch.cat([tops, x[:, whole:].amax(-1, keepdim=True)],
+                                                        -1))
 
 
 def _draw_among(weights: Tensor, ids: Tensor, uniform: Tensor) -> Selection:
@@ -266,7 +292,8 @@ def _draw_among(weights: Tensor, ids: Tensor, uniform: Tensor) -> Selection:
 def draw_in_blocks(weights: Tensor, uniform: Tensor) -> Selection:
     """Draws among many tokens: first the block, then the token in it, with sums in float64."""
     wide, vocab = uniform.dtype, weights.shape[-1]
-    split = (pad(weights, (0, -vocab % BLOCK)) if vocab % BLOCK else weights).unflatten(1, (-1, BLOCK))
+    split = (pad(weights, (0, -vocab % BLOCK)) if vocab % BLOCK
+             else weights).unflatten(1, (-1, BLOCK))
     sums = split.sum(-1, dtype=wide)
     cumulative = sums.cumsum(-1)
     total = cumulative[:, -1:]
@@ -280,18 +307,22 @@ def draw_in_blocks(weights: Tensor, uniform: Tensor) -> Selection:
 # Speculative decoding.
 
 def verify_chain(
-    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, uniforms: Tensor | None = None, *,
-    seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+    uniforms: Tensor | None = None, *, seed: int | None = None, seed_rows: Tensor | None = None,
+    offset: int = 0, generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Verifies all positions at once; only the distribution that is drawn from is read in full."""
     batch, drafted = draft_tokens.shape
-    uniform = random_numbers(batch, drafted + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
+    uniform = random_numbers(batch, drafted + 1, draft_tokens.device, uniforms, seed, seed_rows,
+                             offset, generator)
     in_vocab = (draft_tokens >= 0) & (draft_tokens < target_probs.shape[-1])
     tokens = torch.where(in_vocab, draft_tokens, 0).to(torch.int64)
-    target_p = clean_probs(target_probs[:, :drafted].gather(2, tokens[..., None])[..., 0], uniform.dtype)
+    target_p = clean_probs(target_probs[:, :drafted].gather(2, tokens[..., None])[..., 0],
+                           uniform.dtype)
     thresholds = uniform[:, :drafted]
     if draft_probs is not None:
-        thresholds = thresholds * clean_probs(draft_probs.gather(2, tokens[..., None])[..., 0], uniform.dtype)
+        thresholds = thresholds * clean_probs(draft_probs.gather(2, tokens[..., None])[..., 0],
+                                              uniform.dtype)
     accepted = (in_vocab & (thresholds < target_p)).to(torch.int64).cumprod(-1)
     number = accepted.sum(-1)
     row = torch.arange(batch, device=number.device)
@@ -300,10 +331,12 @@ def verify_chain(
         last = number.clamp(max=drafted - 1)
         rejected = ((number < drafted) & in_vocab[row, last])[:, None]
         token = tokens[row, last][:, None]
-        q = one_hot(token, weights) if draft_probs is None else clean_probs(draft_probs[row, last], uniform.dtype)
+        q = (one_hot(token, weights) if draft_probs is None
+             else clean_probs(draft_probs[row, last], uniform.dtype))
         weights = torch.where(rejected, residual_weights(weights, q), weights)
     following, _, total = draw_in_blocks(weights, uniform[:, -1:])
-    return torch.where(accepted > 0, tokens, -1), number, torch.where(total > 0, following, -1)[:, 0]
+    return torch.where(accepted > 0, tokens, -1), number, torch.where(total > 0, following,
+                                                                      -1)[:, 0]
 
 
 def verify_tree(
@@ -314,7 +347,8 @@ def verify_tree(
     """Walks down each row's tree; only distributions of nodes on the path are read."""
     batch, count = draft_tokens.shape
     vocab, wide = target_probs.shape[-1], torch.float64
-    uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
+    uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows,
+                             offset, generator)
     uniforms_of_rows = uniform.tolist()
     paths: list[list[int]] = []
     ends = []
@@ -326,12 +360,15 @@ def verify_tree(
             token = tokens[node]
             if parents_of_row[node] != last_node or not 0 <= token < vocab:
                 continue
-            if uniforms_of_rows[row][node] * (1.0 if q is None else float(q[token])) < float(p[token]):
+            if uniforms_of_rows[row][node] * (1.0 if q is None
+                                              else float(q[token])) < float(p[token]):
                 path.append(node)
                 last_node, p = node, normalize(clean_probs(target_probs[row, node + 1], wide))
-                q = None if draft_probs is None else normalize(clean_probs(draft_probs[row, node + 1], wide))
+                q = (None if draft_probs is None
+                     else normalize(clean_probs(draft_probs[row, node + 1], wide)))
                 continue
-            drafted = one_hot(draft_tokens[row, node].view(1, 1).to(torch.int64), p[None])[0] if q is None else q
+            drafted = (one_hot(draft_tokens[row, node].view(1, 1).to(torch.int64), p[None])[0]
+                       if q is None else q)
             p = normalize(residual_weights(p, drafted))
             if without_replacement and q is not None:
                 q[token] = 0.0
@@ -340,8 +377,10 @@ def verify_tree(
         ends.append(p)
     weights = torch.stack(ends) if ends else target_probs.new_empty((0, vocab), dtype=wide)
     following, _, total = draw_in_blocks(weights, uniform[:, -1:])
-    nodes = torch.tensor([path + [-1] * (count - len(path)) for path in paths], dtype=torch.int64).view(batch, count)
-    accepted = torch.where(nodes >= 0, draft_tokens.to(torch.int64).gather(1, nodes.clamp(min=0)), -1)
+    nodes = torch.tensor([path + [-1] * (count - len(path)) for path in paths],
+                         dtype=torch.int64).view(batch, count)
+    accepted = torch.where(nodes >= 0, draft_tokens.to(torch.int64).gather(1, nodes.clamp(min=0)),
+                           -1)
     return accepted, nodes, (nodes >= 0).sum(-1), torch.where(total > 0, following, -1)[:, 0]
 
 
@@ -375,7 +414,8 @@ def _cdf() -> Callable[..., Any]:
     return make_sampler(draw_unfiltered)
 
 
-def _keep_logits(logits: Tensor, temperature: float, temperature_rows: Tensor | None, from_probs: bool) -> Tensor:
+def _keep_logits(logits: Tensor, temperature: float, temperature_rows: Tensor | None,
+                 from_probs: bool) -> Tensor:
     return rank_scores(logits, temperature, temperature_rows, from_probs) if from_probs else logits
 
 
@@ -388,7 +428,8 @@ def _greedy() -> Callable[..., Any]:
 
 
 # A score of up to 32 bits and its id fit into a float64.
-NARROW = (r.dtypes("float16", "bfloat16", "float32"), r.differs("device", "mps", Code.PLATFORM_MISMATCH))
+NARROW = (r.dtypes("float16", "bfloat16", "float32"),
+          r.differs("device", "mps", Code.PLATFORM_MISMATCH))
 GREEDY = (r.absent("temperature_rows.dtype"), r.absent("top_k_rows.dtype"),
           r.any_of(r.equals("top_k", 1), r.equals("temperature", 0.0)))
 NO_TOP_K = (r.equals("top_k", 0), r.absent("top_k_rows.dtype"))
@@ -400,27 +441,31 @@ KERNELS = (
     Kernel("torch.sample_topk", sample, _top_k, prior=0.8, overhead_us=90.0, baseline=True,
            workspace="8 * batch * vocab", requires=(
         *NARROW, r.at_least("top_k", 1), r.at_most("top_k", 1024), r.absent("top_k_rows.dtype"))),
-    Kernel("torch.sample_topk_rows", sample, _top_k_rows, prior=0.4, overhead_us=100.0, graph_safe=False,
-           less_work="sorts the largest only",
-           traceable=False, workspace="56 * batch * vocab", requires=(*NARROW, r.present("top_k_rows.dtype")),
+    Kernel("torch.sample_topk_rows", sample, _top_k_rows, prior=0.4, overhead_us=100.0,
+           graph_safe=False, less_work="sorts the largest only",
+           traceable=False, workspace="56 * batch * vocab",
+           requires=(*NARROW, r.present("top_k_rows.dtype")),
            note="reads the largest k on the host; sorts where it is large"),
-    Kernel("torch.sample_threshold", sample, _threshold, prior=0.5, overhead_us=150.0, graph_safe=False,
-           less_work="sorts the largest only",
+    Kernel("torch.sample_threshold", sample, _threshold, prior=0.5, overhead_us=150.0,
+           graph_safe=False, less_work="sorts the largest only",
            traceable=False, workspace="32 * batch * vocab", requires=(
                r.device("cpu"), *NARROW, *NO_TOP_K, r.at_least("vocab", 4096)),
            note="how far it looks depends on the logits"),
     Kernel("torch.sample_cdf", sample, _cdf, prior=0.9, overhead_us=60.0, baseline=True,
            workspace="12 * batch * vocab", requires=(
-        *NO_TOP_K, r.differs("temperature", 0.0), r.absent("temperature_rows.dtype"), r.equals("top_p", 1.0),
-        r.absent("top_p_rows.dtype"), r.equals("min_p", 0.0), r.absent("min_p_rows.dtype"))),
+        *NO_TOP_K, r.differs("temperature", 0.0), r.absent("temperature_rows.dtype"),
+        r.equals("top_p", 1.0), r.absent("top_p_rows.dtype"), r.equals("min_p", 0.0),
+        r.absent("min_p_rows.dtype"))),
     Kernel("torch.sample_argmax", sample, _argmax, prior=0.8, overhead_us=20.0, baseline=True,
            workspace="4 * batch * vocab", requires=GREEDY),
-    Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False, traceable=False,
+    Kernel("torch.sample_greedy", sample, _greedy, prior=4.0, overhead_us=25.0, graph_safe=False,
+           traceable=False,
            less_work="one pass over the logits, and no copy in float32",
            requires=(r.device("cpu"), *GREEDY), note="looks for NaN and infinity on the host"),
-    Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0, overhead_us=80.0, baseline=True,
-           workspace="40 * batch * vocab"),
-    Kernel("torch.speculative_verify_tree", speculative_verify_tree, _verify_tree, prior=4.0, overhead_us=100.0,
-           baseline=True, graph_safe=False, traceable=False, workspace="40 * batch * vocab",
-           requires=(r.device("cpu"), r.at_least("vocab", 4096)), note="walks each row's tree on the host"),
+    Kernel("torch.speculative_verify", speculative_verify, _verify_chain, prior=4.0,
+           overhead_us=80.0, baseline=True, workspace="40 * batch * vocab"),
+    Kernel("torch.speculative_verify_tree", speculative_verify_tree, _verify_tree, prior=4.0,
+           overhead_us=100.0, baseline=True, graph_safe=False, traceable=False,
+           workspace="40 * batch * vocab", requires=(r.device("cpu"), r.at_least("vocab", 4096)),
+           note="walks each row's tree on the host"),
 )

@@ -1,4 +1,5 @@
-"""torch's own scaled dot-product attention: the default choice, and each implementation behind it by name.
+"""torch's own scaled dot-product attention: the default choice, and each implementation behind it
+by name.
 
 The named ones are the aten entry points below `F.scaled_dot_product_attention`. They skip its
 checks and padding, so its
@@ -37,14 +38,17 @@ NO_EXTRAS = (NO_SOFTCAP, NO_ALIBI, *NO_WINDOW)
 
 WITH_LSE = r.on("return_lse")
 TOP_LEFT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
-                    r.one_of("causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+                    r.one_of("causal_align", None, "top_left",
+                             code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 BOTTOM_RIGHT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
-                        r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+                        r.one_of("causal_align", "bottom_right",
+                                 code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 # Masked scores are -inf before scaling: times 0 that is NaN, times a negative number +inf.
 CAUSAL_SCALE = r.any_of(r.off("is_causal"), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 HAS_HEADS = r.at_least("kv_heads", 1, Code.EMPTY_INPUT)
 HAS_BATCH = r.at_least("batch", 1, Code.EMPTY_INPUT)
-NOT_EMPTY = (r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT), HAS_HEADS)
+NOT_EMPTY = (r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT),
+             HAS_HEADS)
 UNIT_STRIDES = (r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"))
 MASK_WITHOUT_GRAD = r.differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
 SLOPES_WITHOUT_GRAD = r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED)
@@ -70,18 +74,20 @@ GROUPS = ByFact("group", 1, False, True)
 
 
 def _sdpa() -> Direct:
-    return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value", "attn_mask", "dropout_p",
-                  "is_causal", scale="scale", enable_gqa=GROUPS)
+    return direct(torch.nn.functional.scaled_dot_product_attention, "query", "key", "value",
+                  "attn_mask", "dropout_p", "is_causal", scale="scale", enable_gqa=GROUPS)
 
 
 def _sdpa_bias() -> Callable[..., Any]:
     """torch's own choice, with everything that depends on position folded into an additive mask."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
-            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None) -> Tensor:
-        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, *,
+            causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+            alibi_slopes: Tensor | None = None) -> Tensor:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
+                             window_right, alibi_slopes,
                              query.dtype)
         return sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True)
 
@@ -89,26 +95,26 @@ def _sdpa_bias() -> Callable[..., Any]:
 
 
 def _math() -> Direct:
-    return direct(_entry("_scaled_dot_product_attention_math"), "query", "key", "value", "attn_mask", "dropout_p",
-                  "is_causal", scale="scale", enable_gqa=GROUPS, item=0)
+    return direct(_entry("_scaled_dot_product_attention_math"), "query", "key", "value",
+                  "attn_mask", "dropout_p", "is_causal", scale="scale", enable_gqa=GROUPS, item=0)
 
 
 # CPU
 
 def _flash() -> Direct:
-    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
-                  "is_causal", attn_mask="attn_mask", scale="scale", item=0)
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value",
+                  Const(0.0), "is_causal", attn_mask="attn_mask", scale="scale", item=0)
 
 
 def _flash_lse() -> Direct:
-    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
-                  "is_causal", scale="scale", first=2)
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value",
+                  Const(0.0), "is_causal", scale="scale", first=2)
 
 
 def _flash_decode() -> Direct:
     """One query that sees every key: without is_causal, which torch would align top-left."""
-    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value", Const(0.0),
-                  Const(False), scale="scale", item=0)
+    return direct(_entry("_scaled_dot_product_flash_attention_for_cpu"), "query", "key", "value",
+                  Const(0.0), Const(False), scale="scale", item=0)
 
 
 def _flash_packed() -> Callable[..., Any]:
@@ -116,9 +122,11 @@ def _flash_packed() -> Callable[..., Any]:
     `group` times."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
-    def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
+            return_lse: bool = False) -> Any:
         batch, heads, seq, dim = query.shape
-        out, lse = flash(query.reshape(batch, key.shape[1], -1, dim), key, value, 0.0, False, scale=scale)
+        out, lse = flash(query.reshape(batch, key.shape[1], -1, dim), key, value, 0.0, False,
+                         scale=scale)
         out = out.reshape(batch, heads, seq, dim)
         return (out, lse.reshape(batch, heads, seq)) if return_lse else out
 
@@ -129,12 +137,14 @@ def _flash_bias() -> Callable[..., Any]:
     """Folds everything that depends on position into one additive mask."""
     flash = _entry("_scaled_dot_product_flash_attention_for_cpu")
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
-            window_right: int = -1, alibi_slopes: Tensor | None = None, return_lse: bool = False) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
+            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
+            return_lse: bool = False) -> Any:
         # float32 for half types: the entry takes it, and a bfloat16 ALiBi bias would round
         # distances.
-        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
+                             window_right, alibi_slopes,
                              torch.promote_types(query.dtype, torch.float32))
         out, lse = flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         if not return_lse:
@@ -145,11 +155,13 @@ def _flash_bias() -> Callable[..., Any]:
     return run
 
 
-def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, causal_align: str | None,
-                  window_left: int, window_right: int, alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool,
+                  causal_align: str | None, window_left: int, window_right: int,
+                  alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores,
     broadcastable."""
-    bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align, window_left, window_right,
+    bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align,
+                                  window_left, window_right,
                                   alibi_slopes, query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         bias = attn_mask.to(dtype) if bias is None else bias + attn_mask
@@ -165,21 +177,22 @@ def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causa
 # NVIDIA
 
 def _flash_cuda() -> Direct:
-    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value", "dropout_p", "is_causal",
-                  Const(False), scale="scale", item=0)
+    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value",
+                  "dropout_p", "is_causal", Const(False), scale="scale", item=0)
 
 
 def _flash_cuda_lse() -> Direct:
-    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value", Const(0.0), "is_causal",
-                  Const(False), scale="scale", first=2)
+    return direct(_entry("_scaled_dot_product_flash_attention"), "query", "key", "value",
+                  Const(0.0), "is_causal", Const(False), scale="scale", first=2)
 
 
 def _flash_window() -> Callable[..., Any]:
     """The lower-level flash entry, which has a window and takes (batch, seq, heads, dim)."""
     flash = torch.ops.aten._flash_attention_forward
 
-    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1,
+            dropout_p: float = 0.0) -> Tensor:
         return flash(
             query,
             key,
@@ -201,8 +214,8 @@ def _flash_window() -> Callable[..., Any]:
 
 def _efficient() -> Direct:
     """Always computes the log-sum-exp: backward needs it, and it is a thousandth of the work."""
-    return direct(_entry("_scaled_dot_product_efficient_attention"), "query", "key", "value", NONE, Const(True),
-                  "dropout_p", "is_causal", scale="scale", item=0)
+    return direct(_entry("_scaled_dot_product_efficient_attention"), "query", "key", "value", NONE,
+                  Const(True), "dropout_p", "is_causal", scale="scale", item=0)
 
 
 def _efficient_lse() -> Callable[..., Any]:
@@ -219,15 +232,18 @@ def _efficient_lse() -> Callable[..., Any]:
 def _efficient_bias() -> Callable[..., Any]:
     efficient = _entry("_scaled_dot_product_efficient_attention")
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
-            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None) -> Tensor:
-        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, *,
+            causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+            alibi_slopes: Tensor | None = None) -> Tensor:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
+                             window_right, alibi_slopes,
                              query.dtype)
         # Its loads are 16 elements wide: every row of the mask must be aligned to that.
         seq_k = key.shape[2]
         mask = mask.expand(*mask.shape[:-1], seq_k)
-        mask = torch.nn.functional.pad(mask, (0, -seq_k % 16))[..., :seq_k] if seq_k % 16 else mask.contiguous()
+        mask = (torch.nn.functional.pad(mask, (0, -seq_k % 16))[..., :seq_k] if seq_k % 16
+                else mask.contiguous())
         mask = mask.expand(*query.shape[:-1], seq_k)
         return efficient(query, key, value, mask, True, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
 
@@ -235,8 +251,8 @@ def _efficient_bias() -> Callable[..., Any]:
 
 
 def _cudnn() -> Direct:
-    return direct(_entry("_scaled_dot_product_cudnn_attention"), "query", "key", "value", NONE, Const(True), Const(0.0),
-                  "is_causal", Const(False), scale="scale", item=0)
+    return direct(_entry("_scaled_dot_product_cudnn_attention"), "query", "key", "value", NONE,
+                  Const(True), Const(0.0), "is_causal", Const(False), scale="scale", item=0)
 
 
 def _cudnn_lse() -> Callable[..., Any]:
@@ -253,10 +269,12 @@ def _cudnn_lse() -> Callable[..., Any]:
 def _cudnn_bias() -> Callable[..., Any]:
     cudnn = _entry("_scaled_dot_product_cudnn_attention")
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
-            window_right: int = -1, alibi_slopes: Tensor | None = None, return_lse: bool = False) -> Any:
-        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left, window_right, alibi_slopes,
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+            is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
+            window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
+            return_lse: bool = False) -> Any:
+        mask = additive_mask(query, key, attn_mask, is_causal, causal_align, window_left,
+                             window_right, alibi_slopes,
                              query.dtype).expand(query.shape[0], -1, query.shape[2], key.shape[2])
         out, lse = cudnn(query, key, value, mask, True, 0.0, False, False, scale=scale)[:2]
         return (out, lse.reshape(query.shape[:-1])) if return_lse else out
@@ -267,7 +285,8 @@ def _cudnn_bias() -> Callable[..., Any]:
 WINDOWED = r.any_of(r.at_least("window_left", 0, Code.FEATURE_UNSUPPORTED),
                     r.at_least("window_right", 0, Code.FEATURE_UNSUPPORTED))
 FOLDS_SOMETHING = r.any_of(r.on("is_causal"), *WINDOWED.rules)
-FOLDS_PER_HEAD = r.any_of(r.present("alibi_slopes.dtype"), r.present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
+FOLDS_PER_HEAD = r.any_of(r.present("alibi_slopes.dtype"),
+                          r.present("attn_mask.dtype", Code.FEATURE_UNSUPPORTED))
 FOLDS_ANY = r.any_of(*FOLDS_SOMETHING.rules, *FOLDS_PER_HEAD.rules)
 FOLDS_WITHOUT_GRAD = (MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, LSE_WITHOUT_GRAD)
 NO_BOOL_FOR_CUDNN = r.when(r.dtypes(*HALF), r.any_of(
@@ -283,30 +302,33 @@ SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[r.Condition, ...] = (
-    r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT, NO_SOFTCAP)
+    r.device("cpu"), r.dtypes(*FLOATS), SAME_HEAD_DIM, *NOT_EMPTY, *UNIT_STRIDES, NO_DROPOUT,
+    NO_SOFTCAP)
 CUDA = (r.device("cuda"), r.vendor("nvidia"))
 # Grids have batch and heads on axes that are limited to 65535.
 GRID = tuple(r.at_most(size, 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED) for size in ("batch", "heads"))
 CUDA_FLASH: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
     r.at_most("head_dim", 256),
-    SAME_HEAD_DIM, *NOT_EMPTY, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_MASK, NO_SOFTCAP, NO_ALIBI,
+    SAME_HEAD_DIM, *NOT_EMPTY, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_MASK, NO_SOFTCAP,
+    NO_ALIBI,
     # its backward does not fit into the shared memory of these
     r.any_of(r.off("grad"), r.at_most("head_dim", 192),
              r.Rule("sm", "not_in", (86, 87, 88, 89, 120, 121), Code.BACKWARD_UNSUPPORTED)))
 CUDA_EFFICIENT: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=50), r.sm(below=122), r.dtypes("float16", "bfloat16", "float32"),
     r.any_of(r.one_of("dtype", "float16", "float32"), r.sm(at_least=80)),
-    r.when(r.dtypes(*HALF), r.multiple_of("head_dim", 8)), r.when(r.dtypes(*HALF), r.multiple_of("head_dim_v", 8)),
+    r.when(r.dtypes(*HALF), r.multiple_of("head_dim", 8)),
+    r.when(r.dtypes(*HALF), r.multiple_of("head_dim_v", 8)),
     r.multiple_of("head_dim", 4), r.multiple_of("head_dim_v", 4),
     r.equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
     HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
     r.multiple_of("head_dim_v", 8),
-    r.at_most("head_dim", 128), r.at_most("head_dim_v", 128), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
-    r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED), HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES,
-    *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
+    r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
+    r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED),
+    HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
 CUDNN_PLAIN: tuple[r.Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"
@@ -316,14 +338,15 @@ KV_ONCE = "reads keys and values once for all query heads that share them"
 KERNELS = (
     Kernel("torch.sdpa", attention, _sdpa, sdpa_backend=SDPA,
            prior=5.5, overhead_us=2.0, variants=BHSD, baseline=True, requires=(
-        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU, *SDPA_ON_CUDA,
-        NO_BOOL_FOR_CUDNN),
-        note="torch's default choice, against which everything is compared; with cuDNN a bool mask that hides a whole "
-             "row gives the mean of all values"),
+        HAS_HEADS, MASK_NDIM, *NO_EXTRAS, NO_LSE, TOP_LEFT, CAUSAL_SCALE, *SDPA_ON_CPU,
+        *SDPA_ON_CUDA, NO_BOOL_FOR_CUDNN),
+        note="torch's default choice, against which everything is compared; with cuDNN a bool mask "
+             "that hides a whole row gives the mean of all values"),
     Kernel("torch.sdpa_bias", attention, _sdpa_bias, sdpa_backend=SDPA,
            prior=3.5, overhead_us=20.0, variants=BHSD, baseline=True,
            workspace="2 * itemsize * elements", requires=(
-               HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CPU, *SDPA_ON_CUDA, FOLDS_ANY)),
+               HAS_HEADS, NO_SOFTCAP, NO_LSE, SLOPES_WITHOUT_GRAD, *SDPA_ON_CPU, *SDPA_ON_CUDA,
+               FOLDS_ANY)),
     Kernel("torch.sdpa_math", attention, _math, sdpa_backend=MATH,
            prior=1.2, overhead_us=15.0, variants=BHSD,
            workspace="3 * max(itemsize, 4) * elements", requires=(
@@ -331,10 +354,11 @@ KERNELS = (
            note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
     Kernel("torch.sdpa_flash", attention, _flash, sdpa_backend=FLASH,
            torch=">=2.9", prior=6.0, variants=BHSD, requires=(
-        *CPU_FLASH, FLOAT_MASK, r.one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
+        *CPU_FLASH, FLOAT_MASK,
+        r.one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),
         MASK_WITHOUT_GRAD, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT, CAUSAL_SCALE),
-        note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads a last dimension "
-             "with gaps as if it had none"),
+        note="takes fewer KV heads since torch 2.9; kills the process on an empty sequence; reads "
+             "a last dimension with gaps as if it had none"),
     Kernel("torch.sdpa_flash_lse", attention, _flash_lse, sdpa_backend=FLASH,
            torch=">=2.9", prior=6.0, variants=BHSD, differentiable=False,
            requires=(*CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, WITH_LSE, TOP_LEFT, CAUSAL_SCALE)),
@@ -346,7 +370,8 @@ KERNELS = (
     Kernel("torch.sdpa_flash_packed", attention, _flash_packed, sdpa_backend=FLASH,
            prior=13.0, overhead_us=2.0, variants=BHSD,
            less_work=KV_ONCE, requires=(
-        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD, r.equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
+        *CPU_FLASH, NO_MASK, NO_ALIBI, *NO_WINDOW, LSE_WITHOUT_GRAD,
+        r.equals("seq_q", 1, Code.SEQ_LEN_UNSUPPORTED),
         r.at_least("group", 2), BOTTOM_RIGHT)),
     Kernel("torch.sdpa_flash_bias", attention, _flash_bias, sdpa_backend=FLASH,
            torch=">=2.9", prior=4.0, overhead_us=15.0, variants=BHSD,
@@ -366,13 +391,15 @@ KERNELS = (
            prior=12.0, variants=BHSD, differentiable=False,
            requires=(*CUDA_FLASH, *NO_WINDOW, NO_DROPOUT, WITH_LSE, BOTTOM_RIGHT,
                      # a row that sees no key comes back as +inf
-                     r.any_of(r.off("is_causal"), r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
+                     r.any_of(r.off("is_causal"),
+                              r.at_least("causal_offset", 0, Code.LSE_UNSUPPORTED)))),
     Kernel("torch.sdpa_flash_window", attention, _flash_window, sdpa_backend=FLASH,
            prior=12.0, overhead_us=2.0, variants=("bshd",),
            less_work="builds no mask and reads only the window",
            requires=(*CUDA_FLASH, NO_LSE, WINDOWED,
                      r.any_of(r.equals("causal_offset", 0),
-                              r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
+                              r.one_of("causal_align", "bottom_right",
+                                       code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
     Kernel("torch.sdpa_efficient", attention, _efficient, sdpa_backend=EFFICIENT,
            prior=8.0, variants=BHSD, deterministic_backward=False,
            requires=(*CUDA_EFFICIENT, NO_MASK, NO_ALIBI, *NO_WINDOW, NO_LSE, TOP_LEFT)),
@@ -386,13 +413,16 @@ KERNELS = (
                *CUDA_EFFICIENT, NO_LSE, MASK_WITHOUT_GRAD, SLOPES_WITHOUT_GRAD, FOLDS_ANY)),
     Kernel("torch.sdpa_cudnn", attention, _cudnn, sdpa_backend=CUDNN,
            prior=20.0, overhead_us=2.0, variants=BHSD, deterministic=False,
-           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True, note=CUDNN_PLANS),
+           deterministic_backward=False, requires=(*CUDNN_PLAIN, NO_LSE), plans_each_size=True,
+           note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_lse", attention, _cudnn_lse, sdpa_backend=CUDNN,
            prior=11.0, overhead_us=3.0, variants=BHSD,
            deterministic=False, differentiable=False, requires=(*CUDNN_PLAIN, WITH_LSE),
            plans_each_size=True, note=CUDNN_PLANS),
     Kernel("torch.sdpa_cudnn_bias", attention, _cudnn_bias, sdpa_backend=CUDNN,
            prior=4.5, overhead_us=20.0, variants=BHSD,
-           workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False, requires=(
-               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True, note=CUDNN_PLANS),
+           workspace="2 * itemsize * elements", deterministic=False, deterministic_backward=False,
+           requires=(
+               *CUDA_CUDNN, *FOLDS_WITHOUT_GRAD, FOLDS_ANY), plans_each_size=True,
+           note=CUDNN_PLANS),
 )

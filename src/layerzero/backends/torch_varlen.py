@@ -30,13 +30,15 @@ SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 # flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
 FLASH: tuple[r.Condition, ...] = (
-    r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122), r.dtypes("float16", "bfloat16"),
-    r.multiple_of("head_dim", 8), r.at_most("head_dim", 256), SAME_HEAD_DIM,
-    r.at_least("tokens_q", 1, Code.EMPTY_INPUT), r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
-    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_least("batch", 1, Code.EMPTY_INPUT),
+    r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
+    r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
+    SAME_HEAD_DIM, r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
+    r.at_least("tokens_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    r.at_least("batch", 1, Code.EMPTY_INPUT),
     r.at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
     r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"), *ON_16_BYTES,
-    r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"), NO_SOFTCAP, *BOTTOM_RIGHT)
+    r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"),
+    NO_SOFTCAP, *BOTTOM_RIGHT)
 
 
 def _varlen() -> Callable[..., Any]:
@@ -47,14 +49,18 @@ def _varlen() -> Callable[..., Any]:
     known = inspect.signature(varlen_attn).parameters
     missing = [name for name in ("scale", "window_size") if name not in known]
     if missing:
-        raise ImportError(f"{' and '.join(missing)} in torch.nn.attention.varlen_attn (torch {torch.__version__})")
+        raise ImportError(
+            f"{' and '.join(missing)} in torch.nn.attention.varlen_attn (torch "
+            f"{torch.__version__})")
     gqa_option = {"enable_gqa": True} if "enable_gqa" in known else {}
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1) -> Tensor:
         window = (window_left, 0 if is_causal else window_right)
-        return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,  # type: ignore[return-value]
+        return varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                           max_seqlen_k,  # type: ignore[return-value]
                            scale=scale, window_size=window, **gqa_option)  # type: ignore[arg-type]
 
     return run
@@ -65,11 +71,14 @@ def _varlen_flash() -> Callable[..., Any]:
     step."""
     flash = torch.ops.aten._flash_attention_forward
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
-        return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,  # type: ignore[no-any-return]
-                     is_causal, False, scale=scale, window_size_left=window_left, window_size_right=window_right)[0]
+        return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                     dropout_p,  # type: ignore[no-any-return]
+                     is_causal, False, scale=scale, window_size_left=window_left,
+                     window_size_right=window_right)[0]
 
     return run
 
@@ -79,8 +88,9 @@ def _per_sequence() -> Callable[..., Any]:
 
 
 def per_sequence(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool = False,
-    scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
+    window_left: int = -1, window_right: int = -1,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Calls scaled_dot_product_attention per sequence, with a mask only where is_causal is not
@@ -89,15 +99,19 @@ def per_sequence(
     windowed = window_left >= 0 or window_right >= 0
     parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
     for first_q, last_q, first_k, last_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
-        q, k, v = (t.transpose(0, 1)[None] for t in (query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]))
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[first_q:last_q], key[first_k:last_k],
+                                                     value[first_k:last_k]))
         shifted = is_causal and causal_align == "bottom_right" and q.shape[2] != k.shape[2]
         mask = None
         if windowed or shifted:
-            _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left, window_right, None,
+            _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left,
+                                       window_right, None,
                                        query.device)
-            if hidden is not None:  # additive: cuDNN gives the mean, not zero, for a row hidden by a bool mask
+            # additive: cuDNN gives the mean, not zero, for a row hidden by a bool mask
+            if hidden is not None:
                 mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None, scale=scale,
+        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None,
+                                           scale=scale,
                                            enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
@@ -118,5 +132,6 @@ KERNELS = (
            prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
            requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
-                     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))),
+                     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule))
+                       for rule in ON_16_BYTES))),
 )

@@ -1,4 +1,5 @@
-"""AMD's ZenDNN through zentorch, for linear layers on the CPU. Each release works with one torch release only.
+"""AMD's ZenDNN through zentorch, for linear layers on the CPU. Each release works with one torch
+release only.
 
 By default it packs a weight in the caller's memory, without bumping its version, and keeps using
 the packed weight after the original has changed. So it only gets a packed copy of our own, which is
@@ -23,7 +24,8 @@ from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ._packing import PACKED
 
-POST_OPS = {None: "none", "relu": "relu", "silu": "silu", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh"}
+POST_OPS = {None: "none", "relu": "relu", "silu": "silu", "gelu": "gelu_erf",
+            "gelu_tanh": "gelu_tanh"}
 
 
 def _linear() -> Callable[..., Any]:
@@ -35,7 +37,8 @@ def _linear() -> Callable[..., Any]:
     def pack(weight: Tensor) -> Tensor:
         return prepack(weight.detach().clone())  # type: ignore[no-any-return]
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+            activation: str | None = None) -> Tensor:
         packed = PACKED.get("zentorch", pack, weight)
         if packed is None:
             out = F.linear(x, weight, bias)
@@ -46,12 +49,13 @@ def _linear() -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel("zentorch.linear", linear, _linear, package="zentorch", version=">=2.13,<2.14", torch=">=2.13,<2.14",
-           prior=5.0, overhead_us=8.0, differentiable=False, traceable=False,
+    Kernel("zentorch.linear", linear, _linear, package="zentorch", version=">=2.13,<2.14",
+           torch=">=2.13,<2.14", prior=5.0, overhead_us=8.0, differentiable=False, traceable=False,
            workspace="itemsize * in_features * out_features",
            requires=(r.device("cpu"), r.cpu_isa("avx512f"), r.dtypes("bfloat16", "float32"),
                      r.plain_tensors(), r.contiguous("x"),
-                     r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT),
+                     r.at_least("rows", 1, Code.EMPTY_INPUT),
+                     r.at_least("in_features", 1, Code.EMPTY_INPUT),
                      r.at_least("out_features", 1, Code.EMPTY_INPUT)),
            note="made for EPYC; without AMX, so slow in bf16 on Xeons with many rows"),
 )

@@ -12,7 +12,9 @@ from . import streams
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 is yes, 1 is no, 2 is an error, which is one message and no traceback."""
+    """Run the command line and exit: 0 is yes, 1 is no, 2 is an error, which is one message and no
+    traceback.
+    """
     with streams.escape_output():
         _main(argv)
 
@@ -24,7 +26,8 @@ def _main(argv: Sequence[str] | None) -> None:
         library = (e.name or "").partition(".")[0]
         if library not in ("typer", "rich", "click"):
             raise
-        print(f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'", file=sys.stderr)
+        print(f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'",
+              file=sys.stderr)
         raise SystemExit(2) from None
     with warnings.catch_warnings():
         warnings.showwarning = _print_warning

@@ -1,4 +1,6 @@
-"""The commands of `lz`: each asks the library one question and prints the answer; none decides anything."""
+"""The commands of `lz`: each asks the library one question and prints the answer; none decides
+anything.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,30 @@ from .commands.verify import command as verify
 from .commands.warmup import warmup
 from .options import DeviceKind, Json
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  rich_markup_mode=None,
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="LayerZero: which kernel serves a call on this machine, and why.")
 app.add_typer(perf.app, name="perf")
 app.add_typer(hub.app, name="hub")
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="an operation, such as attention")]
-Words = Annotated[list[str], typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
+Words = Annotated[list[str],
+                  typer.Argument(metavar="SHAPE...", help="query=1x32x1x128 is_causal=true ...")]
 MaybeWords = Annotated[list[str] | None, typer.Argument(
     metavar="[SHAPE...]", help="query=1x32x1x128 is_causal=true ...")]
 Dtype = Annotated[str, typer.Option(help="dtype of the tensors; one tensor's own: mask=8x8:bool")]
-Backend = Annotated[str | None, typer.Option("--backend", help="ask for this kernel or library by name")]
+Backend = Annotated[str | None,
+                    typer.Option("--backend", help="ask for this kernel or library by name")]
 On = Annotated[Path | None, typer.Option(
-    "--on", help="a device as JSON, one of `devices` in lz doctor --json: answers for that machine")]
+    "--on",
+    help="a device as JSON, one of `devices` in lz doctor --json: answers for that machine")]
 
 
 @app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, typer.Option("--version", "-V", help="print the version and exit")] = False,
+    version: Annotated[bool,
+                       typer.Option("--version", "-V", help="print the version and exit")] = False,
 ) -> None:
     if version:
         show.text(f"layerzero {__version__}")
@@ -63,7 +70,9 @@ def options(
 
 
 @app.command()
-def doctor(deep: Annotated[bool, typer.Option("--deep", help="import each library in a process of its own")] = False,
+def doctor(deep: Annotated[bool,
+                           typer.Option("--deep",
+                                        help="import each library in a process of its own")] = False,
            as_json: Json = False) -> None:
     """What is here, what is broken, and what to do. Exit code 1 if something is broken."""
     diagnosis = inspection.doctor(deep)
@@ -78,7 +87,9 @@ def doctor(deep: Annotated[bool, typer.Option("--deep", help="import each librar
 
 
 @app.command("list")
-def list_kernels(op: Annotated[str | None, typer.Argument(metavar="[OP]", help="only kernels of this op")] = None,
+def list_kernels(op: Annotated[str | None,
+                               typer.Argument(metavar="[OP]",
+                                              help="only kernels of this op")] = None,
                  device: DeviceKind = None, as_json: Json = False) -> None:
     """Every kernel, how it stands on this machine, and if it does not, why."""
     kind = _kind(device)
@@ -87,11 +98,13 @@ def list_kernels(op: Annotated[str | None, typer.Argument(metavar="[OP]", help="
         show.as_json({"device": kind, "kernels": [row.to_json() for row in rows]})
         return
     show.table(("kernel", "op", "status", "why not"),
-               [(r.id, r.op, r.status, "; ".join(reason.message for reason in r.reasons)) for r in rows])
+               [(r.id, r.op, r.status, "; ".join(reason.message for reason in r.reasons))
+                for r in rows])
 
 
 @app.command()
-def kernels(kernel: Annotated[str, typer.Argument(metavar="KERNEL_ID", help="such as torch.sdpa_math")],
+def kernels(kernel: Annotated[str,
+                              typer.Argument(metavar="KERNEL_ID", help="such as torch.sdpa_math")],
             device: DeviceKind = None, as_json: Json = False) -> None:
     """One kernel in full: its limits, its library, how it stands here."""
     known = worlds.current().catalog.by_id
@@ -105,37 +118,48 @@ def kernels(kernel: Annotated[str, typer.Argument(metavar="KERNEL_ID", help="suc
         show.as_json(data)
         return
     reasons = "; ".join(map(str, info.reasons))
-    rows = [("op", declared.op.name), (f"status on {kind}", info.status + (f": {reasons}" if reasons else ""))]
+    rows = [("op", declared.op.name),
+            (f"status on {kind}", info.status + (f": {reasons}" if reasons else ""))]
     rows += [("requires", str(rule)) for rule in declared.requires]
     rows += [(name, str(data[name])) for name in (
-        "package", "distribution", "version", "torch", "note", "workspace", "variants", "prior", "overhead_us")
+        "package", "distribution", "version", "torch", "note", "workspace", "variants", "prior",
+        "overhead_us")
         if data[name] not in ("", [], "0")]
     rows += [("properties", ", ".join(name for name in (
-        "differentiable", "deterministic", "graph_safe", "traceable", "baseline", "jit", "untested") if data[name]))]
+        "differentiable", "deterministic", "graph_safe", "traceable", "baseline", "jit", "untested")
+                                      if data[name]))]
     show.heading(kernel)
     show.table(("field", "value"), rows)
 
 
 @app.command()
-def explain(op: OpName, words: MaybeWords = None, dtype: Dtype = "bfloat16", device: DeviceKind = None,
-            backend: Backend = None, on: On = None, as_json: Json = False,
-            code: Annotated[bool, typer.Option("--code", help="print the generated call path of the op")] = False,
+def explain(op: OpName, words: MaybeWords = None, dtype: Dtype = "bfloat16",
+            device: DeviceKind = None, backend: Backend = None, on: On = None,
+            as_json: Json = False,
+            code: Annotated[bool,
+                            typer.Option("--code",
+                                         help="print the generated call path of the op")] = False,
             ) -> None:
-    """The whole decision for a call: every kernel, accepted or rejected, every reason. Runs nothing."""
+    """The whole decision for a call: every kernel, accepted or rejected, every reason.
+
+    Runs nothing.
+    """
     if code:
         text = inspection.generated_code(op)
         show.as_json({"op": op, "code": text}) if as_json else show.text(text)
         return
     if not words:
-        raise ConfigError("lz explain wants a call, such as query=1x32x1x128 key=1x8x4096x128 value=1x8x4096x128; "
-                          "or --code for the generated call path of the op")
+        raise ConfigError(
+            "lz explain wants a call, such as query=1x32x1x128 key=1x8x4096x128 "
+            "value=1x8x4096x128; or --code for the generated call path of the op")
     plan = _plan(op, words, dtype, device, backend, on)
     show.as_json(plan.to_json()) if as_json else show_plan(plan)
     raise typer.Exit(0 if plan.steps else 1)
 
 
 @app.command()
-def which(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKind = None, backend: Backend = None,
+def which(op: OpName, words: Words, dtype: Dtype = "bfloat16", device: DeviceKind = None,
+          backend: Backend = None,
           on: On = None, as_json: Json = False) -> None:
     """The kernel that would serve a call; an error if there is none."""
     plan = _plan(op, words, dtype, device, backend, on)
@@ -152,26 +176,37 @@ def config(as_json: Json = False) -> None:
         show.as_json(values)
         return
     show.table(("setting", "value", "from"),
-               [(name, json.dumps(value), values["source"][name]) for name, value in values["settings"].items()])
+               [(name, json.dumps(value), values["source"][name])
+                for name, value in values["settings"].items()])
     show.heading(f"policy {values['policy_hash']}, file: {values['policy_file'] or 'none'}")
-    show.table(("layer", "rule", "written in"), [(r["layer"], r["text"], r["origin"]) for r in values["rules"]])
+    show.table(("layer", "rule", "written in"),
+               [(r["layer"], r["text"], r["origin"]) for r in values["rules"]])
 
 
 @app.command()
-def build(force: Annotated[bool, typer.Option("--force", help="compile even if it is built already")] = False) -> None:
-    """Compile the native call path for this Python and this torch, and our own CPU kernels for this processor."""
+def build(force: Annotated[bool,
+                           typer.Option("--force",
+                                        help="compile even if it is built already")] = False) -> None:
+    """Compile the native call path for this Python and this torch, and our own CPU kernels for this
+    processor.
+    """
     with show.spinner("compiling (once)") as print_line:
         path = native.build(force=force, say=print_line)
     state = native.status()
-    show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint else ""))
+    show.text(f"{path}\nnative fast path: {state.text}" + (f"\nhint: {state.hint}" if state.hint
+                                                           else ""))
     raise typer.Exit(0 if state.ok or not state.expected else 1)
 
 
 @app.command()
 def demo(as_json: Json = False, device: DeviceKind = None,
-         seconds: Annotated[float, typer.Option(help="the time for all of it; what does not fit is left out")] = 45.0,
+         seconds: Annotated[float,
+                            typer.Option(
+                                help="the time for all of it; what does not fit is left out")] = 45.0,
          ) -> None:
-    """A decoder block through lz and through plain torch: who serves, why, is it equal, what is gained."""
+    """A decoder block through lz and through plain torch: who serves, why, is it equal, what is
+    gained.
+    """
     kind = _kind(device)
     if kind not in SIZES:
         if device is not None:
@@ -204,17 +239,21 @@ def show_plan(plan: Plan) -> None:
         return
     show.heading(str(plan).splitlines()[0])
     rows = [("->" if i == 0 else "", step.kernel, f"{step.score.total_us:.2f} us", "; ".join(
-        part for part in (step.score.source, "after " + ", ".join(map(str, step.transforms)) if step.transforms else "",
+        part for part in (step.score.source, "after " + ", ".join(map(str, step.transforms))
+                          if step.transforms else "",
                           step.note) if part)) for i, step in enumerate(plan.steps)]
     rows += [("x", r.kernel, "", "; ".join(map(str, r.reasons))) for r in plan.rejected]
     show.table(("", "kernel", "expected", "why"), rows, right=("expected",))
 
 
-def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None, on: Path | None) -> Plan:
+def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None,
+          on: Path | None) -> Plan:
     declared = inspection.dispatcher_of(op).op
     ids = [kernel.id for kernel in worlds.current().kernels(op)]
-    if backend is not None and not any(fnmatchcase(i, pattern) for i in ids for pattern in (backend, f"{backend}.*")):
-        raise ConfigError(f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
+    if (backend is not None and not any(fnmatchcase(i, pattern) for i in ids
+                                        for pattern in (backend, f"{backend}.*"))):
+        raise ConfigError(
+            f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
     machine = _device_file(on) if on is not None else hardware.probe(_kind(device))
     return inspection.explain(op, backend=backend, on=machine, **parse_call(declared, words, dtype))
 
@@ -225,4 +264,5 @@ def _kind(device: str | None) -> str:
 
 
 def _device_file(path: Path) -> Device:
-    return Device.from_json(read_json(path, "a device as JSON, one of `devices` in lz doctor --json"))
+    return Device.from_json(read_json(path,
+                                      "a device as JSON, one of `devices` in lz doctor --json"))

@@ -1,4 +1,6 @@
-"""Parse `query=1x32x1x128 is_causal=true` into the arguments of a call, with tensors on the meta device."""
+"""Parse `query=1x32x1x128 is_causal=true` into the arguments of a call, with tensors on the meta
+device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..spec.op import Op, Param
 _SHAPE = re.compile(r"(?P<sizes>\d+(?:[x,]\d+)*|)(?::(?P<dtype>[a-z0-9_]+))?")
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _NONE = ("none", "null")
-_EXAMPLES = {"tensor": "a shape such as 1x32x1x128 or 5:int32", "bool": "true or false", "int": "a whole number",
+_EXAMPLES = {"tensor": "a shape such as 1x32x1x128 or 5:int32", "bool": "true or false",
+             "int": "a whole number",
              "float": "a number", "str": "text"}
 
 
@@ -26,7 +29,8 @@ def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
     for word in words:
         name, sign, text = word.partition("=")
         if not sign:
-            raise InvalidCall(f"lz {op.name}: wanted parameter=value, got {word!r}; write it like {_example(op)}")
+            raise InvalidCall(
+                f"lz {op.name}: wanted parameter=value, got {word!r}; write it like {_example(op)}")
         param = _param(op, name.strip())
         if param.name in call:
             raise InvalidCall(f"lz {op.name}: {param.name} is given twice; give it once")
@@ -40,7 +44,8 @@ def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
 def parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        known = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
+        known = sorted({str(d).removeprefix("torch.") for d in vars(torch).values()
+                        if isinstance(d, torch.dtype)})
         raise InvalidCall(f"there is no dtype {name!r}{suggest(name, known)}")
     return dtype
 
@@ -52,7 +57,9 @@ def _param(op: Op, name: str) -> Param:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise InvalidCall(f"lz {op.name}: {name!r} may be {' or '.join(p.name for p in matches)}; write one of them")
+        raise InvalidCall(
+            f"lz {op.name}: {name!r} may be {' or '.join(p.name for p in matches)}; write one of "
+            "them")
     raise InvalidCall(f"lz {op.name} has no parameter {name!r}{suggest(name, op.by_name)}")
 
 
@@ -69,7 +76,8 @@ def _value(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> Any:
         raise
     except (ValueError, KeyError):
         end = " or none" if param.optional else ""
-        raise InvalidCall(f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, got {text!r}") from None
+        raise InvalidCall(
+            f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, got {text!r}") from None
 
 
 def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torch.Tensor:
@@ -77,12 +85,15 @@ def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torc
     if match is None:
         raise ValueError(text)
     sizes = [int(n) for n in re.findall(r"\d+", match["sizes"])]
-    dtype = parse_dtype(match["dtype"]) if match["dtype"] else _declared_dtype(op, param.name, default_dtype)
+    dtype = (parse_dtype(match["dtype"]) if match["dtype"]
+             else _declared_dtype(op, param.name, default_dtype))
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _declared_dtype(op: Op, name: str, default_dtype: torch.dtype) -> torch.dtype:
-    """Return `default_dtype`, unless the op's cases have integers or booleans there, such as int32 offsets."""
+    """Return `default_dtype`, unless the op's cases have integers or booleans there, such as int32
+    offsets.
+    """
     for case in op.cases:
         tensor = op.inputs(**case).get(name)
         if tensor is not None:

@@ -20,20 +20,25 @@ from ..spec.device import Device
 from ..spec.reading import printable
 from .streams import raw
 
-_STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow", "NOT EQUAL": "bold red"}
+_STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow",
+           "NOT EQUAL": "bold red"}
 
 
 class _Console(Console):
-    """A rich console that sends its own control sequences and escapes those in the text it prints."""
+    """A rich console that sends its own control sequences and escapes those in the text it prints.
+    """
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType,
+               options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return a console for `stream`, by default the current sys.stdout: tests and pipes replace it."""
-    return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False, soft_wrap=True,
+    """Return a console for `stream`, by default the current sys.stdout: tests and pipes replace it.
+    """
+    return _Console(file=raw(sys.stdout if stream is None else stream), highlight=False,
+                    soft_wrap=True,
                     markup=False, emoji=False)
 
 
@@ -71,12 +76,15 @@ def piece(part: str) -> None:
 
 @contextmanager
 def spinner(description: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints a line; on a terminal a spinner and a clock stay below the lines."""
+    """Yield a function that prints a line; on a terminal a spinner and a clock stay below the
+    lines.
+    """
     out = console()
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)
         return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=out,
+    with Progress(SpinnerColumn(), TextColumn("{task.description}", markup=False),
+                  TimeElapsedColumn(), console=out,
                   transient=True) as bar:
         bar.add_task(printable(description), total=None)
         yield lambda line: bar.console.print(Text(printable(line)))
@@ -113,14 +121,18 @@ def devices(rows: Sequence[Device]) -> None:
     table(("device", "name", "cores", "memory", "instructions", "versions"), [(
         f"{d.type}:{d.index}", d.name, str(d.cores), f"{d.total_memory / 2**30:.0f} GiB",
         ", ".join(d.isa) or d.gpu_generation,
-        ", ".join(f"{name} {v}" for name, v in (("torch", d.torch_version), ("driver", d.driver_version),
-                                               ("runtime", d.runtime_version), ("cuDNN", d.cudnn_version),
+        ", ".join(f"{name} {v}"
+                  for name, v in (("torch", d.torch_version), ("driver", d.driver_version),
+                                               ("runtime", d.runtime_version),
+                                  ("cuDNN", d.cudnn_version),
                                                ("triton", d.triton_version)) if v)) for d in rows])
 
 
-def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]],
+                   right: Sequence[str]) -> None:
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
-        cells = [cell.rjust(w) if name in right else cell.ljust(w) for cell, w, name in zip(line, widths, columns)]
+        cells = [cell.rjust(w) if name in right else cell.ljust(w)
+                 for cell, w, name in zip(line, widths, columns)]
         print("  ".join(cells).rstrip())

@@ -1,7 +1,8 @@
 """Output that cannot control the terminal: names come from files, and files from anywhere.
 
-While a command runs, stdout and stderr are wrapped. A character that would move the cursor, change the
-title, hide or reorder text is printed as its escape, `\\x1b`; rich writes colours to the stream below.
+While a command runs, stdout and stderr are wrapped. A character that would move the cursor, change
+the title, hide or reorder text is printed as its escape, `\\x1b`; rich writes colours to the stream
+below.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Escaped:
 @contextlib.contextmanager
 def escape_output() -> Iterator[None]:
     """Wrap sys.stdout and sys.stderr in `Escaped`."""
-    with contextlib.redirect_stdout(Escaped(sys.stdout)), contextlib.redirect_stderr(Escaped(sys.stderr)):
+    with contextlib.redirect_stdout(Escaped(sys.stdout)), contextlib.redirect_stderr(
+            Escaped(sys.stderr)):
         yield
 
 

@@ -17,12 +17,16 @@ from ..spec.kernel import Const, Direct, Kernel, LastSize, accepted_params
 from ..spec.op import Op
 from ..spec.plan import Transform
 
-_ORDER = ("layout", "cast", "contiguous")      # a copy comes last: what the kernel sees must be contiguous
+# a copy comes last: what the kernel sees must be contiguous
+_ORDER = ("layout", "cast", "contiguous")
 
 
 @dataclass(frozen=True)
 class Binding:
-    """`run` takes all the op's parameters by position. `call` is the same without a Python frame, or None."""
+    """`run` takes all the op's parameters by position.
+
+    `call` is the same without a Python frame, or None.
+    """
 
     run: Callable[..., Any]
     call: Direct | None
@@ -33,9 +37,11 @@ class Binding:
         return None if self.call is None else as_operator_call(self.call)
 
 
-def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms: Sequence[Transform],
+def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct,
+         transforms: Sequence[Transform],
          variant: str, fixed: Mapping[str, Any] = MappingProxyType({})) -> Binding:
-    """Bind a loaded kernel: transform its inputs, call it with those it takes, restore the caller's layout and dtype.
+    """Bind a loaded kernel: transform its inputs, call it with those it takes, restore the caller's
+    layout and dtype.
 
     `fixed` holds parameters and sizes that have these values in every call this binding will serve.
     """
@@ -50,7 +56,8 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
         by_position = [n for n in accepted if _is_positional(loaded, n)]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})
     changes_layout = any(t.kind == "layout" for t in transforms)
-    call = drop_defaults(call, {n: v for n, v in fixed.items() if not (changes_layout and n == op.variant)})
+    call = drop_defaults(call, {n: v for n, v in fixed.items()
+                                if not (changes_layout and n == op.variant)})
     names = ", ".join(p.name for p in op.params)
     scope: dict[str, Any] = {"FN": call.fn}
     lines: list[str] = []
@@ -79,20 +86,26 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct, transforms
     if transforms:
         lines += _restore_lines(op, transforms, variant, target, scope)
         lines.append("return out")
-    source = f"def run({names}):\n    " + "\n    ".join(lines)     # made above from declarations only
+    # made above from declarations only
+    source = f"def run({names}):\n    " + "\n    ".join(lines)
     exec(codegen.compile(source, f"{op.name} run"), scope)
     return Binding(scope["run"], None if transforms else call)
 
 
 def is_valid_transform(op: Op, t: Transform) -> bool:
-    """Is this a transform of the op's inputs? A plan may come from a file, and its words become code here."""
+    """Is this a transform of the op's inputs? A plan may come from a file, and its words become
+    code here.
+    """
     if t.kind == "contiguous":
         return t.target in op.by_name and op.by_name[t.target].kind == "tensor"
-    return t.target in op.patterns if t.kind == "layout" else t.kind == "cast" and _is_dtype(t.target)
+    return (t.target in op.patterns if t.kind == "layout" else t.kind == "cast"
+            and _is_dtype(t.target))
 
 
 def drop_defaults(call: Direct, fixed: Mapping[str, Any]) -> Direct:
-    """Leave out the arguments that are at the function's own defaults: parsing each costs about 100 ns."""
+    """Leave out the arguments that are at the function's own defaults: parsing each costs about 100
+    ns.
+    """
     order, defaults = defaults_of(call.fn)
 
     def is_default(name: str, argument: Any) -> bool:
@@ -104,7 +117,8 @@ def drop_defaults(call: Direct, fixed: Mapping[str, Any]) -> Direct:
     args = list(call.args)
     while args and len(args) <= len(order) and is_default(order[len(args) - 1], args[-1]):
         args.pop()
-    kwargs = {name: argument for name, argument in call.kwargs.items() if not is_default(name, argument)}
+    kwargs = {name: argument for name, argument in call.kwargs.items()
+              if not is_default(name, argument)}
     return replace(call, args=tuple(args), kwargs=kwargs)
 
 
@@ -113,12 +127,15 @@ _UNKNOWN: Any = object()
 
 def _at_default(op: Op, name: str, fixed: Mapping[str, Any]) -> bool:
     value, param = fixed.get(name, _UNKNOWN), op.by_name[name]
-    return value is not _UNKNOWN and not param.required and type(value) is type(param.default) and bool(
-        value == param.default)
+    return (value is not _UNKNOWN and not param.required and type(value) is type(param.default)
+            and bool(
+         value == param.default))
 
 
 def defaults_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the parameters of a function in order, and their defaults; those of torch's functions by their schema."""
+    """Return the parameters of a function in order, and their defaults; those of torch's functions
+    by their schema.
+    """
     return _operator_defaults(fn) if isinstance(fn, BuiltinFunctionType) else _python_defaults(fn)
 
 
@@ -143,7 +160,9 @@ def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[s
 
 
 def aten_operator(fn: Callable[..., Any]) -> Any:
-    """Return the default overload of the ATen operator behind one of torch's built-in functions, or None."""
+    """Return the default overload of the ATen operator behind one of torch's built-in functions, or
+    None.
+    """
     return _aten_operator(fn) if isinstance(fn, BuiltinFunctionType) else None
 
 
@@ -156,14 +175,17 @@ def _aten_operator(fn: Callable[..., Any]) -> Any:
 
 
 def as_operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
-    """Return the name and all arguments in order, defaults included, of a call of an ATen operator; else None."""
+    """Return the name and all arguments in order, defaults included, of a call of an ATen operator;
+    else None.
+    """
     operator = aten_operator(call.fn)
     if operator is None:
         return None
     arguments = operator._schema.arguments
     by_position = [a.name for a in arguments if not a.kwarg_only]
     by_name = {**dict(zip(by_position, call.args)), **call.kwargs}
-    by_name = {**{a.name: Const(a.default_value) for a in arguments if a.has_default_value()}, **by_name}
+    by_name = {**{a.name: Const(a.default_value) for a in arguments if a.has_default_value()},
+               **by_name}
     if len(call.args) > len(by_position) or by_name.keys() != {a.name for a in arguments}:
         return None
     return call.fn.__name__, tuple(by_name[a.name] for a in arguments)
@@ -185,14 +207,17 @@ def _argument(value: Any, scope: dict[str, Any]) -> str:
 
 
 def permutation(source: Sequence[str], target: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the axes that permute `source` order into `target` order; None if equal or no reordering."""
+    """Return the axes that permute `source` order into `target` order; None if equal or no
+    reordering.
+    """
     if tuple(source) == tuple(target) or sorted(source) != sorted(target):
         return None
     return tuple(source.index(token) for token in target)
 
 
 def _permute_text(name: str, axes: tuple[int, ...]) -> str:
-    swapped = [i - len(axes) for i, a in enumerate(axes) if a != i]    # from the end: leading axes may be missing
+    # from the end: leading axes may be missing
+    swapped = [i - len(axes) for i, a in enumerate(axes) if a != i]
     if len(swapped) == 2:
         return f"{name}.transpose({swapped[0]}, {swapped[1]})"
     return f"{name}.permute({axes})"
@@ -212,8 +237,10 @@ def _cast_lines(op: Op, variant: str) -> list[str]:
     """Cast the tensors that share a dtype, and a mask that has it too."""
     masks = [n for n, tokens in op.patterns[variant].items() if tokens[0].startswith("~")]
     return [f"_dtype_before = {op.main_tensor}.dtype",
-            *(f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype or (op.main_tensor,)),
-            *(f"if {n} is not None and {n}.dtype == _dtype_before: {n} = {n}.to(DTYPE)" for n in masks)]
+            *(f"if {n} is not None: {n} = {n}.to(DTYPE)" for n in op.same_dtype
+              or (op.main_tensor,)),
+            *(f"if {n} is not None and {n}.dtype == _dtype_before: {n} = {n}.to(DTYPE)"
+              for n in masks)]
 
 
 def _restore_lines(op: Op, transforms: Sequence[Transform], source: str, target: str,
@@ -221,11 +248,17 @@ def _restore_lines(op: Op, transforms: Sequence[Transform], source: str, target:
     """Put the results back into the caller's layout and dtype."""
     lines = []
     if target != source:
-        axes = [permutation(t, s) for s, t in zip(op.result_patterns[source], op.result_patterns[target])]
-        scope["PERMUTE"] = lambda i, t: t if i >= len(axes) or axes[i] is None else t.permute(axes[i])
-        lines.append("out = tuple(PERMUTE(i, t) for i, t in enumerate(out)) if type(out) is tuple else PERMUTE(0, out)")
+        axes = [permutation(t, s)
+                for s, t in zip(op.result_patterns[source], op.result_patterns[target])]
+        scope["PERMUTE"] = lambda i, t: t if i >= len(axes) or axes[i] is None else t.permute(
+            axes[i])
+        lines.append(
+            "out = tuple(PERMUTE(i, t) for i, t in enumerate(out)) if type(out) is tuple else "
+            "PERMUTE(0, out)")
     if any(t.kind == "cast" for t in transforms):
-        lines.append("out = (out[0].to(_dtype_before), *out[1:]) if type(out) is tuple else out.to(_dtype_before)")
+        lines.append(
+            "out = (out[0].to(_dtype_before), *out[1:]) if type(out) is tuple else "
+            "out.to(_dtype_before)")
     return lines
 
 

@@ -22,7 +22,10 @@ from .binding import Binding
 
 
 class Count:
-    """How often one entry was hit. `tick` counts a hit without a lock; `native` holds the hits of the native path."""
+    """How often one entry was hit.
+
+    `tick` counts a hit without a lock; `native` holds the hits of the native path.
+    """
 
     __slots__ = ("_ticks", "native", "tick")
 
@@ -33,23 +36,28 @@ class Count:
 
     @property
     def total(self) -> int:
-        return int(repr(self._ticks)[6:-1]) + self.native      # "count(7)": reading it any other way advances it
+        # "count(7)": reading it any other way advances it
+        return int(repr(self._ticks)[6:-1]) + self.native
 
 
 class Entry:
     """One remembered choice: the plan, its first step bound, and what a hit runs."""
 
-    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "recordings", "run", "swept_hits", "tick")
+    __slots__ = ("__weakref__", "binding", "count", "native_hits", "plan", "recordings", "run",
+                 "swept_hits", "tick")
 
-    def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any], recordings: Any = None) -> None:
-        self.native_hits = 0                   # set by the native path: a plain slot, so that setting it runs no Python
+    def __init__(self, plan: Plan, binding: Binding, run: Callable[..., Any],
+                 recordings: Any = None) -> None:
+        # set by the native path: a plain slot, so that setting it runs no Python
+        self.native_hits = 0
         self.count = Count()
         self.tick = self.count.tick
         self.plan = plan
         self.binding = binding
         self.run = run
         self.recordings = recordings           # launches that the native path replays, or None
-        self.swept_hits = 1                    # hits at the last sweep; the call that made the entry is not a use of it
+        # hits at the last sweep; the call that made the entry is not a use of it
+        self.swept_hits = 1
 
     @property
     def hits(self) -> int:
@@ -65,8 +73,8 @@ class Entry:
 class Ledger:
     """How often each kernel of an op was called, over all worlds, exactly.
 
-    A call that found an entry may hit it after its world is gone. So counts live apart from the caches, and the count
-    of an entry is final only when the entry itself is gone.
+    A call that found an entry may hit it after its world is gone. So counts live apart from the
+    caches, and the count of an entry is final only when the entry itself is gone.
     """
 
     def __init__(self) -> None:
@@ -107,14 +115,17 @@ class Ledger:
     def calls(self, kernel: str) -> int:
         """How often a kernel was called so far, chosen or in another's place."""
         total, attempts = self._final.get(kernel, 0), self._attempts.get(kernel)
-        for reference, name, count in self._open:              # safe without the lock: replaced, never shortened
+        # safe without the lock: replaced, never shortened
+        for reference, name, count in self._open:
             if name == kernel:
                 entry = reference()
                 total += count.total if entry is None else entry.hits
         return total if attempts is None else total + attempts.total
 
     def reassign(self, kernel: str, to: str) -> None:
-        """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which counts by itself."""
+        """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which
+        counts by itself.
+        """
         with self._lock:
             self._final[kernel] = self._final.get(kernel, 0) - 1
             if to:
@@ -134,12 +145,16 @@ class Ledger:
             total = dict(self._final)
             for reference, kernel, count in self._open:
                 entry = reference()
-                total[kernel] = total.get(kernel, 0) + (count.total if entry is None else entry.hits)
+                total[kernel] = total.get(kernel, 0) + (count.total if entry is None
+                                                        else entry.hits)
         return total
 
 
 class _Flight:
-    """An entry that one thread makes and others wait for. An interrupt may keep that thread from ending it."""
+    """An entry that one thread makes and others wait for.
+
+    An interrupt may keep that thread from ending it.
+    """
 
     __slots__ = ("_frame", "done", "entry", "error", "owner")
 
@@ -189,7 +204,8 @@ class OpCache:
             if flight.entry is not None:
                 return flight.entry
             if isinstance(flight.error, Exception):
-                raise flight.error             # not an interrupt, which is for the thread that got it
+                # not an interrupt, which is for the thread that got it
+                raise flight.error
 
     def _make(self, key: Hashable, flight: _Flight, make: Callable[[], Entry]) -> Entry:
         evicted = 0
@@ -198,7 +214,8 @@ class OpCache:
                 entry = make()
                 evicted = self._insert(key, entry)
                 flight.entry = entry
-            except BaseException as e:         # not handled here: handed to the waiting threads as well
+            # not handled here: handed to the waiting threads as well
+            except BaseException as e:
                 flight.error = e
                 raise
             finally:

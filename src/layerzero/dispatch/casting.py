@@ -1,4 +1,6 @@
-"""Casts of a call's tensors before a kernel is chosen: torch's under autocast, and those that the policy allows."""
+"""Casts of a call's tensors before a kernel is chosen: torch's under autocast, and those that the
+policy allows.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,36 @@ from ..world.context import Override
 
 
 def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, Any] | None:
-    """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote"); float64 stays.
+    """Cast as torch does under autocast: to its dtype, or all to the widest one ("promote");
+    float64 stays.
 
     Returns the arguments by name, or None if there is nothing to cast.
     """
     kind = first.device.type if first is not None else "meta"
-    if not op.autocast or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if (not op.autocast or not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)):
         return None
     same_dtype = [n for n in op.same_dtype if n in op.differentiable]
-    dtype, eligible = torch.get_autocast_dtype(kind), {*(same_dtype or op.differentiable), "attn_mask"}
+    dtype, eligible = torch.get_autocast_dtype(kind), {*(same_dtype or op.differentiable),
+                                                       "attn_mask"}
     if op.autocast == "promote":
         dtypes = {named[n].dtype for n in same_dtype if named[n] is not None}
         if len(dtypes) < 2:
             return None
         dtype = reduce(torch.promote_types, dtypes)
-    return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point() and t.dtype != torch.float64
+    return {n: t.to(dtype) if n in eligible and t is not None and t.is_floating_point()
+            and t.dtype != torch.float64
             else t for n, t in named.items()}
 
 
-def adapt(op: Op, named: dict[str, Any], error: InvalidCall, override: Override | None) -> Adaptation | None:
-    """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy forbids it."""
+def adapt(op: Op, named: dict[str, Any], error: InvalidCall,
+          override: Override | None) -> Adaptation | None:
+    """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy
+    forbids it.
+    """
     codes = set(error.codes)
-    if codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH} or op.adapt is None):
+    if (codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH}
+                                          or op.adapt is None)):
         return None
     setting = worlds.current().surroundings("cpu", override).policy.setting
     if not setting("allow_adaptation") or setting("strict_mode"):
@@ -46,5 +56,7 @@ def adapt(op: Op, named: dict[str, Any], error: InvalidCall, override: Override 
     if op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:
         return op.adapt(named)
     dtype = named[op.same_dtype[0]].dtype
-    casts = {n: named[n].to(dtype) for n in op.same_dtype if named[n] is not None and named[n].dtype != dtype}
-    return Adaptation({**named, **casts}, tuple(Transform("cast", n, t.nbytes) for n, t in casts.items()))
+    casts = {n: named[n].to(dtype) for n in op.same_dtype if named[n] is not None
+             and named[n].dtype != dtype}
+    return Adaptation({**named, **casts},
+                      tuple(Transform("cast", n, t.nbytes) for n, t in casts.items()))

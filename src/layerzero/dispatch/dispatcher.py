@@ -1,9 +1,12 @@
 """The dispatcher of one op: what happens when the choice for a call is not remembered yet.
 
-A hit never comes here: `public` is the function that hotpath.py generates (or its copy in C++, native/), which looks
-the entry up and runs it. This file is in the order in which a first call runs through it:
+A hit never comes here: `public` is the function that hotpath.py generates (or its copy in C++,
+native/), which looks the entry up and runs it. This file is in the order in which a first call runs
+through it:
 
-miss     obtain the entry for the key: read the facts, select a kernel, bind it, remember it; then run it
+miss
+        obtain the entry for the key: read the facts, select a kernel, bind it, remember it; then
+        run it
 slow     anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
 recover  the kernel threw: recovery.py says whose fault it was and has the next kernel of the same plan serve
 """
@@ -62,12 +65,15 @@ def public_function(op: Op) -> Callable[..., Any]:
     if dispatcher is None or dispatcher.op is not op:
         dispatcher = dispatchers[op.name] = Dispatcher(op)
         if worlds.exists():
-            worlds.call_with_current(lambda world: dispatcher.install(world) if op.name in world.catalog.ops else None)
+            worlds.call_with_current(lambda world: dispatcher.install(world)
+                                     if op.name in world.catalog.ops else None)
     return dispatcher.public
 
 
 class Dispatcher:
-    """All that belongs to one op: its public function, its generated code, its cache in the current world."""
+    """All that belongs to one op: its public function, its generated code, its cache in the current
+    world.
+    """
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -79,10 +85,12 @@ class Dispatcher:
         self.reader: tuple[KeyProgram | None, Callable[..., Any]] = None, self.facts_of
         self.keeps_contract = compile_verdicts([op.requires])
         self.world: World | None = None
-        self.installed: tuple[World, OpCache] | None = None    # in one value: an entry belongs in its own world's cache
+        # in one value: an entry belongs in its own world's cache
+        self.installed: tuple[World, OpCache] | None = None
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.generated_globals(context.current.get, context.override_for_call, faults.FAULTS)
+        self.globals = hotpath.generated_globals(context.current.get, context.override_for_call,
+                                                 faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(codegen.compile(hotpath.generate_stub(op), f"{op.name} stub"), self.globals)
         self.python_call: FunctionType = self.globals["call"]
@@ -90,7 +98,8 @@ class Dispatcher:
         self.python_call.__doc__ = op.reference.__doc__
         self.python_call.__module__ = "layerzero"
         self.native = native.make_dispatcher(op, self.native_miss, self.native_recover)
-        self.public: Callable[..., Any] = self.python_call if self.native is None else self.native.call
+        self.public: Callable[..., Any] = (self.python_call if self.native is None
+                                           else self.native.call)
 
     # A first call: obtain an entry for its key, and run it.
 
@@ -107,8 +116,11 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary one."""
-        values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name) for name in hotpath.EXTRAS)
+        """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary
+        one.
+        """
+        values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
+                                                                         for name in hotpath.EXTRAS)
         self.ensure_world()
         override = context.override_for_call(backend, policy)
         override_in_key = extend_keys(override)
@@ -123,14 +135,17 @@ class Dispatcher:
             return self.serve_adapted(values, e, override, backend, policy)
         entry.tick()
         out = self.serve(entry, values)
-        # The table refuses it if the world has changed meanwhile. A guarded kernel stays with Python.
+        # The table refuses it if the world has changed meanwhile. A guarded kernel stays with
+        # Python.
         if self.native is not None and not isinstance(entry.run, protection.Guard):
             same_in_capture = self._serves_captures(world, entry, override)
             self.native.put(entry, world.version(self.op.name), values, same_in_capture, override)
         return out
 
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
-        """Return the entry for `key`, made by one thread while others that miss the same key wait for it."""
+        """Return the entry for `key`, made by one thread while others that miss the same key wait
+        for it.
+        """
         world, cache = self._world_and_cache()
         if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
@@ -139,14 +154,18 @@ class Dispatcher:
             facts = self.facts(values, world)
             key = ("facts", override, *facts.values())
             return cache.obtain(key, lambda: self.make_entry(world, facts, override, values))
-        return cache.obtain(key, lambda: self.make_entry(world, self.facts(values, world), override, values))
+        return cache.obtain(key, lambda: self.make_entry(world, self.facts(values, world), override,
+                                                         values))
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
-        """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks the contract."""
+        """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks
+        the contract.
+        """
         program = (world or self.ensure_world()).program(self.op)
         owner, facts_of = self.reader
         facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
-        if facts is None:                       # not an ordinary call: this reader names every mistake
+        # not an ordinary call: this reader names every mistake
+        if facts is None:
             facts = read_facts(self.op, dict(zip(self.names, values)), program.needed)
         if not self.keeps_contract(facts):
             broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
@@ -159,7 +178,8 @@ class Dispatcher:
                    values: tuple[Any, ...] | None = None) -> Entry:
         """Select a kernel, load and bind it, and wrap it in what watches its calls.
 
-        `values` are those of the call it is made for, so that a better kernel can be compiled for calls like it.
+        `values` are those of the call it is made for, so that a better kernel can be compiled for
+        calls like it.
         """
         began = time.perf_counter()
         world, plan, kernel, binding = self._select(world, facts, override)
@@ -169,20 +189,27 @@ class Dispatcher:
         run, unguarded, recordings = self._wrap(world, plan, kernel, binding, override)
         if (step.workspace or plan.refused_workspace) and memory.record_need(
                 self.op.name, facts["device"], step.workspace, plan.refused_workspace):
-            worlds.call_with_current(clock.schedule)       # from now on the clock looks at what is free
+            # from now on the clock looks at what is free
+            worlds.call_with_current(clock.schedule)
         micros = (time.perf_counter() - began) * 1e6
         if plan.missed is not None:
             events.emit(PlanMissed(self.op.name, kernel.id, plan.missed))
-        explained = world.plan(self.op, facts, override, thorough=True) if events.wants_reasons() else plan
-        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros, tuple(map(
+        explained = (world.plan(self.op, facts, override, thorough=True) if events.wants_reasons()
+                     else plan)
+        events.emit(Selected(self.op.name, kernel.id, len(world.kernels(self.op.name)), micros,
+                             tuple(map(
             str, step.transforms)), step.score.source, step.score.transform_us, explained.rejected))
-        entry = Entry(plan, binding if unguarded is binding.run else Binding(unguarded, None), run, recordings)
+        entry = Entry(plan, binding if unguarded is binding.run else Binding(unguarded, None), run,
+                      recordings)
         protection.unguard_later(run, entry, "run")
         return self.ledger.add(entry)
 
     def _select(self, world: World, facts: Mapping[str, Any],
                 override: Override | None) -> tuple[World, Plan, Kernel, Binding]:
-        """Plan, and bind the first step. A library that fails to load leaves the world, and the plan is made again."""
+        """Plan, and bind the first step.
+
+        A library that fails to load leaves the world, and the plan is made again.
+        """
         while True:
             plan = world.plan(self.op, facts, override)
             if not plan.steps:
@@ -190,24 +217,30 @@ class Dispatcher:
             step = plan.steps[0]
             kernel = world.catalog.by_id[step.kernel]
             try:
-                # A kernel that compiles has one binding for all keys: each binding would be compiled for.
+                # A kernel that compiles has one binding for all keys: each binding would be
+                # compiled for.
                 fixed = {} if kernel.jit else fixed_by_key(world.program(self.op), facts)
                 return world, plan, kernel, self.bind(kernel, step, facts, fixed)
             except loading.LoadFailed as e:
                 world = mark_unloadable(kernel, e.reason)
 
-    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Binding:
-        """Load the kernel and bind the step to the op's parameters; equal bindings are made once."""
+    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+             fixed: Mapping[str, Any]) -> Binding:
+        """Load the kernel and bind the step to the op's parameters; equal bindings are made once.
+        """
         run, variant = loaded(kernel), facts[self.op.variant] if self.op.variant else ""
         sizes_read = run.facts if isinstance(run, Direct) else ()
-        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name or name in sizes_read}
-        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant, tuple(fixed.items()))
+        fixed = {name: value for name, value in fixed.items() if name in self.op.by_name
+                 or name in sizes_read}
+        key = (kernel, tuple([(t.kind, t.target) for t in step.transforms]), variant,
+               tuple(fixed.items()))
         binding = self._bindings.get(key)
         if binding is None:
             if len(self._bindings) > _MAX_BINDINGS:
                 self._bindings.clear()
             binding = bind(self.op, kernel, run, step.transforms, variant, fixed)
-            if worlds.current().catalog.by_id.get(kernel.id) is kernel:        # not unregistered meanwhile
+            # not unregistered meanwhile
+            if worlds.current().catalog.by_id.get(kernel.id) is kernel:
                 self._bindings[key] = binding
         return binding
 
@@ -225,12 +258,16 @@ class Dispatcher:
 
     def _wrap(self, world: World, plan: Plan, kernel: Kernel, binding: Binding,
               override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-        """Return what the entry runs, the same without its guard, and a place for recorded launches or None."""
+        """Return what the entry runs, the same without its guard, and a place for recorded launches
+        or None.
+        """
         facts, step = plan.facts, plan.steps[0]
         breaker = world.health.get(kernel.health)
-        run = binding.run if breaker is None else self.wrap_probe(kernel, binding, breaker, bool(plan.locked))
+        run = (binding.run if breaker is None
+               else self.wrap_probe(kernel, binding, breaker, bool(plan.locked)))
         recordings = None
-        if kernel.replayable and breaker is None and not step.transforms and self.native is not None:
+        if (kernel.replayable and breaker is None and not step.transforms
+            and self.native is not None):
             recordings = self.native.recordings()
             run = replays.record_calls(run, recordings)
         if kernel.jit:
@@ -248,7 +285,8 @@ class Dispatcher:
                    named: bool) -> Callable[..., Any]:
         """Wrap a kernel whose breaker is not closed: its first success closes it.
 
-        A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it have no other choice.
+        A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it
+        have no other choice.
         """
         probing = breaker.state == "half_open" and not named
 
@@ -270,17 +308,21 @@ class Dispatcher:
                  override: Override | None) -> Callable[..., Any]:
         """Wrap a kernel that compiles on first use: it serves only the forms it was warmed up for.
 
-        Other forms go to the next kernel, unless the call names this one or policy lets it compile in the request.
+        Other forms go to the next kernel, unless the call names this one or policy lets it compile
+        in the request.
         """
-        facts, mode = plan.facts, world.surroundings(plan.facts["device"], override).policy.setting("jit")
+        facts, mode = plan.facts, world.surroundings(plan.facts["device"],
+                                                     override).policy.setting("jit")
         if mode == "in_request" or plan.locked or kernel.id in world.warmed:
-            return jit.report_compile(kernel, run, facts["grad"], lambda fault: compile_failed(kernel, fault, facts))
+            return jit.report_compile(kernel, run, facts["grad"],
+                                      lambda fault: compile_failed(kernel, fault, facts))
         fallbacks: list[Entry] = []
 
         def fall_back(values: tuple[Any, ...]) -> tuple[str, Any]:
             try:
                 if not fallbacks:
-                    fallbacks.append(self.make_entry(jit.without_warmed(world, (kernel.id,)), facts, override))
+                    fallbacks.append(self.make_entry(jit.without_warmed(world, (kernel.id,)), facts,
+                                                     override))
                 served_by = fallbacks[0].plan.steps[0].kernel
                 self.ledger.count_fallback(served_by)
                 return served_by, self.serve(fallbacks[0], values)
@@ -288,24 +330,34 @@ class Dispatcher:
                 raise PlanExhausted(e) from e
 
         def request_compile(values: tuple[Any, ...]) -> None:
-            if mode == "background" and not facts["graph"] and compiling.is_worth_it(kernel, plan.steps[0]):
+            if (mode == "background" and not facts["graph"]
+                and compiling.is_worth_it(kernel, plan.steps[0])):
                 compiling.request(self, kernel, plan.steps[0], facts, values)
 
         return jit.only_compiled(kernel, run, facts, world.warmed, fall_back, request_compile)
 
-    def wrap_guard(self, kernel: Kernel, plan: Plan, run: Callable[..., Any], world: World | None = None,
-                   override: Override | None = None, clean_calls: int = 1) -> Callable[..., Any]:
-        """Guard the first `clean_calls` calls of `run`, or all of them where policy says so (protection.py)."""
+    def wrap_guard(self, kernel: Kernel, plan: Plan, run: Callable[..., Any],
+                   world: World | None = None, override: Override | None = None,
+                   clean_calls: int = 1) -> Callable[..., Any]:
+        """Guard the first `clean_calls` calls of `run`, or all of them where policy says so
+        (protection.py).
+        """
         facts = plan.facts
-        always = world is not None and world.surroundings(facts["device"], override).policy.setting("protect_inputs")
-        # A subclass may make anything of a kernel's result, and our own kernels are held to all this by tests.
+        always = (world is not None
+                  and world.surroundings(facts["device"],
+                                         override).policy.setting("protect_inputs"))
+        # A subclass may make anything of a kernel's result, and our own kernels are held to all
+        # this by tests.
         if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
             return run
-        max_bytes = 0 if facts["graph"] else protection.ALL_BYTES if always else protection.SAMPLE_BYTES
+        max_bytes = (0 if facts["graph"] else protection.ALL_BYTES if always
+                     else protection.SAMPLE_BYTES)
         return protection.Guard(self.op, kernel, run, max_bytes, None if always else clean_calls)
 
     def with_backend(self, kernel: str) -> Callable[..., Any]:
-        """Return the public function with `backend=kernel`, of values in the order of the op's parameters."""
+        """Return the public function with `backend=kernel`, of values in the order of the op's
+        parameters.
+        """
         params, public = self.op.params, self.public
         split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
         names = tuple(p.name for p in params[split:])
@@ -340,7 +392,8 @@ class Dispatcher:
             return self.serve_traced(values, override)
         try:
             key = self.key_of(*values) if override_in_key else None
-            if key is not None:                 # the override of this call takes the place of its context's
+            # the override of this call takes the place of its context's
+            if key is not None:
                 entry = self.obtain((key[0], override, *key[2:]), values, override)
             else:
                 entry = self._obtain_by_facts(values, override, every_fact=not override_in_key)
@@ -349,17 +402,21 @@ class Dispatcher:
         entry.tick()
         return self.serve(entry, values)
 
-    def _obtain_by_facts(self, values: tuple[Any, ...], override: Override | None, every_fact: bool = False) -> Entry:
+    def _obtain_by_facts(self, values: tuple[Any, ...], override: Override | None,
+                         every_fact: bool = False) -> Entry:
         world, cache = self._world_and_cache()
         facts = self.facts(values, world)
         if every_fact:
             facts = read_facts(self.op, dict(zip(self.names, values)))
         key = ("facts", override, *facts.values())
-        return cache.table.get(key) or cache.obtain(key, lambda: self.make_entry(world, facts, override, values))
+        return (cache.table.get(key)
+                or cache.obtain(key, lambda: self.make_entry(world, facts, override, values)))
 
     def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                       backend: str | None = None, policy: Any = None) -> Any:
-        """Serve the call with its dtypes cast to fit, where policy allows that; raise `error` where it does not."""
+        """Serve the call with its dtypes cast to fit, where policy allows that; raise `error` where
+        it does not.
+        """
         adaptation = casting.adapt(self.op, dict(zip(self.names, values)), error, override)
         if adaptation is None:
             raise error
@@ -367,7 +424,9 @@ class Dispatcher:
         return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it is inlined."""
+        """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it
+        is inlined.
+        """
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -381,21 +440,27 @@ class Dispatcher:
     # The native path.
 
     def _serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
-        """Would the same kernel serve while a CUDA graph is captured? False for entries that change who serves."""
+        """Would the same kernel serve while a CUDA graph is captured? False for entries that change
+        who serves.
+        """
         facts, step = entry.plan.facts, entry.plan.steps[0]
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
-        if facts["device"] != "cuda" or kernel is None or kernel.jit or kernel.health in world.health:
+        if (facts["device"] != "cuda" or kernel is None or kernel.jit
+            or kernel.health in world.health):
             return False
         if isinstance(entry.run, Exploring):
             return False
         steps = world.plan(self.op, {**facts, "graph": True}, override).steps
-        return bool(steps) and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms)
+        return (bool(steps)
+                and (steps[0].kernel, steps[0].transforms) == (step.kernel, step.transforms))
 
-    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fault: BaseException,
+    def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                       fault: BaseException,
                        changed: int) -> Any:
         """As `recover`; `changed` has a bit for each parameter whose tensor was written into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
-            fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1], fault)
+            fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],
+                                  fault)
         return self.recover(entry, self.order_arguments(args, kwargs), fault)
 
     def order_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -406,10 +471,14 @@ class Dispatcher:
     # Worlds: a new one brings a new cache, and new code where the key has changed.
 
     def install(self, world: World, force: bool = False) -> None:
-        """Take over a world. With `force`, empty the cache even if nothing of this op has changed."""
+        """Take over a world.
+
+        With `force`, empty the cache even if nothing of this op has changed.
+        """
         version = world.version(self.op.name)
         if not force and self.world is not None and self.world.version(self.op.name) == version:
-            self.world, self.cache = self.installed = world, self.cache  # another op changed: the cache holds
+            # another op changed: the cache holds
+            self.world, self.cache = self.installed = world, self.cache
             return
         program = world.program(self.op)
         cache = OpCache(world.policy.setting("cache_size"), self._emit_evicted)
@@ -426,18 +495,22 @@ class Dispatcher:
         self.globals["TABLE"] = cache.table
         if self.native is not None:
             self.native.install(program, version, world.policy.setting("cache_size"))
-        self.world, self.cache = self.installed = world, cache     # last: what an interrupt cut short is done again
+        # last: what an interrupt cut short is done again
+        self.world, self.cache = self.installed = world, cache
 
     def _emit_evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))
 
     def ensure_world(self) -> World:
-        """Return the world this dispatcher is in, after installing one if it has none and after what is due now."""
+        """Return the world this dispatcher is in, after installing one if it has none and after
+        what is due now.
+        """
         now = time.monotonic()
         if clock.due(now):
             worlds.apply_deadlines(now)
         if self.world is None:
-            worlds.call_with_current(lambda world: self.install(world) if self.world is None else None)
+            worlds.call_with_current(lambda world: self.install(world) if self.world is None
+                                     else None)
         assert self.world is not None
         return self.world
 
@@ -464,7 +537,8 @@ class Dispatcher:
 def _install(world: World) -> None:
     unregistered.forget(dispatchers, _probes, world.catalog)
     for name, op in world.catalog.ops.items():
-        if name in dispatchers and dispatchers[name].op is op and dispatchers[name].world is not None:
+        if (name in dispatchers and dispatchers[name].op is op
+            and dispatchers[name].world is not None):
             dispatchers[name].install(world)
     clock.schedule(world)
 

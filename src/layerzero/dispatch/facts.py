@@ -1,7 +1,7 @@
 """The facts of a call, read from its arguments as the op declares them.
 
-`read` is the careful reader: it names every mistake of the caller. hotpath.py generates a fast reader of the same
-facts, which gives up on anything unusual; the call then comes here.
+`read` is the careful reader: it names every mistake of the caller. hotpath.py generates a fast
+reader of the same facts, which gives up on anything unusual; the call then comes here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PARAM_TYPES: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat), "str": (str,),
-    "generator": (torch.Generator,), "object": (object,)}
+    "bool": (bool,), "int": (int, torch.SymInt), "float": (float, int, torch.SymFloat),
+    "str": (str,), "generator": (torch.Generator,), "object": (object,)}
 PLAIN_SCALARS = (bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN_KINDS = ("int", "float", "str")
-_COMPARISONS = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__", "__int__",
+_COMPARISONS = ("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__index__",
+                "__int__",
                 "__float__")
 _dtype_names: dict[torch.dtype, str] = {}
 
@@ -37,29 +38,38 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None = None) -> dict[str, Any]:
-    """Return all facts of the call, or the `needed` ones and the sizes. Raises InvalidCall, naming the argument."""
-    with torch._C.DisableTorchFunctionSubclass():      # a subclass may raise anything from any method
+def read(op: Op, values: Mapping[str, Any],
+         needed: Collection[str] | None = None) -> dict[str, Any]:
+    """Return all facts of the call, or the `needed` ones and the sizes.
+
+    Raises InvalidCall, naming the argument.
+    """
+    # a subclass may raise anything from any method
+    with torch._C.DisableTorchFunctionSubclass():
         return _read(op, values, needed)
 
 
 def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> dict[str, Any]:
     tensors = check_types(op, values)
     check_storage(op, tensors)
-    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params if p.kind in ("bool", "int", "float", "str")}
+    facts: dict[str, Any] = {p.name: values[p.name] for p in op.params
+                             if p.kind in ("bool", "int", "float", "str")}
     if op.read is not None:
         try:
             facts.update(op.read(dict(values)))
         except LayerZeroError:
             raise
-        except FOREIGN_ERRORS as e:                   # from a method of an object among the arguments
+        # from a method of an object among the arguments
+        except FOREIGN_ERRORS as e:
             if not any(p.kind == "object" for p in op.params):
                 raise
-            raise InvalidCall(f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e
+            raise InvalidCall(
+                f"lz.{op.name}: an argument cannot be read: {type(e).__name__}: {e}") from e
     variant = facts[op.variant] if op.variant else ""
     patterns = op.patterns.get(variant)
     if patterns is None:
-        raise InvalidCall.of(op.name, Reason(Code.LAYOUT_UNKNOWN, tuple(op.patterns), variant, op.variant))
+        raise InvalidCall.of(op.name, Reason(Code.LAYOUT_UNKNOWN, tuple(op.patterns), variant,
+                                             op.variant))
     dims = bind_sizes(op, patterns, tensors, facts)
     if not tensors:
         facts.update(device="cpu", dtype=None, itemsize=0, tensor_kind="plain")
@@ -89,7 +99,9 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
 
 
 def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among the arguments; raise InvalidCall for one that has not its declared type or range."""
+    """Return the tensors among the arguments; raise InvalidCall for one that has not its declared
+    type or range.
+    """
     tensors: dict[str, Tensor] = {}
     for p in op.params:
         value = values[p.name]
@@ -98,19 +110,27 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
                 raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, "None", p.name))
         elif p.kind == "tensor":
             if not isinstance(value, Tensor):
-                raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__, p.name))
+                raise InvalidCall.of(op.name,
+                                     Reason(Code.WRONG_TYPE, "a Tensor", type(value).__name__,
+                                            p.name))
             tensors[p.name] = value
-        elif not isinstance(value, _PARAM_TYPES[p.kind]) or (p.kind in ("int", "float") and isinstance(value, bool)):
-            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__, p.name))
-        elif type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS and overrides_comparison(type(value)):
-            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, f"a plain {p.kind}", type(value).__name__, p.name))
+        elif (not isinstance(value, _PARAM_TYPES[p.kind])
+              or (p.kind in ("int", "float") and isinstance(value, bool))):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, p.kind, type(value).__name__,
+                                                 p.name))
+        elif (type(value) not in PLAIN_SCALARS and p.kind in PLAIN_KINDS
+              and overrides_comparison(type(value))):
+            raise InvalidCall.of(op.name, Reason(Code.WRONG_TYPE, f"a plain {p.kind}",
+                                                 type(value).__name__, p.name))
         elif p.choices and value not in p.choices:
             raise InvalidCall.of(op.name, Reason(
                 Code.LAYOUT_UNKNOWN if p.name == op.variant else Code.VALUE_OUT_OF_RANGE,
                 tuple(c for c in p.choices if c), str(value), p.name))
-        elif p.kind in ("int", "float") and isinstance(value, (int, float)):     # a symbol has no value yet
+        # a symbol has no value yet
+        elif p.kind in ("int", "float") and isinstance(value, (int, float)):
             low, high = op.limits[p.name]
-            overflows = p.kind == "float" and isinstance(value, int) and not INT64[0] <= value <= INT64[1]
+            overflows = (p.kind == "float" and isinstance(value, int)
+                         and not INT64[0] <= value <= INT64[1])
             if overflows or not low <= value <= high:
                 raise InvalidCall.of(op.name, Reason(
                     Code.VALUE_OUT_OF_RANGE, range_text(low, high), number_text(value), p.name))
@@ -118,13 +138,17 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def overrides_comparison(cls: type) -> bool:
-    """Does a subclass of int, float or str define comparison in Python? In a key, other calls would run that."""
+    """Does a subclass of int, float or str define comparison in Python? In a key, other calls would
+    run that.
+    """
     bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
-    return any(isinstance(vars(base).get(name), FunctionType) for base in bases for name in _COMPARISONS)
+    return any(isinstance(vars(base).get(name), FunctionType) for base in bases
+               for name in _COMPARISONS)
 
 
 def range_text(low: float, high: float) -> str:
-    return "a finite float, or an int of 64 bits" if (low, high) == FINITE else f"between {low} and {high}"
+    return ("a finite float, or an int of 64 bits" if (low, high) == FINITE
+            else f"between {low} and {high}")
 
 
 def number_text(value: float) -> str:
@@ -135,19 +159,25 @@ def number_text(value: float) -> str:
 
 
 def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
-    """Refuse sparse, nested and blocked layouts, which have no sizes and strides that a kernel knows."""
+    """Refuse sparse, nested and blocked layouts, which have no sizes and strides that a kernel
+    knows.
+    """
     for name, t in tensors.items():
         if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
             continue
         with torch._C.DisableTorchFunctionSubclass():
             kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         if kind != "strided" and not (may_be_nested and kind == "nested"):
-            raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a strided tensor", kind, name))
+            raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a strided tensor", kind,
+                                                 name))
 
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
                facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes by name; a size named twice must agree. Adds the broadcast axes to `facts`."""
+    """Return the sizes by name; a size named twice must agree.
+
+    Adds the broadcast axes to `facts`.
+    """
     dims: dict[str, Any] = {}
     lead: dict[str, tuple[Any, ...]] = {}
     for name, tokens in patterns.items():
@@ -162,12 +192,14 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
         shape = tuple(tensor.shape)
         if tokens[0].startswith("*"):
             if len(shape) < len(tokens) - 1:
-                raise InvalidCall.of(op.name, Reason(Code.WRONG_NDIM, f"at least {len(tokens) - 1}", len(shape), name))
+                raise InvalidCall.of(op.name, Reason(Code.WRONG_NDIM, f"at least {len(tokens) - 1}",
+                                                     len(shape), name))
             head, shape = shape[:len(shape) - len(tokens) + 1], shape[len(shape) - len(tokens) + 1:]
             label, tokens = tokens[0][1:], tokens[1:]
             if lead.setdefault(label, head) != head:
                 raise InvalidCall.of(op.name, Reason(
-                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", str(head), f"{name}'s leading shape"))
+                    Code.DIM_MISMATCH, f"{lead[label]} like the other tensors", str(head),
+                    f"{name}'s leading shape"))
             rows = 1
             for n in head:
                 rows = rows * n
@@ -178,37 +210,44 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
         for axis, (token, size) in enumerate(zip(tokens, shape)):
             if token.isdigit():
                 if size != int(token):
-                    raise InvalidCall.of(op.name, Reason(Code.DIM_MISMATCH, token, size, f"{name}.shape[{axis}]"))
+                    raise InvalidCall.of(op.name, Reason(Code.DIM_MISMATCH, token, size,
+                                                         f"{name}.shape[{axis}]"))
             elif dims.setdefault(token, size) != size:
                 raise InvalidCall.of(op.name, Reason(
-                    Code.DIM_MISMATCH, f"{dims[token]} ({token})", f"{size} in {tuple(tensor.shape)}",
-                    f"{name}.shape[{axis - len(tokens)}]"))
+                    Code.DIM_MISMATCH, f"{dims[token]} ({token})",
+                    f"{size} in {tuple(tensor.shape)}", f"{name}.shape[{axis - len(tokens)}]"))
     for label in op.dims:
         dims.setdefault(label, None)
     return dims
 
 
-def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor, dims: Mapping[str, Any]) -> str:
-    """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them all."""
+def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor,
+                    dims: Mapping[str, Any]) -> str:
+    """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them
+    all.
+    """
     shape = tuple(tensor.shape)
     full_shape = tuple(dims[t[1:]] for t in tokens)
     repeated = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
     fits = len(shape) <= len(tokens)
-    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape, full_shape[len(tokens) - len(shape):]):
+    for token, size, full in zip(tokens[len(tokens) - len(shape):], shape,
+                                 full_shape[len(tokens) - len(shape):]):
         if size == full:
             continue
         if size != 1:
             fits = False
         repeated.append(token[1:])
     if not fits:
-        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(full_shape), str(shape), name))
+        raise InvalidCall.of(op.name, Reason(Code.MASK_BROADCAST_INVALID, str(full_shape),
+                                             str(shape), name))
     return ",".join(repeated)
 
 
 def _check_same_device_and_dtype(op: Op, tensors: Mapping[str, Tensor], first: Tensor) -> None:
     for name, t in tensors.items():
         if t.device != first.device:
-            raise InvalidCall.of(op.name, Reason(Code.MIXED_DEVICES, str(first.device), str(t.device), name))
+            raise InvalidCall.of(op.name,
+                                 Reason(Code.MIXED_DEVICES, str(first.device), str(t.device), name))
     for name in op.same_dtype:
         if name in tensors and tensors[name].dtype != first.dtype:
             raise InvalidCall.of(op.name, Reason(
@@ -229,7 +268,9 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 
 def stride_last(t: Tensor) -> Any:
-    """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one element or none."""
+    """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one
+    element or none.
+    """
     if t.dim() == 0 or t.layout != torch.strided:
         return 1
     last = t.stride(-1)
@@ -237,7 +278,9 @@ def stride_last(t: Tensor) -> Any:
 
 
 def alignment(t: Tensor) -> int | None:
-    """Return the largest power of two up to 128 that divides the address and every outer stride in bytes."""
+    """Return the largest power of two up to 128 that divides the address and every outer stride in
+    bytes.
+    """
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
     try:

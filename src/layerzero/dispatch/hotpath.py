@@ -1,8 +1,10 @@
-"""The hot path in pure Python: one generated function per op, which is what `lz.<op>` runs on a hit.
+"""The hot path in pure Python: one generated function per op, which is what `lz.<op>` runs on a
+hit.
 
-`generate` writes it from the op's key program: it checks that the call is an ordinary one, builds the key, looks it up
-in TABLE and runs the kernel of the entry. A key that is not in TABLE goes to MISS, anything unusual to SLOW, a kernel
-that throws to RECOVER: all three are methods of dispatcher.py. `native/fastpath.cpp` does the same in C++.
+`generate` writes it from the op's key program: it checks that the call is an ordinary one, builds
+the key, looks it up in TABLE and runs the kernel of the entry. A key that is not in TABLE goes to
+MISS, anything unusual to SLOW, a kernel that throws to RECOVER: all three are methods of
+dispatcher.py. `native/fastpath.cpp` does the same in C++.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from ..spec.op import INT64, Op, Param
 from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
 
 BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
-EXTRAS = ("backend", "policy")                  # keywords of every public function, besides those of its op
+# keywords of every public function, besides those of its op
+EXTRAS = ("backend", "policy")
 SDPA_ELEMENT = "None if SDPA_0() and SDPA_1() and SDPA_2() and SDPA_3() else SDPA_BACKENDS()"
 
 
 def generate(program: KeyProgram, watch_capture: bool = False) -> str:
     """Return the Python text of `call` (look up and run), `key_of` (the key alone) and `facts_of`.
 
-    Inside, `break` leaves the ordinary path: `call` goes to SLOW, `key_of` and `facts_of` return None.
+    Inside, `break` leaves the ordinary path: `call` goes to SLOW, `key_of` and `facts_of` return
+    None.
     """
     op = program.op
     names = ", ".join(p.name for p in op.params)
@@ -39,7 +43,8 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
     call = [
         f"def call({_declaration(op)}):",
         "    while True:",
-        f"        {read_override} if backend is None and policy is None else FOR_CALL(backend, policy)",
+        f"        {read_override} if backend is None and policy is None else FOR_CALL(backend, "
+        "policy)",
         *("        " + line for line in body),
         "        _entry = TABLE.get(KEY)",
         f"        if _entry is None: return MISS(KEY, ({names},), backend, policy)",
@@ -66,13 +71,16 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
 
 
 def generate_stub(op: Op) -> str:
-    """Return the text of `call` as it is until the op is first used, and of `values_of`, which orders arguments."""
+    """Return the text of `call` as it is until the op is first used, and of `values_of`, which
+    orders arguments.
+    """
     names = ", ".join(p.name for p in op.params)
     declared = _declaration(op)
     return "\n".join([
         f"def call({declared}):", f"    return SLOW(({names},), backend, policy)", "",
         f"def values_of({declared}):", f"    return ({names},)", "",
-        f"values_of.__qualname__ = {op.name!r}"])      # Python names it when the arguments do not fit
+        # Python names it when the arguments do not fit
+        f"values_of.__qualname__ = {op.name!r}"])
 
 
 def signature(op: Op) -> inspect.Signature:
@@ -114,7 +122,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     for n in names:
         if n == first:
             continue
-        if n in op.same_dtype:                  # mixed dtypes are the caller's mistake: the slow path says so
+        # mixed dtypes are the caller's mistake: the slow path says so
+        if n in op.same_dtype:
             lines.append(f"    if {n}.dtype is not _dtype or {n}.device != _device: break")
         else:
             lines.append(f"    if {n}.device != _device: break")
@@ -126,14 +135,16 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
         if not op.variant:
             lines += ["    " + line for line in shapes]
             continue
-        lines += [f"    {keyword} {op.variant} == {variant!r}:", *("        " + line for line in shapes)]
+        lines += [f"    {keyword} {op.variant} == {variant!r}:",
+                  *("        " + line for line in shapes)]
         keyword = "elif"
     if op.variant:
         lines.append("    else: break")
     lines += ["    " + line for line in _stride_lines(names, tensor_facts)]
     key += _tensor_elements(names, tensor_facts)
     for p in optional:
-        elements = [f"{p.name}.dtype", f"_grad and {p.name}.requires_grad", *_tensor_elements([p.name], tensor_facts)]
+        elements = [f"{p.name}.dtype", f"_grad and {p.name}.requires_grad",
+                    *_tensor_elements([p.name], tensor_facts)]
         if _broadcasts(p, op):
             elements.append(f"_s_{p.name}")
         lines += [f"    if {p.name} is None: _k_{p.name} = None", "    else:",
@@ -141,12 +152,15 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
                   f"        _k_{p.name} = ({', '.join(elements)},)"]
         key.append(f"_k_{p.name}")
     key.append(_grad_element(names, tensor_facts))
-    lines += [f"    _d_{f.fact} = {_derived_expression(f.fact, op)}" for f in program.fields if f.fact in op.derived]
-    if watch_capture and first:                # asking a lost device raises: the slow path reports it
+    lines += [f"    _d_{f.fact} = {_derived_expression(f.fact, op)}" for f in program.fields
+              if f.fact in op.derived]
+    # asking a lost device raises: the slow path reports it
+    if watch_capture and first:
         lines.append(f"    _graph = {first}.is_cuda and CAPTURING()")
     lines.append("except NOT_PLAIN: break")
     key += [p.name for p in op.params if p.kind == "bool"]
-    key += [element for f in program.fields if f.fact not in op.by_name for element in _number_elements(f, op)]
+    key += [element for f in program.fields if f.fact not in op.by_name
+            for element in _number_elements(f, op)]
     key += _scalar_elements(program)
     if op.sdpa_switches:
         key.append(SDPA_ELEMENT)
@@ -157,19 +171,23 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
 
 
 def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
-    """The lines that return what facts.read returns for an ordinary call, from the same locals as the key."""
+    """The lines that return what facts.read returns for an ordinary call, from the same locals as
+    the key.
+    """
     op = program.op
     end = body.index("except NOT_PLAIN: break")
     in_key = {f.fact for f in program.fields if f.fact in op.derived}
-    derived = [f"    _d_{name} = {_derived_expression(name, op)}" for name in op.derived if name not in in_key]
+    derived = [f"    _d_{name} = {_derived_expression(name, op)}" for name in op.derived
+               if name not in in_key]
     facts = {p.name: p.name for p in op.params if p.kind in ("bool", "int", "float", "str")}
     facts.update({name: f"_d_{name}" for name in (*op.dims, *op.derived)})
-    flags = [f"{p.name}.requires_grad" if not p.optional else f"({p.name} is not None and {p.name}.requires_grad)"
+    flags = [f"{p.name}.requires_grad" if not p.optional
+             else f"({p.name} is not None and {p.name}.requires_grad)"
              for p in op.params if p.kind == "tensor"]
     facts.update(
-        dtype="DTYPE_NAME(_dtype)", itemsize="_dtype.itemsize", device="_device.type", tensor_kind="'plain'",
-        grad=f"_grad and ({' or '.join(flags)})", deterministic="DETERMINISTIC()",
-        graph="_device.type == 'cuda' and CAPTURING()")
+        dtype="DTYPE_NAME(_dtype)", itemsize="_dtype.itemsize", device="_device.type",
+        tensor_kind="'plain'", grad=f"_grad and ({' or '.join(flags)})",
+        deterministic="DETERMINISTIC()", graph="_device.type == 'cuda' and CAPTURING()")
     if op.sdpa_switches:
         facts["sdpa_backends"] = SDPA_ELEMENT
     patterns = next(iter(op.patterns.values()))
@@ -178,20 +196,27 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
             continue
         if patterns.get(p.name, ("",))[0].startswith("~"):
             axes = tuple(t[1:] for t in patterns[p.name])
-            facts[f"{p.name}.broadcast"] = f"None if {p.name} is None else BROADCAST_AXES(_s_{p.name}, {axes!r})"
+            facts[
+                f"{p.name}.broadcast"] = (f"None if {p.name} is None else "
+                                          f"BROADCAST_AXES(_s_{p.name}, {axes!r})")
         for fact in (f for f in TENSOR_READERS if f"{p.name}.{f}" in program.needed):
             value = f"READ_{fact}({p.name})"
-            facts[f"{p.name}.{fact}"] = f"None if {p.name} is None else {value}" if p.optional else value
+            facts[f"{p.name}.{fact}"] = (f"None if {p.name} is None else {value}" if p.optional
+                                         else value)
     entries = ", ".join(f"{name!r}: {text}" for name, text in facts.items())
     choices = [f"if {p.name} not in {p.choices!r}: break" for p in op.params if p.choices]
-    # The key lines check this for required tensors; the dtype of an optional one is part of the key instead.
+    # The key lines check this for required tensors; the dtype of an optional one is part of the key
+    # instead.
     mixed = [f"    if {p.name} is not None and {p.name}.dtype is not _dtype: break"
              for p in op.params if p.optional and p.name in op.same_dtype]
-    return [*choices, *body[:end], *mixed, *derived, "except NOT_PLAIN: break", f"return {{{entries}}}"]
+    return [*choices, *body[:end], *mixed, *derived, "except NOT_PLAIN: break",
+            f"return {{{entries}}}"]
 
 
 def _scalar_checks(op: Op) -> list[str]:
-    """The lines that check the types and ranges of plain values: True == 1, so a key alone would mix them up."""
+    """The lines that check the types and ranges of plain values: True == 1, so a key alone would
+    mix them up.
+    """
     lines = []
     for kind in ("bool", "int", "float", "str"):
         params = [p for p in op.params if p.kind == kind]
@@ -208,22 +233,27 @@ def _scalar_checks(op: Op) -> list[str]:
 
 
 def _out_of_range(p: Param, low: float, high: float) -> str:
-    """The test that a number is out of its range; NaN is in none. The default, which is in range, is tested first.
+    """The test that a number is out of its range; NaN is in none. The default, which is in range,
+    is tested first.
 
     An int given for a float is passed to kernels as it is, and they read 64 bits of it.
     """
     outside = f"not {low!r} <= {p.name} <= {high!r}"
     if p.kind == "float":
-        outside = f"({outside} or (type({p.name}) is int and not {INT64[0]} <= {p.name} <= {INT64[1]}))"
+        outside = (f"({outside} or (type({p.name}) is int and not {INT64[0]} <= {p.name} <= "
+                   f"{INT64[1]}))")
     if p.optional:
         return f"{p.name} is not None and {outside}"
     return outside if p.required else f"{p.name} != {p.default!r} and {outside}"
 
 
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
-    """The lines that assign _z_<first tensor>: True if all are contiguous, else the strides of each."""
+    """The lines that assign _z_<first tensor>: True if all are contiguous, else the strides of
+    each.
+    """
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
-    lines = [f"if {n}.layout is not STRIDED: break" for n in names]  # an mkldnn tensor calls itself contiguous
+    # an mkldnn tensor calls itself contiguous
+    lines = [f"if {n}.layout is not STRIDED: break" for n in names]
     if strided:                                 # STRIDE_LAST raises for a sparse tensor
         every = " and ".join(f"{n}.is_contiguous()" for n in strided)
         one_by_one = ", ".join(f"{n}.is_contiguous() or STRIDE_LAST({n})" for n in strided)
@@ -252,16 +282,18 @@ def _grad_element(names: list[str], tensor_facts: dict[str, set[str]]) -> str:
 
 
 def _scalar_elements(program: KeyProgram) -> list[str]:
-    """The elements for strings and numbers that rules test: one, which is None if all are at their defaults.
+    """The elements for strings and numbers that rules test: one, which is None if all are at their
+    defaults.
 
-    A number whose default no rule tells apart from other values stays an element of its own: in the shared one
-    it would split keys for nothing.
+    A number whose default no rule tells apart from other values stays an element of its own: in the
+    shared one it would split keys for nothing.
     """
     op = program.op
     always: list[str] = []
     tests: list[str] = []
     parts: list[str] = []
-    fields: list[tuple[Param, NumberField | None]] = [(p, None) for p in op.params if p.kind == "str"]
+    fields: list[tuple[Param, NumberField | None]] = [(p, None) for p in op.params
+                                                      if p.kind == "str"]
     fields += [(op.by_name[f.fact], f) for f in program.fields if f.fact in op.by_name]
     for p, f in fields:
         elements = [p.name] if f is None else _number_elements(f, op)
@@ -270,7 +302,8 @@ def _scalar_elements(program: KeyProgram) -> list[str]:
         else:
             tests.append(f"{p.name} is None" if p.default is None else f"{p.name} == {p.default!r}")
             parts += elements
-    return [*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"] if tests else always
+    return ([*always, f"None if {' and '.join(tests)} else ({', '.join(parts)},)"] if tests
+            else always)
 
 
 def _broadcasts(p: Param, op: Op) -> bool:
@@ -284,7 +317,8 @@ def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) ->
     unbound = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
                             if t[0] not in "~0123456789" and t.lstrip("*") not in binder.certain)
     lines += [f"_d_{size} = None" for size in unbound]
-    lines += [f"_l_{size} = None" for size in unbound if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
+    lines += [f"_l_{size} = None" for size in unbound
+              if any(f"*{size}" in patterns.get(p.name, ()) for p in optional)]
     for p in optional:
         lines += [f"if {p.name} is not None:",
                   f"    if type({p.name}) is not TENSOR and type({p.name}) is not PARAMETER: break",
@@ -296,22 +330,26 @@ def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) ->
 class _SizeBinder:
     """Writes the lines that bind the sizes of one tensor after another.
 
-    A size of a required tensor is certain to be bound; one that only optional tensors have may be None.
+    A size of a required tensor is certain to be bound; one that only optional tensors have may be
+    None.
     """
 
     def __init__(self, patterns: Any) -> None:
         self.patterns = patterns
         self.certain: set[str] = set()
-        self.lead: dict[str, tuple[str, tuple[str, ...]]] = {}     # leading shape -> a required tensor, its other sizes
+        # leading shape -> a required tensor, its other sizes
+        self.lead: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.count = 0
 
     def lines(self, name: str, certain: bool) -> list[str]:
         tokens: tuple[str, ...] = self.patterns.get(name, ())
-        if not tokens:                          # no size is read, so nothing else would refuse a nested tensor
+        # no size is read, so nothing else would refuse a nested tensor
+        if not tokens:
             return [f"if {name}.is_nested: break"]
         if tokens[0].startswith("~"):
             sizes = ", ".join(f"_d_{t[1:]}" for t in tokens)
-            return [f"_s_{name} = BROADCAST({name}.shape, ({sizes},))", f"if _s_{name} is None: break"]
+            return [f"_s_{name} = BROADCAST({name}.shape, ({sizes},))",
+                    f"if _s_{name} is None: break"]
         if not tokens[0].startswith("*"):
             return self._unpack(tokens, f"{name}.shape", certain)
         label, tail = tokens[0][1:], tokens[1:]
@@ -322,10 +360,13 @@ class _SizeBinder:
         if tail:
             lines += self._unpack(tail, f"_s_{name}[-{len(tail)}:]", certain)
         head = f"_s_{name}[:-{len(tail)}]" if tail else f"_s_{name}"
-        rows = f"{name}.numel() // ({' * '.join(t if t.isdigit() else f'_d_{t}' for t in tail) or '1'})"
+        rows = (f"{name}.numel() // "
+                f"({' * '.join(t if t.isdigit() else f'_d_{t}' for t in tail) or '1'})")
         if label in self.lead:
             first, first_tail = self.lead[label]
-            return [*lines, f"if {head} != _s_{first}{f'[:-{len(first_tail)}]' if first_tail else ''}: break"]
+            return [*lines,
+                    f"if {head} != _s_{first}{f'[:-{len(first_tail)}]' if first_tail else ''}: "
+                    "break"]
         if certain:
             self.lead[label] = name, tail
             self.certain.add(label)
@@ -362,11 +403,13 @@ def _number_elements(field: NumberField, op: Op) -> list[str]:
     if not field.bucket:
         parts = bits
     elif not field.multiples and all(v >= len(BUCKETS) for v in (*field.equals, *field.above)):
-        beyond = f"({', '.join([f'BUCKET({x})', *bits])},)"        # below the table's end those bits are all false
+        # below the table's end those bits are all false
+        beyond = f"({', '.join([f'BUCKET({x})', *bits])},)"
         parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else {beyond}"]
     else:
         parts = [f"BUCKETS[{x}] if 0 <= {x} < {len(BUCKETS)} else BUCKET({x})", *bits]
-    return [f"None if {x} is None else ({', '.join(parts or ['0'])},)"] if _may_be_none(field.fact, op) else parts
+    return ([f"None if {x} is None else ({', '.join(parts or ['0'])},)"]
+            if _may_be_none(field.fact, op) else parts)
 
 
 def _may_be_none(fact: str, op: Op) -> bool:
@@ -376,7 +419,8 @@ def _may_be_none(fact: str, op: Op) -> bool:
         return any(_may_be_none(name, op) for name in parse(op.derived[fact]).names)
     return fact in op.dims and not any(
         fact in [t.lstrip("*") for t in patterns.get(p.name, ())]
-        for patterns in op.patterns.values() for p in op.params if p.kind == "tensor" and not p.optional)
+        for patterns in op.patterns.values() for p in op.params if p.kind == "tensor"
+        and not p.optional)
 
 
 def _derived_expression(name: str, op: Op) -> str:
@@ -391,7 +435,8 @@ def _derived_expression(name: str, op: Op) -> str:
 
 def _base_facts(name: str, op: Op) -> list[str]:
     """The sizes and parameters that a derived fact is computed from."""
-    return [base for n in parse(op.derived[name]).names for base in (_base_facts(n, op) if n in op.derived else [n])]
+    return [base for n in parse(op.derived[name]).names
+            for base in (_base_facts(n, op) if n in op.derived else [n])]
 
 
 def _with_local_names(text: str, op: Op) -> str:
@@ -406,7 +451,9 @@ def _with_local_names(text: str, op: Op) -> str:
 
 
 def broadcast_flags(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
-    """How `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated; None if it does not."""
+    """How `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated; None if it
+    does not.
+    """
     gap = len(full) - len(shape)
     if gap < 0:
         return None
@@ -432,14 +479,19 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
-    """The names of the axes that a tensor is broadcast over, as facts.read has them, from its `broadcast_flags`."""
+    """The names of the axes that a tensor is broadcast over, as facts.read has them, from its
+    `broadcast_flags`.
+    """
     missing = axes[:len(axes) - flags[0]]
-    return ",".join([*missing, *(axis for axis, repeated in zip(axes[len(missing):], flags[1:]) if repeated)])
+    return ",".join([*missing, *(axis for axis, repeated in zip(axes[len(missing):], flags[1:])
+                                 if repeated)])
 
 
 def generated_globals(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
                       faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
-    """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and RECOVER."""
+    """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and
+    RECOVER.
+    """
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,
@@ -448,8 +500,9 @@ def generated_globals(override: Callable[[], Any], for_call: Callable[[str | Non
         "OVERRIDE": override, "FOR_CALL": for_call, "FAULTS": faults, "DTYPE_NAME": dtype_name,
         "BROADCAST_AXES": _broadcast_axes,
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
-        **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)}, "SDPA_BACKENDS": sdpa_backends,
-        "AUTOCAST": torch._C._is_any_autocast_enabled, "LEVEL": torch._C._functorch.maybe_current_level,
+        **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)},
+        "SDPA_BACKENDS": sdpa_backends, "AUTOCAST": torch._C._is_any_autocast_enabled,
+        "LEVEL": torch._C._functorch.maybe_current_level,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),
     }

@@ -1,9 +1,10 @@
 """Guards against foreign kernels that return a wrong result or change their inputs and then fail.
 
-The first call of every entry whose kernel is not part of this library is checked: its result must be what the op
-describes, and if it fails, its inputs must be unchanged, by torch's version counters and by a checksum, since a write
-through a pointer counts no version. After that only the versions are compared (the native path reads them in a
-nanosecond or two). After a fault, checksums are taken again for a while.
+The first call of every entry whose kernel is not part of this library is checked: its result must
+be what the op describes, and if it fails, its inputs must be unchanged, by torch's version counters
+and by a checksum, since a write through a pointer counts no version. After that only the versions
+are compared (the native path reads them in a nanosecond or two). After a fault, checksums are taken
+again for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..spec import codegen
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 
-SAMPLE_BYTES = 1 << 20              # bytes of each input that a checksum reads, taken from all over it
+# bytes of each input that a checksum reads, taken from all over it
+SAMPLE_BYTES = 1 << 20
 ALL_BYTES = 1 << 62
 BLOCK_BYTES = 1 << 12                # bytes of one piece of a sample
 CLEAN_CALLS = 20                     # calls that are guarded after a fault
@@ -39,24 +41,29 @@ def is_ours(kernel: Kernel) -> bool:
     Those check before they write, and the contract tests check their results and inputs.
     """
     module = getattr(kernel.load, "__module__", "") or ""
-    return module.startswith(OURS) and (kernel.package in OUR_PACKAGES or kernel.package.startswith(OURS))
+    return (module.startswith(OURS)
+            and (kernel.package in OUR_PACKAGES or kernel.package.startswith(OURS)))
 
 
 # the state of the inputs
 
 class InputState:
-    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes of each."""
+    """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes of
+    each.
+    """
 
     def __init__(self, values: Sequence[Any], max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.versions = [_version(v) for v in values]
-        self.checksums = [checksum(v, max_bytes) if max_bytes and isinstance(v, Tensor) else None for v in values]
+        self.checksums = [checksum(v, max_bytes) if max_bytes and isinstance(v, Tensor) else None
+                          for v in values]
 
     def changed(self, values: Sequence[Any]) -> list[int]:
         """Return the indices of the values that have changed."""
         return [i for i, value in enumerate(values) if isinstance(value, Tensor) and (
             self.versions[i] != _version(value)
-            or (self.checksums[i] is not None and not _same(self.checksums[i], checksum(value, self.max_bytes))))]
+            or (self.checksums[i] is not None
+                and not _same(self.checksums[i], checksum(value, self.max_bytes))))]
 
 
 def _version(value: Any) -> int | None:
@@ -65,11 +72,13 @@ def _version(value: Any) -> int | None:
 
 
 def checksum(t: Tensor, max_bytes: int) -> Any:
-    """Return a number that depends on every bit of (a sample of) a tensor and on its position; None if unreadable.
+    """Return a number that depends on every bit of (a sample of) a tensor and on its position; None
+    if unreadable.
 
     On a device it is a tensor, computed there without waiting.
     """
-    if t.device.type == "meta" or t.layout is not torch.strided or not t.numel() or t.element_size() not in _BITS:
+    if (t.device.type == "meta" or t.layout is not torch.strided or not t.numel()
+        or t.element_size() not in _BITS):
         return None
     try:
         bits = _sample(t.detach().view(_BITS[t.element_size()]), max_bytes).contiguous()
@@ -99,7 +108,8 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
         axis = max(range(t.dim()), key=lambda i: t.shape[i])
         step = min(-(-t.numel() * t.element_size() // max_bytes), t.shape[axis])
         thin = t[(slice(None),) * axis + (slice((t.shape[axis] - 1) % step, None, step),)]
-        return thin if thin.numel() * t.element_size() <= max_bytes or step == 1 else _sample(thin, max_bytes)
+        return (thin if thin.numel() * t.element_size() <= max_bytes or step == 1
+                else _sample(thin, max_bytes))
     flat, block = t.view(-1), max(BLOCK_BYTES // t.element_size(), 1)
     blocks = flat[flat.numel() % block:].view(-1, block)
     step = -(-len(blocks) * BLOCK_BYTES // max_bytes)
@@ -109,25 +119,31 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
 # the result
 
 def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | None:
-    """Return how a result differs from what the op describes; None if it does not, or if the op cannot say."""
+    """Return how a result differs from what the op describes; None if it does not, or if the op
+    cannot say.
+    """
     expected = None if op.read is not None else _expected_result(op, values)
     if out is None:
-        return WrongResult("a result" if expected is None else ", ".join(map(_describe, as_tuple(expected))), "None")
+        return WrongResult("a result" if expected is None
+                           else ", ".join(map(_describe, as_tuple(expected))), "None")
     if expected is None:
         return None
     expected_parts, parts = as_tuple(expected), as_tuple(out)
-    if isinstance(expected, Tensor) is not isinstance(out, Tensor) or len(expected_parts) != len(parts):
+    if (isinstance(expected, Tensor) is not isinstance(out, Tensor)
+        or len(expected_parts) != len(parts)):
         return WrongResult(", ".join(map(_describe, expected_parts)),
                            f"{type(out).__name__} of {', '.join(map(_describe, parts))}")
     device = next((v.device for v in values.values() if isinstance(v, Tensor)), None)
-    device = values[op.main_tensor].device if isinstance(values.get(op.main_tensor), Tensor) else device
+    device = (values[op.main_tensor].device if isinstance(values.get(op.main_tensor), Tensor)
+              else device)
     for i, (want, tensor) in enumerate(zip(expected_parts, parts)):
         label = f"result {i} of " if len(expected_parts) > 1 else ""
         if not isinstance(want, Tensor):
             continue
         if not isinstance(tensor, Tensor):
             return WrongResult(label + _describe(want), f"{label}{_describe(tensor)}")
-        fits = tensor.shape == want.shape and tensor.dtype is want.dtype and tensor.layout is torch.strided
+        fits = (tensor.shape == want.shape and tensor.dtype is want.dtype
+                and tensor.layout is torch.strided)
         if not fits or (device is not None and tensor.device != device):
             return WrongResult(f"{label}{_describe(want)} on {device}",
                                f"{label}{_describe(tensor)} on {tensor.device}")
@@ -140,7 +156,8 @@ def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | N
 
 def _expected_result(op: Op, values: Mapping[str, Any]) -> Any:
     try:
-        return op.meta(**{n: v.detach().to("meta") if isinstance(v, Tensor) else v for n, v in values.items()})
+        return op.meta(**{n: v.detach().to("meta") if isinstance(v, Tensor) else v
+                          for n, v in values.items()})
     except faults.FAULTS:                      # the op's meta function does not foresee this call
         return None
 
@@ -171,7 +188,10 @@ def _extent(t: Tensor) -> tuple[int, int]:
 # the guard
 
 class Guard:
-    """A kernel whose calls are checked. After `clean_calls` good ones, the unguarded kernel replaces it."""
+    """A kernel whose calls are checked.
+
+    After `clean_calls` good ones, the unguarded kernel replaces it.
+    """
 
     def __init__(self, op: Op, kernel: Kernel, run: Callable[..., Any], max_bytes: int,
                  clean_calls: int | None = 1) -> None:
@@ -196,7 +216,8 @@ class Guard:
             if not _is_final(fault):      # a lost device could not be read either
                 raise_if_changed([self.names[i] for i in before.changed(values)], fault)
             raise
-        if self.kernel.backend != "reference" or out is None:      # the reference defines the result
+        # the reference defines the result
+        if self.kernel.backend != "reference" or out is None:
             wrong = wrong_result(self.op, dict(zip(self.names, values)), out)
             if wrong is not None:
                 raise_if_changed([self.names[i] for i in before.changed(values)], wrong)
@@ -221,12 +242,15 @@ def raise_if_changed(changed: Sequence[str], fault: BaseException) -> None:
 
 def _is_final(fault: BaseException) -> bool:
     """Is no other kernel tried after this fault anyway?"""
-    return isinstance(fault, (faults.PlanExhausted, faults.Hung, *faults.PASSED_ON)) or faults.classify(fault) in (
-        "sticky", "lost", "capture")
+    return (isinstance(fault, (faults.PlanExhausted, faults.Hung, *faults.PASSED_ON))
+            or faults.classify(fault) in (
+         "sticky", "lost", "capture"))
 
 
 def watch_versions(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that a fault says if it came after a write into an input, as far as torch counts writes."""
+    """Wrap `run` so that a fault says if it came after a write into an input, as far as torch
+    counts writes.
+    """
     make = _watchers.get(op)
     if make is None:
         make = _watchers[op] = _generate_watcher(op)
@@ -238,21 +262,26 @@ _watchers: WeakKeyDictionary[Op, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def _generate_watcher(op: Op) -> Callable[..., Any]:
-    """Generate the wrapper for the parameters of an op: a loop would cost more than reading the versions."""
+    """Generate the wrapper for the parameters of an op: a loop would cost more than reading the
+    versions.
+    """
     names = ", ".join(p.name for p in op.params)
     tensors = [p.name for p in op.params if p.kind == "tensor"]
 
     def check(after: Sequence[Any], before: Sequence[int | None], fault: BaseException) -> None:
-        raise_if_changed([n for n, v, version in zip(tensors, after, before) if version != _version(v)], fault)
+        raise_if_changed([n for n, v, version in zip(tensors, after, before)
+                          if version != _version(v)], fault)
 
     scope: dict[str, Any] = {"FAULTS": faults.FAULTS, "CHECK": check}
-    body = [*(f"_v{i} = None if {n} is None or {n}.is_inference() else {n}._version" for i, n in enumerate(tensors)),
+    body = [*(f"_v{i} = None if {n} is None or {n}.is_inference() else {n}._version"
+              for i, n in enumerate(tensors)),
             "try:", f"    return RUN({names})", "except FAULTS as _fault:",
             f"    CHECK(({''.join(n + ', ' for n in tensors)}), "
             f"({''.join(f'_v{i}, ' for i in range(len(tensors)))}), _fault)", "    raise"]
     lines = ["def make(RUN):", f"    def watched({names}):", *("        " + line for line in body),
              "    return watched"]
-    exec(codegen.compile("\n".join(lines), f"{op.name} watched"), scope)  # made above from declared names only
+    # made above from declared names only
+    exec(codegen.compile("\n".join(lines), f"{op.name} watched"), scope)
     make: Callable[..., Any] = scope["make"]
     return make
 
@@ -262,6 +291,8 @@ def without_guard(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unguard_later(run: Callable[..., Any], owner: Any, name: str) -> None:
-    """If `run` is a guard, have it set `owner.name` to the unguarded kernel after its last clean call."""
+    """If `run` is a guard, have it set `owner.name` to the unguarded kernel after its last clean
+    call.
+    """
     if isinstance(run, Guard):
         run.unguard_later(owner, name)

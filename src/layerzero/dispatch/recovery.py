@@ -1,4 +1,6 @@
-"""Recovery after a fault: whose fault it was, whether the inputs are unchanged, and which kernel serves instead."""
+"""Recovery after a fault: whose fault it was, whether the inputs are unchanged, and which kernel
+serves instead.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
 
-def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
+def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
+            fault: BaseException) -> Any:
     """Serve the call with the next kernel of the plan after that of `entry` threw `fault`.
 
-    Raises where no other kernel may be tried: the call is wrong, its inputs were changed, or the kernel still runs.
+    Raises where no other kernel may be tried: the call is wrong, its inputs were changed, or the
+    kernel still runs.
     """
     if isinstance(fault, (PlanExhausted, *faults.PASSED_ON)):
         raise fault.error if isinstance(fault, PlanExhausted) else fault
@@ -53,9 +57,12 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...], fault
     plain = facts["tensor_kind"] == "plain"    # a subclass may make any kernel fail
     blame(world, first, fault, failures, op.name, facts, plain)
     _guard_again(dispatcher, entry, first, failures[0])
-    next_steps = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:] if s.kernel in world.catalog.by_id]
-    limit = world.surroundings(facts["device"], context.current.get()).policy.setting("call_timeout")
-    next_steps.sort(key=lambda candidate: candidate[0].jit)    # those that may have to compile come last
+    next_steps = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:]
+                  if s.kernel in world.catalog.by_id]
+    limit = world.surroundings(facts["device"],
+                               context.current.get()).policy.setting("call_timeout")
+    # those that may have to compile come last
+    next_steps.sort(key=lambda candidate: candidate[0].jit)
     for kernel, step in next_steps:
         dispatcher.ledger.count_attempt(kernel.id)
         try:
@@ -88,11 +95,14 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...], fault
         return out
     if all(failure.reason.code is Code.SDPA_BACKEND_DISABLED for failure in failures):
         raise sdpa_disabled_error(world, op, entry.plan, failures, context.current.get()) from fault
-    if len(failures) == 1:                     # if several kernels fail on one call, the call is wrong
+    # if several kernels fail on one call, the call is wrong
+    if len(failures) == 1:
         _count_faults(dispatcher, failures)
     lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
-    named = f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked else ""
-    raise KernelExecutionError(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
+    named = (f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked
+             else "")
+    raise KernelExecutionError(f"lz.{op.name}: every kernel of the plan failed{named}:\n"
+                               + "\n".join(lines),
                                [failure.reason for failure in failures]) from fault
 
 
@@ -102,39 +112,52 @@ def _count_faults(dispatcher: Dispatcher, failures: list[Failure]) -> None:
             count_fault(failure.kernel, failure.reason, dispatcher.calls_of(failure.kernel.id))
 
 
-def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, fault: InputsChanged) -> InputDamaged:
-    """Return the error for a call whose inputs were changed; its kernel is no longer asked for such calls."""
-    name, reason, op = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason, dispatcher.op
+def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
+                   fault: InputsChanged) -> InputDamaged:
+    """Return the error for a call whose inputs were changed; its kernel is no longer asked for such
+    calls.
+    """
+    name, reason, op = (entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason,
+                        dispatcher.op)
     if kernel is not None:
         count_fault(kernel, reason, dispatcher.calls_of(kernel.id))
         refuse(kernel, entry.plan.facts, reason)
     written = ", ".join(n for n in fault.names if n in op.in_place)
-    note = f" ({written}: lz.{op.name} writes into it, and this was not finished)" if written else ""
+    note = (f" ({written}: lz.{op.name} writes into it, and this was not finished)" if written
+            else "")
     return InputDamaged(
-        f"lz.{op.name}: {name} failed ({reason.want}) after it had changed {reason.got}{note}; the inputs of a call "
-        "must be what they were before another kernel may serve it, so nothing else was tried.\n"
-        f"  hint: {reason.code.advice}", [reason])
+        f"lz.{op.name}: {name} failed ({reason.want}) after it had changed {reason.got}{note}; the "
+        "inputs of a call must be what they were before another kernel may serve it, so nothing "
+        f"else was tried.\n  hint: {reason.code.advice}", [reason])
 
 
-def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, fault: Hung) -> SelectionTimeoutError:
-    """Return the error for a call that took too long; the breaker opens at once, so that the next call cannot hang."""
+def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
+               fault: Hung) -> SelectionTimeoutError:
+    """Return the error for a call that took too long; the breaker opens at once, so that the next
+    call cannot hang.
+    """
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")
-        change_health(kernel.health, lambda old: health.after_failure(old, reason, now, True, 1, cooldown))
+        change_health(kernel.health,
+                      lambda old: health.after_failure(old, reason, now, True, 1, cooldown))
     return SelectionTimeoutError(
-        f"lz.{dispatcher.op.name}: {name} {reason.message}, the call_timeout of the policy. It cannot be stopped "
-        "and may be at work on the inputs still, so no other kernel was tried.\n  hint: leave these inputs alone "
-        "and call again with others; lz.testing.probe runs a kernel in a process of its own, where it can be stopped",
+        f"lz.{dispatcher.op.name}: {name} {reason.message}, the call_timeout of the policy. It "
+        "cannot be stopped and may be at work on the inputs still, so no other kernel was tried.\n "
+        " hint: leave these inputs alone and call again with others; lz.testing.probe runs a "
+        "kernel in a process of its own, where it can be stopped",
         [reason],
     )
 
 
-def _guard_again(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None, failure: Failure) -> None:
+def _guard_again(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
+                 failure: Failure) -> None:
     """Guard the calls of a failed kernel for a while: it may fail again."""
-    if kernel is None or failure.kernel is None or protection.is_ours(kernel) or isinstance(entry.run, Exploring):
+    if (kernel is None or failure.kernel is None or protection.is_ours(kernel)
+        or isinstance(entry.run, Exploring)):
         return
     if not isinstance(entry.run, protection.Guard) or entry.run.calls_left is not None:
-        run = dispatcher.wrap_guard(kernel, entry.plan, entry.binding.run, clean_calls=protection.CLEAN_CALLS)
+        run = dispatcher.wrap_guard(kernel, entry.plan, entry.binding.run,
+                                    clean_calls=protection.CLEAN_CALLS)
         entry.run = run
         protection.unguard_later(run, entry, "run")

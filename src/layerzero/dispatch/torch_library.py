@@ -1,9 +1,10 @@
 """Every op as a torch.library op in namespace `layerzero`, for torch.compile and torch.export.
 
-Eager calls never come here. Under Dynamo the public function is replaced by its torch op. That op is
-composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its torch ops
-land in the graph, where Inductor can fuse them. So there is no graph break and no opaque call, autograd
-needs no formula of its own, and fake tensors run the code that real ones do.
+Eager calls never come here. Under Dynamo the public function is replaced by its torch op. That op
+is
+composite: when AOTAutograd or export takes it apart, the dispatcher chooses a kernel and its torch
+ops land in the graph, where Inductor can fuse them. So there is no graph break and no opaque call,
+autograd needs no formula of its own, and fake tensors run the code that real ones do.
 """
 
 from __future__ import annotations
@@ -46,20 +47,26 @@ def schema(op: Op) -> str:
 def check(op: Op) -> None:
     """Refuse an op whose name torch knows with another signature, which a process cannot change."""
     if op.read is None and op.name in _defined and _defined[op.name] != schema(op):
-        raise RegistrationError(f"op {op.name!r} was registered with torch as {_defined[op.name]}, which a "
-                                "process cannot change; give the new one another name")
+        raise RegistrationError(
+            f"op {op.name!r} was registered with torch as {_defined[op.name]}, which a "
+            "process cannot change; give the new one another name")
 
 
 def define(op: Op) -> None:
-    """Register the op with torch. A second op of the same name must have the schema of the first."""
+    """Register the op with torch.
+
+    A second op of the same name must have the schema of the first.
+    """
     if op.read is not None:                     # an op without tensors
         return
     check(op)
     if op.name in _defined:
         return
-    _defined[op.name] = schema(op)              # first: torch asks its namespace for the op while it is being defined
+    # first: torch asks its namespace for the op while it is being defined
+    _defined[op.name] = schema(op)
     _library.define(schema(op))
-    _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"), "CompositeImplicitAutograd")
+    _library.impl(op.name, _implementation(op.name, op.outputs == "Tensor[]"),
+                  "CompositeImplicitAutograd")
     if "torch._dynamo" in sys.modules:
         substitute(op.name)
 
@@ -68,7 +75,8 @@ def _implementation(name: str, as_list: bool) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         dispatcher = dispatchers.get(name)
         if dispatcher is None:
-            raise RegistrationError(f"torch.ops.layerzero.{name}: the op {name!r} was unregistered; register it again")
+            raise RegistrationError(
+                f"torch.ops.layerzero.{name}: the op {name!r} was unregistered; register it again")
         out = dispatcher.python_call(*args, **kwargs)
         return (list(out) if isinstance(out, tuple) else [out]) if as_list else out
 
@@ -82,8 +90,9 @@ def substitute(name: str) -> None:
         return
     packet = getattr(torch.ops.layerzero, name).default
     as_list = dispatcher.op.outputs == "Tensor[]"
-    no_policy = (f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around the "
-                 "compiled function, or name a kernel with backend=")
+    no_policy = (
+        f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around "
+        "the compiled function, or name a kernel with backend=")
 
     def traced(*args: Any, policy: Any = None, **kwargs: Any) -> Any:
         if policy is not None:                  # a plain ValueError: Dynamo cannot build ours
@@ -110,9 +119,11 @@ _loaders: dict[str, Callable[[str], Any]] = {}
 
 
 class _DynamoImportHook(importlib.abc.MetaPathFinder):
-    """Substitutes our ops once somebody else imports torch._dynamo, which takes seconds to import."""
+    """Substitutes our ops once somebody else imports torch._dynamo, which takes seconds to import.
+    """
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(self, name: str, path: Sequence[str] | None,
+                  target: ModuleType | None = None) -> Any:
         if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
@@ -138,7 +149,9 @@ def _load_all() -> None:
 
 
 def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
-    """Make the ops available; `load(name)`, which calls `define`, is called when an op is first needed."""
+    """Make the ops available; `load(name)`, which calls `define`, is called when an op is first
+    needed.
+    """
     _loaders.update(dict.fromkeys(names, load))
     setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
     if "torch._dynamo" in sys.modules:

@@ -1,8 +1,8 @@
 """Choosing under torch.compile and torch.export, where sizes are symbols.
 
-Kernels are ranked for the sizes seen while tracing (the hints); then only the chosen kernel's own rules are checked on
-the symbols, so that the graph is guarded by what its validity needs and by nothing else. Kernels made of torch ops are
-run as they are, and so become part of the graph.
+Kernels are ranked for the sizes seen while tracing (the hints); then only the chosen kernel's own
+rules are checked on the symbols, so that the graph is guarded by what its validity needs and by
+nothing else. Kernels made of torch ops are run as they are, and so become part of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..world.snapshot import World
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 _UNKNOWN_SIZE = 1024
 
-# Called instead of choosing and running: takes (op, values, facts, override), returns what stands for the result.
+# Called instead of choosing and running: takes (op, values, facts, override), returns what stands
+# for the result.
 Recorder = Callable[[Op, dict[str, Any], Mapping[str, Any], Override | None], Any]
 recorder: ContextVar[Recorder | None] = ContextVar("layerzero_recorder", default=None)
 
@@ -33,12 +34,15 @@ def is_traced(tensors: list[torch.Tensor]) -> bool:
 
 def hinted_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts with hints in place of symbols, marked as those of a compiled call."""
-    return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain", "compiled": True}
+    return {**{name: hint(value) for name, value in facts.items()}, "tensor_kind": "plain",
+            "compiled": True}
 
 
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
            opaque: bool = False) -> tuple[Step, Kernel] | None:
-    """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot trace into."""
+    """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot
+    trace into.
+    """
     for step in world.plan(op, hinted_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
         if (opaque or kernel.traceable) and _rules_hold(kernel, facts, step):
@@ -47,11 +51,14 @@ def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | 
 
 
 def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
-    """Check the rules on the symbols, which guards on the answers; not those that a transform repairs."""
+    """Check the rules on the symbols, which guards on the answers; not those that a transform
+    repairs.
+    """
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)
-               and not any(leaf.fact in DEVICE_FACTS or leaf.fact == "tensor_kind" for leaf in rule.leaves()))
+               and not any(leaf.fact in DEVICE_FACTS or leaf.fact == "tensor_kind"
+                           for leaf in rule.leaves()))
 
 
 def hint(value: Any) -> Any:

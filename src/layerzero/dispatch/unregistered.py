@@ -1,4 +1,6 @@
-"""Removes what was unregistered from the dispatchers: choices, bindings, counts, and what they keep alive."""
+"""Removes what was unregistered from the dispatchers: choices, bindings, counts, and what they keep
+alive.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ def forget(dispatchers: dict[str, Dispatcher], probes: dict[str, Any], catalog: 
     if catalog is last:
         return
     for name, dispatcher in list(dispatchers.items()):
-        if last is not None and last.ops.get(name) is dispatcher.op and catalog.ops.get(name) is not dispatcher.op:
+        if (last is not None and last.ops.get(name) is dispatcher.op
+            and catalog.ops.get(name) is not dispatcher.op):
             del dispatchers[name]
             if dispatcher.native is not None and dispatcher.program is not None:
-                dispatcher.native.install(dispatcher.program, NO_WORLD, 1)  # its table holds the kernels it called
+                # its table holds the kernels it called
+                dispatcher.native.install(dispatcher.program, NO_WORLD, 1)
     for dispatcher in dispatchers.values():
-        for key in [k for k in list(dispatcher._bindings) if catalog.by_id.get(k[0].id) is not k[0]]:
+        for key in [k for k in list(dispatcher._bindings)
+                    if catalog.by_id.get(k[0].id) is not k[0]]:
             dispatcher._bindings.pop(key, None)
         dispatcher.ledger.keep_only(catalog.by_id)
     groups: Collection[str] = {k.health for k in catalog.kernels}

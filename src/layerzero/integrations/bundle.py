@@ -1,9 +1,9 @@
 """lz.write_bundle: what a remote developer needs to debug a machine, as one archive.
 
 It holds capabilities, versions and settings with their origin, the dispatch table, lockfile and
-measurements, recent events, and the readiness report, with a manifest of checksums. Everything is redacted
-as policy says; a file that cannot be redacted without breaking it is left out, and the manifest says so.
-Of the environment it holds only LAYERZERO_*, without keys.
+measurements, recent events, and the readiness report, with a manifest of checksums. Everything is
+redacted as policy says; a file that cannot be redacted without breaking it is left out, and the
+manifest says so. Of the environment it holds only LAYERZERO_*, without keys.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ Files = dict[str, bytes]
 
 
 def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str | None = None,
-                 table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, log: str | os.PathLike[str] | None = None,
-                 force: bool = False) -> dict[str, Any]:
-    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an existing file.
+                 table: OrPath[Table] = None, lock: OrPath[Lockfile] = None,
+                 log: str | os.PathLike[str] | None = None, force: bool = False) -> dict[str, Any]:
+    """Write the archive (tar.gz) to `path` and return its manifest; only `force` replaces an
+    existing file.
 
-    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log` is added.
+    `calls`, `device`, `table` and `lock` are as for lz.readiness_check; the end of the file `log`
+    is added.
     """
     target = Path(path)
     if target.exists() and not force:
@@ -64,18 +66,22 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
     hashes: dict[str, str] = {}
     if isinstance(world, Readiness):
         files["environment.json"] = _json(redaction.data(_machine()))
-        left_out["capabilities.json"] = "the policy cannot be read, so there is no catalog of kernels"
+        left_out[
+            "capabilities.json"] = "the policy cannot be read, so there is no catalog of kernels"
     else:
         data = capabilities.export(world.catalog)
         hashes["capabilities_hash"] = capabilities.capabilities_hash(data)
         files["capabilities.json"] = _json(data)       # unredacted: its hash must stay true
-        files["environment.json"] = _json(redaction.data(_environment(world, readiness.device_kind(device))))
+        files["environment.json"] = _json(
+            redaction.data(_environment(world, readiness.device_kind(device))))
         _add_table(table, world, report, files, left_out)
         _add_lockfile(lock, files, left_out)
         _add_perfdb(world, files, left_out)
     manifest = {
-        "schema": SCHEMA, "created": _iso_time(time.time()), "layerzero": installed_version("layerzero") or "unknown",
-        "ready": report.ok, "redacted": sorted(redaction.active()), **hashes, "left_out": redaction.data(left_out),
+        "schema": SCHEMA, "created": _iso_time(time.time()),
+        "layerzero": installed_version("layerzero") or "unknown",
+        "ready": report.ok, "redacted": sorted(redaction.active()), **hashes,
+        "left_out": redaction.data(left_out),
         "files": {name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
                   for name, content in sorted(files.items())}}
     _write(target, {"manifest.json": _json(manifest), **dict(sorted(files.items()))}, force)
@@ -94,12 +100,14 @@ def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
                 files[member.name] = content.read()
         listed = json.loads(files["manifest.json"])["files"]
     except (OSError, EOFError, tarfile.TarError, KeyError, ValueError, TypeError) as e:
-        raise DataError(f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
+        raise DataError(
+            f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
     for name in {*listed, *files} - {"manifest.json"}:
         digest = hashlib.sha256(files[name]).hexdigest() if name in files else "absent"
         expected = listed[name]["sha256"] if name in listed else "nothing"
         if digest != expected:
-            raise DataError(f"{path}: {name}: the manifest says {expected[:16]}, this is {digest[:16]}")
+            raise DataError(
+                f"{path}: {name}: the manifest says {expected[:16]}, this is {digest[:16]}")
     return files
 
 
@@ -109,23 +117,27 @@ def _machine() -> dict[str, Any]:
     environ = {name: redaction.SECRET if name in SECRETS else perf_loading.without_password(value)
                if "://" in value else value
                for name, value in sorted(os.environ.items()) if name.startswith(config.PREFIX)}
-    return {"versions": {"layerzero": installed_version("layerzero"), "python": platform.python_version(),
-                         "torch": torch.__version__, "cuda": torch.version.cuda, "platform": platform.platform()},
+    return {"versions": {"layerzero": installed_version("layerzero"),
+                         "python": platform.python_version(), "torch": torch.__version__,
+                         "cuda": torch.version.cuda, "platform": platform.platform()},
             "environment": environ}
 
 
 def _environment(world: World, kind: str) -> dict[str, Any]:
     names = sorted({distribution_of(k) for k in world.catalog.kernels})
-    libraries = {name: version for name in names if (version := installed_version(name)) is not None}
+    libraries = {name: version for name in names
+                 if (version := installed_version(name)) is not None}
     return {**_machine(), "libraries": libraries, "device": world.device(kind).to_json(),
             "config": inspection.get_config(), "stats": inspection.stats().to_json(),
-            "health": {group: {"state": h.state, "faults": h.failures, "reason": str(h.reason or "")}
+            "health": {group: {"state": h.state, "faults": h.failures,
+                               "reason": str(h.reason or "")}
                        for group, h in sorted(world.health.items())}}
 
 
 def _events() -> bytes:
     # Redacted again: an event may be older than the policy that hides it.
-    lines = [{"at": _iso_time(at), **redaction.data(redaction.event(event).to_json())} for at, event in events.recent()]
+    lines = [{"at": _iso_time(at), **redaction.data(redaction.event(event).to_json())}
+             for at, event in events.recent()]
     return "".join(json.dumps(line, default=str) + "\n" for line in lines).encode()
 
 
@@ -140,7 +152,8 @@ def _log(path: Path) -> bytes:
     return "\n".join(map(redaction.text, content.split("\n"))).encode()
 
 
-def _add_table(source: OrPath[Table], world: World, report: Readiness, files: Files, left_out: dict[str, str]) -> None:
+def _add_table(source: OrPath[Table], world: World, report: Readiness, files: Files,
+               left_out: dict[str, str]) -> None:
     """Add `source` or else the table in force, and its validation."""
     name = "dispatch_table.json"
     in_force = world.table.table if world.table is not None else None
@@ -184,7 +197,8 @@ def _add(name: str, data: Mapping[str, Any], files: Files, left_out: dict[str, s
 
 def _add_perfdb(world: World, files: Files, left_out: dict[str, str]) -> None:
     name, location = "perf.sqlite", perf_loading.location(world.policy)
-    reason = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off" if location is None
+    reason = ("policy hides shapes" if redaction.hides("shapes") else "perfdb is off"
+              if location is None
               else "measurements are on a server" if isinstance(location, str)
               else "nothing was measured yet" if not location.exists()
               else f"it is larger than {MOST_PERFDB_BYTES} bytes"
@@ -215,18 +229,23 @@ def _write(target: Path, files: Files, force: bool) -> None:
     """Write atomically, readable by its owner only, and never through a symbolic link."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                         | getattr(os, "O_NOFOLLOW", 0), 0o600)
     except OSError as e:
-        raise ConfigError(f"{target} cannot be written: {e.strerror}; give a path in a folder that exists") from e
+        raise ConfigError(
+            f"{target} cannot be written: {e.strerror}; give a path in a folder that exists") from e
     try:
-        with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, \
+        with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw,
+                                                           mtime=0) as packed, \
                 tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, content in files.items():
-                member = tarfile.TarInfo(name)     # no time or owner: equal content gives equal bytes
+                # no time or owner: equal content gives equal bytes
+                member = tarfile.TarInfo(name)
                 member.size, member.mode = len(content), 0o600
                 archive.addfile(member, io.BytesIO(content))
         if not force and target.exists():
-            raise ConfigError(f"{target} is there already; give another name, or force to replace it")
+            raise ConfigError(
+                f"{target} is there already; give another name, or force to replace it")
         os.replace(temporary, target)
     except OSError as e:
         raise ConfigError(f"{target} cannot be written: {e.strerror}") from e

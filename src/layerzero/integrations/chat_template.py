@@ -1,7 +1,7 @@
 """Renders the chat template of a model file in a child process with little time and memory.
 
-A template is a program: nested loops may never end, a text doubled thirty times exceeds memory. Jinja's
-sandbox only protects the interpreter's internals.
+A template is a program: nested loops may never end, a text doubled thirty times exceeds memory.
+Jinja's sandbox only protects the interpreter's internals.
 """
 
 from __future__ import annotations
@@ -44,23 +44,28 @@ except Exception as e:
 def render(template: str, messages: Sequence[tuple[str, str]], owner: str) -> str:
     """Render (role, content) pairs; DataError for a template that is wrong or needs too much."""
     if len(template) > MOST_CHARACTERS:
-        raise DataError(f"{owner}: wanted a chat template of at most {MOST_CHARACTERS} characters, got {len(template)}")
+        raise DataError(
+            f"{owner}: wanted a chat template of at most {MOST_CHARACTERS} characters, got "
+            f"{len(template)}")
     task = {"path": sys.path, "memory": MEMORY, "template": template,
             "messages": [{"role": role, "content": content} for role, content in messages]}
     try:
-        done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task), capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task),
+                              capture_output=True, text=True,
                               timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise DataError(f"{owner}: the chat template did not end within {SECONDS:g} seconds; give the text itself "
-                        "(raw)") from None
+        raise DataError(
+            f"{owner}: the chat template did not end within {SECONDS:g} seconds; give the text "
+            "itself (raw)") from None
     try:
         result: dict[str, str] = json.loads(done.stdout)
     except ValueError:
         raise DataError(f"{owner}: the chat template ended the process that rendered it "
                         f"(status {done.returncode}); give the text itself (raw)") from None
     if "missing" in result:
-        raise ConfigError(f"a chat template wants the library jinja2: {result['missing']}; pip install jinja2, or give "
-                          "the text itself (raw)")
+        raise ConfigError(
+            f"a chat template wants the library jinja2: {result['missing']}; pip install jinja2, "
+            "or give the text itself (raw)")
     if "error" in result:
         raise DataError(f"{owner}: the chat template cannot be rendered: {result['error']}")
     return result["text"]

@@ -1,16 +1,16 @@
 """Pipelines and models of diffusers, served by lz calls.
 
-    report = patch_diffusers(pipe)             # attention, norms, feed-forward and linear layers of its models
+    report = patch_diffusers(pipe)  # attention, norms, feed-forward and linear layers of its models
     print(report)                              # what was replaced, what was left, and why
     unpatch_diffusers(pipe)
 
-Only this model changes: its attention processors are replaced by copies, its norms and other layers change
-their class. No global of diffusers is set, so other models in the process are unaffected.
+Only this model changes: its attention processors are replaced by copies, its norms and other layers
+change their class. No global of diffusers is set, so other models in the process are unaffected.
 (`model.set_attention_backend(...)` of diffusers sets its global default as well.)
 
-A processor with a backend gets the backend "layerzero", which `register_diffusers` adds to diffusers. A
-processor that calls torch's scaled_dot_product_attention gets a subclass in which that name means
-lz.attention; all else is its own code, of whatever version is installed.
+A processor with a backend gets the backend "layerzero", which `register_diffusers` adds to
+diffusers. A processor that calls torch's scaled_dot_product_attention gets a subclass in which that
+name means lz.attention; all else is its own code, of whatever version is installed.
 
 An attention backend that the user chose stays: lz takes the place of torch's own attention only.
 """
@@ -59,7 +59,8 @@ class DiffusersReport:
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         return {"replaced": [{"component": c, "class": k, "op": o, "count": n} for (c, k, o), n in
                              self.replaced.items()],
-                "left": [{"component": c, "class": k, "why": w, "count": n} for (c, k, w), n in self.left.items()]}
+                "left": [{"component": c, "class": k, "why": w, "count": n}
+                         for (c, k, w), n in self.left.items()]}
 
     def __str__(self) -> str:
         def line(component: str, name: str, then: str, n: int) -> str:
@@ -67,16 +68,21 @@ class DiffusersReport:
 
         done = [line(c, k, f"-> lz.{op}", n) for (c, k, op), n in self.replaced.items()]
         rest = [line(c, k, f"({why})", n) for (c, k, why), n in self.left.items()]
-        return "\n".join(["replaced:", *(done or ["  nothing"]), *(["left:", *rest] if rest else [])])
+        return "\n".join(["replaced:", *(done or ["  nothing"]),
+                          *(["left:", *rest] if rest else [])])
 
 
 def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersReport:
-    """Patch the attention, norms, feed-forward and linear layers of a pipeline or model; idempotent."""
+    """Patch the attention, norms, feed-forward and linear layers of a pipeline or model;
+    idempotent.
+    """
     return _patch(target, parts)[0]
 
 
 def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStack]:
-    """Patches all of it, or nothing where an error comes; closing the stack undoes what this call did."""
+    """Patches all of it, or nothing where an error comes; closing the stack undoes what this call
+    did.
+    """
     parts = _checked_parts(parts)
     register_diffusers()
     components = _components(target, "patch_diffusers")
@@ -87,11 +93,13 @@ def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStac
     with ExitStack() as undo:
         for name, model in components.items():
             if _is_transformers(model):
-                skipped = [kind for part in PARTS if part not in parts for kind in _TEXT_ENCODER[part]]
+                skipped = [kind for part in PARTS if part not in parts
+                           for kind in _TEXT_ENCODER[part]]
                 report, changes = apply(model, skip=skipped)
                 undo.callback(changes.undo)
                 for row in report.rows:
-                    (replaced if row.patched else left)[name, row.kind, row.op or row.why] += row.count
+                    (replaced if row.patched else left)[name, row.kind, row.op
+                                                        or row.why] += row.count
                 continue
             copies: dict[int, Any] = {}        # a processor may be shared by several modules
             for module in list(model.modules()):
@@ -105,7 +113,9 @@ def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStac
 
 
 def unpatch_diffusers(target: Any) -> None:
-    """Undo patch_diffusers: the same processors and classes as before; later replacements by others stay."""
+    """Undo patch_diffusers: the same processors and classes as before; later replacements by others
+    stay.
+    """
     for model in _components(target, "unpatch_diffusers").values():
         unpatch(model)
         for module in list(model.modules()):
@@ -124,14 +134,17 @@ def patched_diffusers(target: Any, parts: Iterable[str] = PARTS) -> Iterator[Dif
 
 
 def attn_processor(like: Any = None) -> Any:
-    """Return a copy of the processor `like`, by default AttnProcessor2_0, that calls lz.attention."""
+    """Return a copy of the processor `like`, by default AttnProcessor2_0, that calls lz.attention.
+    """
     attention_dispatch()
     if like is None:
         from diffusers.models.attention_processor import AttnProcessor2_0
         like = AttnProcessor2_0()
     processor, why = _served_copy(like)
     if why:
-        raise ConfigError(f"wanted a processor that calls {SDPA} or has a backend, got {type(like).__name__}: {why}")
+        raise ConfigError(
+            f"wanted a processor that calls {SDPA} or has a backend, got {type(like).__name__}: "
+            f"{why}")
     return processor
 
 
@@ -141,8 +154,10 @@ def _has_processor(module: nn.Module) -> bool:
     return callable(getattr(module, "processor", None))
 
 
-def _replace_processor(module: nn.Module, copies: dict[int, Any], undo: ExitStack) -> tuple[str, str]:
-    """Replace the processor; returns its class name, and why it was left ("" if it was replaced)."""
+def _replace_processor(module: nn.Module, copies: dict[int, Any],
+                       undo: ExitStack) -> tuple[str, str]:
+    """Replace the processor; returns its class name, and why it was left ("" if it was replaced).
+    """
     processor: Any = module.processor
     kind = type(processor).__name__
     if _ORIGINAL in getattr(processor, "__dict__", {}) or hasattr(type(processor), _STOCK):
@@ -154,7 +169,8 @@ def _replace_processor(module: nn.Module, copies: dict[int, Any], undo: ExitStac
             ours, why = _served_copy(processor)
         if why:
             return kind, why
-        vars(ours)[_ORIGINAL] = processor      # not by setattr: a module would become part of the state
+        # not by setattr: a module would become part of the state
+        vars(ours)[_ORIGINAL] = processor
         copies[id(processor)] = ours
     module.processor = ours
     undo.callback(_restore_processor, module)
@@ -177,15 +193,16 @@ def _restore_processor(module: nn.Module) -> None:
 
 
 def _chosen_backend(processor: Any = None) -> str:
-    """Why the attention of a processor, or of a module without any, stays with its backend; "" where that is torch's
-    own attention, or lz already."""
+    """Why the attention of a processor, or of a module without any, stays with its backend; ""
+    where that is torch's own attention, or lz already."""
     dispatch = attention_dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     backend = getattr(processor, "_attention_backend", None)
     backend = registry.get_active_backend()[0] if backend is None else names(backend)
     if backend is backend_name():
         return ""
-    if backend is not names.NATIVE or registry._backends.get(backend) is not dispatch._native_attention:
+    if (backend is not names.NATIVE
+        or registry._backends.get(backend) is not dispatch._native_attention):
         return (f"its attention backend {backend.value!r} was chosen and stays; "
                 "lz takes the place of torch's own, 'native'")
     return replaced_sdpa()
@@ -210,13 +227,15 @@ def _served_copy(processor: Any) -> tuple[Any, str]:
 def _refuse_context_parallel(name: str, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if getattr(getattr(module, "processor", None), "_parallel_config", None) is not None:
-            raise ConfigError(f"{name or type(model).__name__}.{path}: wanted a model on one device; "
-                              f"{NO_CONTEXT_PARALLEL}. Nothing was patched")
+            raise ConfigError(
+                f"{name or type(model).__name__}.{path}: wanted a model on one device; "
+                f"{NO_CONTEXT_PARALLEL}. Nothing was patched")
 
 
 # classes of modules
 
-def _replace_class(module: nn.Module, component: str, parts: frozenset[str], replaced: Counter[tuple[str, str, str]],
+def _replace_class(module: nn.Module, component: str, parts: frozenset[str],
+                   replaced: Counter[tuple[str, str, str]],
                    left: Counter[tuple[str, str, str]], undo: ExitStack) -> None:
     kind: Any = type(module)
     stock: Any = getattr(kind, _STOCK, kind)
@@ -246,7 +265,8 @@ def _replace_linear(model: nn.Module, component: str, replaced: Counter[tuple[st
     """Replace the linear layers outside patched feed-forward layers, which compute theirs."""
     recognise, changes = Recogniser(), Changes()
     undo.callback(changes.undo)
-    inside = {id(part) for module in model.modules() if getattr(type(module), _STOCK, None) is not None
+    inside = {id(part) for module in model.modules()
+              if getattr(type(module), _STOCK, None) is not None
               and hasattr(module, "net") for part in module.modules()}
     for module in model.modules():
         if stock_of(module) is not nn.Linear or id(module) in inside:
@@ -273,7 +293,8 @@ def _part_and_op(stock: type) -> tuple[str, str]:
 def _unfit(module: nn.Module, stock: type) -> str:
     if "forward" in vars(module):
         return "its forward was replaced by a hook"
-    if any(len(s) != 1 for s in (getattr(module, "normalized_shape", (1,)), getattr(module, "dim", (1,)))
+    if any(len(s) != 1 for s in (getattr(module, "normalized_shape", (1,)),
+                                 getattr(module, "dim", (1,)))
            if isinstance(s, tuple)):
         return "normalises over several dimensions"
     if _forwards().get(stock, ("",))[0] == "mlp" and not _mlp_arguments(module):
@@ -287,12 +308,14 @@ def served_class(stock: Any) -> Any:
     if stock in _forwards():
         members: dict[str, Any] = {"forward": _forwards()[stock][1]}
     else:
-        members = {name: rewired(fn, aliases) for name, fn in _methods(stock).items() if (aliases := _aliases(fn))}
+        members = {name: rewired(fn, aliases) for name, fn in _methods(stock).items()
+                   if (aliases := _aliases(fn))}
         if not members:
             return None
     # The name stays: diffusers reads the names of processors. Unpickling patches again.
     return type(stock.__name__, (stock,), {
-        **members, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
+        **members, _STOCK: stock, "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
         "__reduce_ex__": lambda self, protocol: (_blank, (stock,), vars(self))})
 
 
@@ -314,8 +337,9 @@ def _aliases(fn: types.FunctionType) -> dict[str, Any]:
     """Map the globals through which a function computes attention to their replacements."""
     dispatch = attention_dispatch().dispatch_attention_fn
     aliases = sdpa_aliases(fn)
-    if not aliases and "backend" not in [name for const in fn.__code__.co_consts if isinstance(const, tuple)
-                                       for name in const]:
+    if (not aliases and "backend" not in [name for const in fn.__code__.co_consts
+                                          if isinstance(const, tuple)
+                                        for name in const]):
         aliases = {name: functools.partial(dispatch, backend=backend_name())
                    for name, value in fn.__globals__.items()
                    if value is dispatch and mentions(fn.__code__, name)}
@@ -333,7 +357,8 @@ def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
 
     def left_to_torch(self: Any, x: Tensor) -> bool:
         """Whether torch decides the dtype of the result: autocast, or a weight of another dtype."""
-        return (self.weight is not None and self.weight.dtype != x.dtype) or (x.dtype != torch.float32 and _autocast())
+        return ((self.weight is not None and self.weight.dtype != x.dtype)
+                or (x.dtype != torch.float32 and _autocast()))
 
     def layer_norm_forward(self: Any, input: Tensor) -> Any:
         if left_to_torch(self, input):
@@ -364,8 +389,10 @@ def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
             return FeedForward.forward(self, hidden_states, *args, **kwargs)
         return mlp(hidden_states, **arguments)
 
-    return {nn.LayerNorm: ("layer_norm", layer_norm_forward), FP32LayerNorm: ("layer_norm", wide_layer_norm_forward),
-            nn.GroupNorm: ("group_norm", group_norm_forward), nn.RMSNorm: ("rms_norm", torch_rms_norm_forward),
+    return {nn.LayerNorm: ("layer_norm", layer_norm_forward),
+            FP32LayerNorm: ("layer_norm", wide_layer_norm_forward),
+            nn.GroupNorm: ("group_norm", group_norm_forward),
+            nn.RMSNorm: ("rms_norm", torch_rms_norm_forward),
             RMSNorm: ("rms_norm", rms_norm_forward), FeedForward: ("mlp", feed_forward)}
 
 
@@ -373,7 +400,9 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
-    """Return weights and activation for lz.mlp, on every call: a LoRA or a hook may have been added."""
+    """Return weights and activation for lz.mlp, on every call: a LoRA or a hook may have been
+    added.
+    """
     if len(layer.net) not in (3, 4) or hooked_everywhere():
         return None
     first, down = layer.net[0], layer.net[2]
@@ -383,18 +412,21 @@ def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
     kind = type(first).__name__
     if kind == "GELU":
         activation = "gelu_tanh" if first.approximate == "tanh" else "gelu"
-        return {"weight_in": up.weight, "weight_down": down.weight, "activation": activation, "bias_in": up.bias,
+        return {"weight_in": up.weight, "weight_down": down.weight, "activation": activation,
+                "bias_in": up.bias,
                 "bias_down": down.bias}
     if kind not in _MLP_ACTIVATIONS:
         return None
     inner = down.in_features                   # diffusers puts the rows of the gate last
-    return {"weight_in": up.weight[inner:], "weight_up": up.weight[:inner], "weight_down": down.weight,
-            "activation": _MLP_ACTIVATIONS[kind], "bias_in": None if up.bias is None else up.bias[inner:],
-            "bias_up": None if up.bias is None else up.bias[:inner], "bias_down": down.bias}
+    return {"weight_in": up.weight[inner:], "weight_up": up.weight[:inner],
+            "weight_down": down.weight, "activation": _MLP_ACTIVATIONS[kind], "bias_in": None
+            if up.bias is None else up.bias[inner:], "bias_up": None if up.bias is None
+            else up.bias[:inner], "bias_down": down.bias}
 
 
 def _plain_linear(module: Any) -> bool:
-    return is_bare(module, nn.Linear) and type(module.weight) is nn.Parameter      # a quantized weight is a subclass
+    # a quantized weight is a subclass
+    return is_bare(module, nn.Linear) and type(module.weight) is nn.Parameter
 
 
 # arguments
@@ -402,7 +434,9 @@ def _plain_linear(module: Any) -> bool:
 def _checked_parts(parts: Iterable[str]) -> frozenset[str]:
     names = frozenset((parts,) if isinstance(parts, str) else parts)
     if not names <= set(PARTS):
-        raise ConfigError(f"patch_diffusers: parts must be among {', '.join(PARTS)}, got {', '.join(sorted(names))}")
+        raise ConfigError(
+            f"patch_diffusers: parts must be among {', '.join(PARTS)}, got "
+            f"{', '.join(sorted(names))}")
     return names
 
 
@@ -413,8 +447,9 @@ def _components(target: Any, caller: str) -> dict[str, nn.Module]:
         return {"": target}
     parts = getattr(target, "components", None)
     if not isinstance(parts, Mapping):
-        raise ConfigError(f"{caller}: wanted a pipeline or a model of diffusers, got {type(target).__name__}; pass the "
-                          "pipeline, or the torch module in it")
+        raise ConfigError(
+            f"{caller}: wanted a pipeline or a model of diffusers, got {type(target).__name__}; "
+            "pass the pipeline, or the torch module in it")
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 

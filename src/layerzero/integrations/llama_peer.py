@@ -1,4 +1,6 @@
-"""transformers' Llama on the same weights, stage by stage: the ladder compares a real model with it."""
+"""transformers' Llama on the same weights, stage by stage: the ladder compares a real model with
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,20 @@ def build_llama(c: DecoderConfig, weights: Weights) -> Any:
                           "pip install 'layerzero[transformers]'") from e
     if (c.norm, c.activation, c.positions, c.rope_style, c.bias, c.window) != (
             "rms", "swiglu", "rope", "rotate_half", False, 0):
-        raise ConfigError("transformers' Llama has RMS norms, SwiGLU, rope in halves, no biases and no window; "
-                          f"got {c}")
+        raise ConfigError(
+            "transformers' Llama has RMS norms, SwiGLU, rope in halves, no biases and no window; "
+            f"got {c}")
     config = LlamaConfig(
-        vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.inner, num_hidden_layers=c.layers,
-        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, rms_norm_eps=c.eps,
-        max_position_embeddings=c.max_positions, tie_word_embeddings=c.tied, attn_implementation="eager",
+        vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.inner,
+        num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.eps, max_position_embeddings=c.max_positions,
+        tie_word_embeddings=c.tied, attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_base}, rope_theta=c.rope_base)
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
     model = empty.to_empty(device="cpu").float().eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)       # frequencies are no weights
+    # frequencies are no weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     missing, unexpected = model.load_state_dict(_state_dict(c, weights), strict=False)
     missing = [n for n in missing if not (c.tied and n == "lm_head.weight")]
     if missing or unexpected:
@@ -90,7 +95,8 @@ def trace_stages(model: Any, c: DecoderConfig, tokens: Tensor) -> dict[str, Tens
         return rotated[-1]
 
     try:
-        modeling_llama.apply_rotary_pos_emb = recording_rope   # no module outputs q and k after rope
+        # no module outputs q and k after rope
+        modeling_llama.apply_rotary_pos_emb = recording_rope
         with torch.no_grad():
             stages["logits"] = model(tokens).logits
     finally:
@@ -107,7 +113,8 @@ def _order_stages(c: DecoderConfig, stages: dict[str, Tensor],
         at = f"{i}."
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         ordered |= {
-            f"{at}input": stages[f"{at}input"], f"{at}ln1_out": stages[f"{at}ln1_out"], f"{at}q": q, f"{at}k": k,
+            f"{at}input": stages[f"{at}input"], f"{at}ln1_out": stages[f"{at}ln1_out"], f"{at}q": q,
+            f"{at}k": k,
             f"{at}scores": attention_scores(c, q, k),
             f"{at}attn_out": stages[f"{at}attn_out"].unflatten(-1, (c.heads, c.head_dim)),
             **{at + s: stages[at + s] for s in ("proj_out", "resid", "ln2_out")},

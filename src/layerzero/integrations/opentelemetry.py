@@ -3,10 +3,11 @@
     from layerzero.integrations import opentelemetry
     uninstall = opentelemetry.install()
 
-A choice is a child span of the caller's; a call served by another kernel than the chosen one is an event
-on the caller's span. Cache hits make no span: the cache counts them anyway, and metrics read its counts.
-`install(dispatch=True)` makes a span for every call: each then takes the path of a miss, some microseconds
-more, so it is for debugging. A span has the host's time: a kernel on a GPU goes on after it.
+A choice is a child span of the caller's; a call served by another kernel than the chosen one is an
+event on the caller's span. Cache hits make no span: the cache counts them anyway, and metrics read
+its counts. `install(dispatch=True)` makes a span for every call: each then takes the path of a
+miss, some microseconds more, so it is for debugging. A span has the host's time: a kernel on a GPU
+goes on after it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ..spec.op import Op
 from ..world import events, redaction
 from ..world.tables import describe_call
 
-# An observable instrument cannot be removed from its meter, and creating it again returns the same one
-# with its first callback. So each has a switch, which outlives the install.
+# An observable instrument cannot be removed from its meter, and creating it again returns the same
+# one with its first callback. So each has a switch, which outlives the install.
 _switches: WeakKeyDictionary[Any, _Switch] = WeakKeyDictionary()
 
 
-def install(tracer_provider: Any = None, meter_provider: Any = None, *, dispatch: bool = False) -> Callable[[], None]:
+def install(tracer_provider: Any = None, meter_provider: Any = None, *,
+            dispatch: bool = False) -> Callable[[], None]:
     """Report to these providers (by default the global ones); returns a function that uninstalls.
 
     `dispatch` also makes a span for every call, not only for every choice.
@@ -80,17 +82,20 @@ class _CallSpans:
     def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+               ended: int) -> None:
         plan = entry.plan
         first = plan.steps[0]
         call = redaction.SHAPE if redaction.hides("shapes") else describe_call(op, plan.facts)
         span = self.tracer.start_span("layerzero.dispatch", start_time=began, attributes={
-            "layerzero.op": op.name, "layerzero.kernel": kernel, "layerzero.chosen": plan.kernel or "",
-            "layerzero.call": call, "layerzero.transforms": tuple(map(str, first.transforms)),
+            "layerzero.op": op.name, "layerzero.kernel": kernel, "layerzero.chosen": plan.kernel
+            or "", "layerzero.call": call,
+            "layerzero.transforms": tuple(map(str, first.transforms)),
             "layerzero.transform_cost_total": first.score.transform_us})
         span.end(max(ended, began))
 
-    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None:
+    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
+               values: tuple[Any, ...]) -> None:
         """No span: what torch.compile traces runs later, as torch's own graph."""
 
     def flush(self) -> None:
@@ -130,9 +135,12 @@ class _Listener:
         attributes = {"layerzero.op": event.op, "layerzero.kernel": event.kernel}
         self.selections.add(1, attributes)
         self.microseconds.record(event.microseconds, {"layerzero.op": event.op})
-        end = time.time_ns()                   # the choice is made already: the span begins in the past
-        span = self.tracer.start_span("layerzero.select", start_time=end - int(event.microseconds * 1000), attributes={
-            **attributes, "layerzero.candidates": event.candidates, "layerzero.transforms": event.transforms,
-            "layerzero.source": event.source, "layerzero.transform_cost_total": event.transform_cost_total,
+        # the choice is made already: the span begins in the past
+        end = time.time_ns()
+        span = self.tracer.start_span("layerzero.select",
+                                      start_time=end - int(event.microseconds * 1000), attributes={
+            **attributes, "layerzero.candidates": event.candidates,
+            "layerzero.transforms": event.transforms, "layerzero.source": event.source,
+            "layerzero.transform_cost_total": event.transform_cost_total,
             "layerzero.reasons": event.reasons})
         span.end(end)

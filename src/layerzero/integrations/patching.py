@@ -1,4 +1,6 @@
-"""lz.patch, lz.unpatch, lz.patched: for a model of transformers, of one's own, or a model or pipeline of diffusers."""
+"""lz.patch, lz.unpatch, lz.patched: for a model of transformers, of one's own, or a model or
+pipeline of diffusers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 
 
 def patch(model: Any, **options: Any) -> Any:
-    """Let lz compute what it recognises of `model`; returns a report of what is served, what was left, and why.
+    """Let lz compute what it recognises of `model`; returns a report of what is served, what was
+    left, and why.
 
     Options of a module: only, skip (kinds of modules). Of diffusers: parts.
     """
@@ -40,4 +43,5 @@ def patched(model: Any, **options: Any) -> AbstractContextManager[Any]:
 
 def _of_diffusers(model: Any) -> bool:
     diffusers = sys.modules.get("diffusers")   # whoever has a model of it has imported it
-    return diffusers is not None and isinstance(model, (diffusers.DiffusionPipeline, diffusers.ModelMixin))
+    return (diffusers is not None
+            and isinstance(model, (diffusers.DiffusionPipeline, diffusers.ModelMixin)))

@@ -1,14 +1,15 @@
 """The tokenizer of a model, and the tokenizers inside pipelines.
 
-    handle = tokenizer_for(model)              # a model, its config, its pipeline, its folder, a GGUF file
-    patch_tokenizer(pipe)                      # pipe encodes a system prompt once, and its ids stay the same
+    handle = tokenizer_for(model)  # a model, its config, its pipeline, its folder, a GGUF file
+    patch_tokenizer(pipe)  # pipe encodes a system prompt once, and its ids stay the same
 
-`tokenizer_for` never uses the network. A tokenizer with more ids than the model has embeddings is refused.
+`tokenizer_for` never uses the network. A tokenizer with more ids than the model has embeddings is
+refused.
 
-`patch_tokenizer` lets a fast tokenizer of transformers encode through lz.tokenize and its prefix cache. The
-cache key is a hash of everything that decides the result, so two models never share tokens and a changed
-tokenizer starts empty. What lz.tokenize does not do (pairs, pre-split words, overflow) the tokenizer does
-itself, and short texts too.
+`patch_tokenizer` lets a fast tokenizer of transformers encode through lz.tokenize and its prefix
+cache. The cache key is a hash of everything that decides the result, so two models never share
+tokens and a changed tokenizer starts empty. What lz.tokenize does not do (pairs, pre-split words,
+overflow) the tokenizer does itself, and short texts too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
 # from a model
 
 def tokenizer_for(source: Any) -> TokenizerHandle:
-    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a GGUF file."""
+    """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a
+    GGUF file.
+    """
     if isinstance(source, TokenizerHandle):
         return source
     if isinstance(source, GGUFModel):
@@ -57,14 +60,18 @@ def tokenizer_for(source: Any) -> TokenizerHandle:
     config = getattr(source, "config", source)
     name = getattr(config, "_name_or_path", None) or getattr(source, "name_or_path", None)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"tokenizer_for: wanted a model that knows the folder it was loaded from, a pipeline, a "
-                          f"tokenizer, a folder or a GGUF file, got {type(source).__name__}; pass its tokenizer")
+        raise ConfigError(
+            "tokenizer_for: wanted a model that knows the folder it was loaded from, a pipeline, "
+            f"a tokenizer, a folder or a GGUF file, got {type(source).__name__}; pass its "
+            "tokenizer")
     handle = _from_path(name)
     rows = getattr(getattr(config, "get_text_config", lambda: config)(), "vocab_size", None)
     largest = _largest_id(handle)
     if isinstance(rows, int) and largest >= rows:
-        reason = Reason(Code.TOKENIZER_MISMATCH, f"one with ids below {rows}", f"one with the id {largest}")
-        raise DataError(f"tokenizer_for: {name}: {reason.message}; the model has no embedding for it", [reason])
+        reason = Reason(Code.TOKENIZER_MISMATCH, f"one with ids below {rows}",
+                        f"one with the id {largest}")
+        raise DataError(
+            f"tokenizer_for: {name}: {reason.message}; the model has no embedding for it", [reason])
     return handle
 
 
@@ -74,7 +81,8 @@ def _from_path(path: str) -> TokenizerHandle:
     if os.path.isfile(path):
         return load_tokenizer(path)
     files = sorted(Path(path).glob("*.gguf")) if os.path.isdir(path) else []
-    if files and not any(Path(path, name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if (files and not any(Path(path, name).exists()
+                          for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))):
         return gguf_tokenizer(files[0])        # every shard of a model holds its tokenizer
     try:
         from transformers import AutoTokenizer
@@ -85,9 +93,11 @@ def _from_path(path: str) -> TokenizerHandle:
         return load_tokenizer(read(path, local_files_only=True, trust_remote_code=False))
     except LayerZeroError:
         raise
-    except FOREIGN_ERRORS as e:                       # transformers checks nothing before it uses it
-        raise DataError(f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was downloaded "
-                        f"before (nothing is downloaded here): {e}") from e
+    # transformers checks nothing before it uses it
+    except FOREIGN_ERRORS as e:
+        raise DataError(
+            f"tokenizer_for: {path!r}: wanted a folder with a tokenizer, or a model that was "
+            f"downloaded before (nothing is downloaded here): {e}") from e
 
 
 def _largest_id(handle: TokenizerHandle) -> int:
@@ -110,8 +120,9 @@ def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
     facts = gguf_metadata(file)
     kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
     if not isinstance(kind, str) or not isinstance(cut, str):
-        raise DataError(f"{path}: wanted the names of a tokenizer and its pre-tokenizer, got {shown(kind, most=80)} "
-                        f"and {shown(cut, most=80)}")
+        raise DataError(
+            f"{path}: wanted the names of a tokenizer and its pre-tokenizer, got "
+            f"{shown(kind, most=80)} and {shown(cut, most=80)}")
     if kind != "gpt2":
         return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
     if cut not in _PATTERNS:
@@ -124,7 +135,8 @@ def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
         data = tokenizer_json(file, {**facts, "tokenizer.ggml.pre": "default"})
         data["normalizer"], data["model"]["ignore_merges"] = normalizer, ignore_merges
         data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+             "invert": False},
             {**data["decoder"], "use_regex": False}]}
     _add_post_processor(file, data, facts)
     return from_json(json.dumps(data), str(file))
@@ -136,10 +148,12 @@ def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, An
     ids = {side: facts.get(f"tokenizer.ggml.{side}_token_id") for side in ("bos", "eos")
            if facts.get(f"tokenizer.ggml.add_{side}_token")}
     ids = {side: i for side, i in ids.items() if i is not None}
-    invalid = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)), None)
+    invalid = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)),
+                   None)
     if invalid is not None:
-        raise DataError(f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
-                        f"got {shown(invalid, most=80)}")
+        raise DataError(
+            f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
+            f"got {shown(invalid, most=80)}")
     added = {side: tokens[i] for side, i in ids.items()}
     if added:
         single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -147,7 +161,8 @@ def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, An
             single.insert(0, {"SpecialToken": {"id": added["bos"], "type_id": 0}})
         if "eos" in added:
             single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
-        data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {
+        data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single,
+                                  "special_tokens": {
             t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
 
 
@@ -161,14 +176,17 @@ def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:
     except LayerZeroError:
         raise
     except FOREIGN_ERRORS as e:
-        raise DataError(f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got {kind}: "
-                        f"{e}") from e
+        raise DataError(
+            f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got "
+            f"{kind}: {e}") from e
 
 
 # in pipelines
 
 def patch_tokenizer(target: Any) -> tuple[str, ...]:
-    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their names."""
+    """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their
+    names.
+    """
     tokenizers = dict(_tokenizers(target, "patch_tokenizer"))
     for tokenizer in tokenizers.values():
         if not hasattr(type(tokenizer), _STOCK):
@@ -187,10 +205,12 @@ def _tokenizers(target: Any, caller: str) -> Iterator[tuple[str, Any]]:
     parts = getattr(target, "components", None)
     if not isinstance(parts, Mapping):
         parts = {"": target} if _kind(target) else {"tokenizer": getattr(target, "tokenizer", None)}
-    fast = {name: part for name, part in parts.items() if _kind(part) == "transformers" and _has_stock_encode(part)}
+    fast = {name: part for name, part in parts.items() if _kind(part) == "transformers"
+            and _has_stock_encode(part)}
     if not fast:
-        raise ConfigError(f"{caller}: wanted a fast tokenizer of transformers 5 that encodes as they all do, or a "
-                          f"pipeline with one, got {type(target).__name__}; call lz.tokenize with any other")
+        raise ConfigError(
+            f"{caller}: wanted a fast tokenizer of transformers 5 that encodes as they all do, or "
+            f"a pipeline with one, got {type(target).__name__}; call lz.tokenize with any other")
     yield from fast.items()
 
 
@@ -203,12 +223,14 @@ def _has_stock_encode(tokenizer: Any) -> bool:
     from transformers import PreTrainedTokenizerFast
     stock = getattr(type(tokenizer), _STOCK, type(tokenizer))
     encode = getattr(PreTrainedTokenizerFast, "_encode_plus", None)
-    return encode is not None and stock._encode_plus is encode and not hasattr(stock, "_batch_encode_plus")
+    return (encode is not None and stock._encode_plus is encode
+            and not hasattr(stock, "_batch_encode_plus"))
 
 
 @functools.cache
 def _served_class(stock: Any) -> Any:
-    """Return a subclass that tries lz.tokenize first, under the same name: transformers saves it."""
+    """Return a subclass that tries lz.tokenize first, under the same name: transformers saves it.
+    """
     from transformers import BatchEncoding
     from transformers.tokenization_utils_base import TruncationStrategy
     from transformers.utils.generic import PaddingStrategy
@@ -223,8 +245,9 @@ def _served_class(stock: Any) -> Any:
                        "return_special_tokens_mask", "return_length")
         types = options.get("return_token_type_ids")
         texts = text if batched else [text]
-        if any(options.get(name) for name in unsupported) or not all(isinstance(t, str) for t in texts) \
-                or (types or (types is None and "token_type_ids" in self.model_input_names)):
+        if (any(options.get(name) for name in unsupported)
+            or not all(isinstance(t, str) for t in texts) \
+                 or (types or (types is None and "token_type_ids" in self.model_input_names))):
             return None
         if max(map(len, texts), default=0) < MIN_CHARACTERS:     # too short for the prefix cache
             return None
@@ -232,38 +255,47 @@ def _served_class(stock: Any) -> Any:
         untruncated = TruncationStrategy.DO_NOT_TRUNCATE
         truncation = options.get("truncation_strategy", untruncated) != untruncated
         longest = options.get("max_length")
-        if ((padding == "max_length" or truncation) and longest is None) or (padding and self.pad_token_id is None):
+        if (((padding == "max_length" or truncation) and longest is None)
+            or (padding and self.pad_token_id is None)):
             return None
         mask = options.get("return_attention_mask")
         split = options.get("split_special_tokens")
         tokens = tokenize(
-            list(text) if batched else text, self, add_special_tokens=options.get("add_special_tokens", True),
+            list(text) if batched else text, self,
+            add_special_tokens=options.get("add_special_tokens", True),
             parse_special=not (self.split_special_tokens if split is None else split),
             truncation=truncation, padding=padding, max_length=longest,
             padding_side=options.get("padding_side"), pad_id=self.pad_token_id,
             pad_to_multiple_of=options.get("pad_to_multiple_of"),
             return_offsets=bool(options.get("return_offsets_mapping")),
-            return_attention_mask="attention_mask" in self.model_input_names if mask is None else mask,
-            cache_prefix=True)
-        data = {"input_ids": tokens.ids, "attention_mask": tokens.attention_mask, "offset_mapping": tokens.offsets}
+            return_attention_mask="attention_mask" in self.model_input_names if mask is None
+            else mask, cache_prefix=True)
+        data = {"input_ids": tokens.ids, "attention_mask": tokens.attention_mask,
+                "offset_mapping": tokens.offsets}
         data = {name: rows for name, rows in data.items() if rows is not None}
         for ids in tokens.ids if batched else [tokens.ids]:
             self._eventual_warn_about_too_long_sequence(ids, longest, options.get("verbose", True))
         tensors = options.get("return_tensors")
-        encodings = _Encodings(lambda: stock._encode_plus(self, text, **{**options, "return_tensors": None}).encodings)
-        return BatchEncoding(data, encodings, tensors, tensors is not None and not batched, n_sequences=1)
+        encodings = _Encodings(lambda: stock._encode_plus(self, text,
+                                                          **{**options,
+                                                             "return_tensors": None}).encodings)
+        return BatchEncoding(data, encodings, tensors, tensors is not None and not batched,
+                             n_sequences=1)
 
     def encode_plus(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
         encoding = None if args else try_tokenize(self, text, kwargs)
         return stock._encode_plus(self, text, *args, **kwargs) if encoding is None else encoding
 
     return type(stock.__name__, (stock,), {
-        "_encode_plus": encode_plus, _STOCK: stock, "__module__": stock.__module__, "__qualname__": stock.__qualname__,
+        "_encode_plus": encode_plus, _STOCK: stock, "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
         "__reduce_ex__": lambda self, protocol: (_blank, (stock,), vars(self))})
 
 
 class _Encodings(Sequence[Any]):
-    """The encodings behind .tokens(), .char_to_token() and the like, made by the tokenizer on first use."""
+    """The encodings behind .tokens(), .char_to_token() and the like, made by the tokenizer on first
+    use.
+    """
 
     def __init__(self, encode: Callable[[], Sequence[Any]]) -> None:
         self._encode, self._encodings = encode, None

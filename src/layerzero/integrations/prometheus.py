@@ -24,7 +24,9 @@ SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-
 
 
 def install(registry: Any = None) -> Callable[[], None]:
-    """Expose LayerZero in `registry` (by default the global one); returns a function that uninstalls."""
+    """Expose LayerZero in `registry` (by default the global one); returns a function that
+    uninstalls.
+    """
     try:
         import prometheus_client.core
     except ImportError as e:
@@ -55,16 +57,18 @@ class _Collector:
     def __init__(self, client: Any) -> None:
         self.client = client
         self.selections = client.Counter(
-            "layerzero_selections", "Choices made for kinds of calls not seen before", ("op", "kernel"), registry=None)
+            "layerzero_selections", "Choices made for kinds of calls not seen before",
+            ("op", "kernel"), registry=None)
         self.fallbacks = client.Counter(
             "layerzero_fallbacks", "Calls that `kernel` was chosen for and `served_by` served",
             ("op", "kernel", "served_by", "code"), registry=None)
         self.transforms = client.Counter(
-            "layerzero_selected_transform_microseconds", "Expected cost of the transforms of the choices made",
+            "layerzero_selected_transform_microseconds",
+            "Expected cost of the transforms of the choices made",
             ("op", "kernel"), registry=None)
         self.seconds = client.Histogram(
-            "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",), buckets=SECONDS,
-            registry=None)
+            "layerzero_selection_seconds", "Time to make a choice, loading included", ("op",),
+            buckets=SECONDS, registry=None)
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Selected):
@@ -90,7 +94,8 @@ class _Collector:
                 calls.add_metric((op, kernel), n)
         world = worlds.current()
         # A breaker is per library; torch's own kernels have one each.
-        for group in sorted({kernel.health for kernel in world.catalog.kernels} | world.health.keys()):
+        for group in sorted({kernel.health for kernel in world.catalog.kernels}
+                            | world.health.keys()):
             health = world.health.get(group)
             breakers.add_metric((group,), BREAKER_STATES[health.state if health else "closed"])
         epoch.add_metric((), world.epoch)
@@ -100,6 +105,8 @@ class _Collector:
         """Return the families that are read on a scrape, without samples."""
         states = ", ".join(f"{n} {state}" for state, n in BREAKER_STATES.items())
         counter, gauge = self.client.core.CounterMetricFamily, self.client.core.GaugeMetricFamily
-        return (counter("layerzero_calls", "Calls, by the kernel chosen for them", labels=("op", "kernel")),
+        return (counter("layerzero_calls", "Calls, by the kernel chosen for them",
+                        labels=("op", "kernel")),
                 gauge("layerzero_breaker_state", f"Circuit breaker: {states}", labels=("kernel",)),
-                gauge("layerzero_world_epoch", "How often what choices depend on has changed", labels=()))
+                gauge("layerzero_world_epoch", "How often what choices depend on has changed",
+                      labels=()))

@@ -1,4 +1,5 @@
-"""Copies of functions that call torch's attention, with globals under which they call lz.attention instead.
+"""Copies of functions that call torch's attention, with globals under which they call lz.attention
+instead.
 
 The original function, its module and its other callers stay unchanged.
 """
@@ -18,7 +19,8 @@ from ..dispatch import torch_library as torch_face
 from ..world import catalog
 
 SDPA = "scaled_dot_product_attention"
-_torchs_own = torch._C._nn.scaled_dot_product_attention        # nn.functional may hold that of another library
+# nn.functional may hold that of another library
+_torchs_own = torch._C._nn.scaled_dot_product_attention
 
 
 def public(name: str) -> Any:
@@ -33,42 +35,52 @@ _attention = public("attention")
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, return_lse: bool, layout: str,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, return_lse: bool, layout: str,
 ) -> Any:
     if attn_mask is not None and attn_mask.dtype != query.dtype and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(query.dtype)  # torch takes a float32 mask with any query
     out = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                     causal_align="top_left" if is_causal else None, return_lse=return_lse, layout=layout)
+                     causal_align="top_left" if is_causal else None, return_lse=return_lse,
+                     layout=layout)
     return (out[0], out[1].transpose(1, 2)) if return_lse else out
 
 
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """Serve scaled_dot_product_attention in a rewired function."""
-    if nn.functional.scaled_dot_product_attention is not _torchs_own:      # replaced since: that is the latest choice
+    # replaced since: that is the latest choice
+    if nn.functional.scaled_dot_product_attention is not _torchs_own:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if not query.dim() == key.dim() == value.dim() == 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
+    if (not query.dim() == key.dim() == value.dim() == 4
+        or not query.shape[0] == key.shape[0] == value.shape[0]):
         return nn.functional.scaled_dot_product_attention(     # torch broadcasts
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    enable_gqa = enable_gqa or key.shape[1] == value.shape[1] == 1     # torch broadcasts a single head
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, "bhsd")
+    # torch broadcasts a single head
+    enable_gqa = enable_gqa or key.shape[1] == value.shape[1] == 1
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False,
+                  "bhsd")
 
 
 def mentions(code: CodeType, name: str) -> bool:
-    return name in code.co_names or any(mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))
+    return (name in code.co_names or any(mentions(c, name) for c in code.co_consts
+                                         if isinstance(c, CodeType)))
 
 
 def replaced_sdpa() -> str:
-    """Returns what stands in the place of torch's attention: someone's choice, which lz does not replace; or ""."""
+    """Returns what stands in the place of torch's attention: someone's choice, which lz does not
+    replace; or "".
+    """
     function = nn.functional.scaled_dot_product_attention
     if function is _torchs_own:
         return ""
     name = ".".join(str(getattr(function, part, "?")) for part in ("__module__", "__qualname__"))
-    return f"torch.nn.functional.{SDPA} is {name} here, which stays; put torch's own back to have lz.attention"
+    return (f"torch.nn.functional.{SDPA} is {name} here, which stays; put torch's own back to have "
+            "lz.attention")
 
 
 def sdpa_aliases(fn: FunctionType) -> dict[str, Any]:
@@ -85,9 +97,11 @@ def sdpa_aliases(fn: FunctionType) -> dict[str, Any]:
 def rewired(fn: FunctionType, aliases: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a function in which `aliases` replace globals."""
     scope = {**fn.__globals__, **aliases}
-    scope.pop("__name__", None)                # with it, torch.compile would read the module's globals
+    # with it, torch.compile would read the module's globals
+    scope.pop("__name__", None)
     copy = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
-    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = fn.__kwdefaults__, fn.__doc__, fn.__qualname__
+    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = (fn.__kwdefaults__, fn.__doc__,
+                                                            fn.__qualname__)
     copy.__annotations__ = fn.__annotations__
     return copy
 

@@ -2,9 +2,10 @@
 
     server = lz.serve_metrics(9400)            # a daemon thread; server.close() ends it
 
-A probe never waits for a check: a background thread repeats the readiness check, and /ready answers with
-the last report (200 or 503). The standard library's server takes GET and HEAD without a body, with a limit
-on the size of a request, the time of a connection and the number of connections; by default on loopback.
+A probe never waits for a check: a background thread repeats the readiness check, and /ready answers
+with the last report (200 or 503). The standard library's server takes GET and HEAD without a body,
+with a limit on the size of a request, the time of a connection and the number of connections; by
+default on loopback.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ Response = tuple[int, str, bytes]              # status, content type, body
 Check = Callable[[], readiness.Readiness]
 
 
-def serve_metrics(port: int = 0, host: str = LOOPBACK, *, calls: Calls = (), device: str | None = None,
-                  table: OrPath[Table] = None, lock: OrPath[Lockfile] = None, every: float = EVERY) -> Server:
-    """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free one.
+def serve_metrics(port: int = 0, host: str = LOOPBACK, *, calls: Calls = (),
+                  device: str | None = None, table: OrPath[Table] = None,
+                  lock: OrPath[Lockfile] = None, every: float = EVERY) -> Server:
+    """Serve /metrics, /ready and /live of this process from a daemon thread; port 0 takes a free
+    one.
 
     `calls`, `device`, `table` and `lock` are what /ready checks, as for lz.readiness_check.
     """
     workload = load_calls(calls)
-    return Server(host, port, lambda: readiness_check(workload, device, table=table, lock=lock), every)
+    return Server(host, port, lambda: readiness_check(workload, device, table=table, lock=lock),
+                  every)
 
 
 class Reports:
@@ -69,7 +73,9 @@ class Reports:
             except Exception as e:             # /ready reports it, and the next check is tried
                 error = redaction.text(f"{type(e).__name__}: {e}")
                 events.log.warning("the readiness check failed: %s", error)
-                self._last = time.monotonic(), False, {"ready": False, "problem": f"the check itself failed: {error}"}
+                self._last = time.monotonic(), False, {"ready": False,
+                                                       "problem":
+                                                           f"the check itself failed: {error}"}
             self._stop.wait(self._every)
 
     def latest(self) -> tuple[bool, dict[str, Any]]:
@@ -80,7 +86,8 @@ class Reports:
         at, ok, data = last
         age = time.monotonic() - at
         if age > STALE + self._every:
-            return False, {**data, "ready": False, "problem": f"the last check is {age:.0f} s old: it hangs"}
+            return False, {**data, "ready": False,
+                           "problem": f"the last check is {age:.0f} s old: it hangs"}
         return ok, {**data, "age_seconds": round(age, 3)}
 
     def close(self) -> None:
@@ -98,13 +105,15 @@ class Server:
         try:
             self._http = _Http((host, port), self)
         except OSError as e:
-            raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or host") from e
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or host") from e
         self._metrics, self._uninstall = _metrics_page()
         self.reports = Reports(check, every)
         self.host, self.port = host, int(self._http.server_address[1])
         self._closing = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.25},
+        self._thread = threading.Thread(target=self._http.serve_forever,
+                                        kwargs={"poll_interval": 0.25},
                                         name="layerzero-http", daemon=True)
         self._thread.start()
         _servers.add(self)
@@ -119,10 +128,12 @@ class Server:
             return 200, JSON, b'{"live": true}\n'
         if path == "/ready":
             ok, data = self.reports.latest()
-            return 200 if ok else 503, JSON, json.dumps(data, indent=1, default=str).encode() + b"\n"
+            return (200 if ok else 503, JSON, json.dumps(data, indent=1, default=str).encode()
+                    + b"\n")
         if path == "/metrics":
             if self._metrics is None:
-                return 501, PLAIN, b"prometheus_client is not installed; install layerzero[telemetry]\n"
+                return (501, PLAIN,
+                        b"prometheus_client is not installed; install layerzero[telemetry]\n")
             try:
                 return self._metrics(accept, self.reports.latest()[0])
             except LayerZeroError as e:        # such as a policy that cannot be read
@@ -155,7 +166,8 @@ class Server:
 
 
 def _metrics_page() -> tuple[Callable[[str, bool], Response] | None, Callable[[], None]]:
-    """Return functions that write the metrics and that uninstall; None without prometheus_client."""
+    """Return functions that write the metrics and that uninstall; None without prometheus_client.
+    """
     try:
         import prometheus_client
         from prometheus_client.exposition import choose_encoder
@@ -163,7 +175,8 @@ def _metrics_page() -> tuple[Callable[[str, bool], Response] | None, Callable[[]
         return None, lambda: None
     registry = prometheus_client.CollectorRegistry()
     uninstall = prometheus.install(registry)
-    gauge = prometheus_client.Gauge("layerzero_ready", "1 where the last readiness check found nothing missing",
+    gauge = prometheus_client.Gauge("layerzero_ready",
+                                    "1 where the last readiness check found nothing missing",
                                     registry=registry)
 
     def page(accept: str, ready: bool) -> Response:
@@ -208,7 +221,9 @@ class _Http(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close overdue connections; called several times a second, so a slow client keeps no thread."""
+        """Close overdue connections; called several times a second, so a slow client keeps no
+        thread.
+        """
         end = time.monotonic() - CONNECTION_SECONDS
         with self._guard:
             late = [request for request, since in self._open.items() if since < end]
@@ -241,10 +256,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(False)
 
     def _respond(self, with_body: bool) -> None:
-        if self.headers.get("Content-Length", "0").strip() != "0" or self.headers.get("Transfer-Encoding"):
+        if (self.headers.get("Content-Length", "0").strip() != "0"
+            or self.headers.get("Transfer-Encoding")):
             self.send_error(413)
             return
-        status, kind, body = self.server.owner.respond(self.path.partition("?")[0], self.headers.get("Accept", ""))
+        status, kind, body = self.server.owner.respond(self.path.partition("?")[0],
+                                                       self.headers.get("Accept", ""))
         self._send(status, kind, body, with_body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
@@ -252,12 +269,14 @@ class _Handler(BaseHTTPRequestHandler):
         code = 405 if code == 501 else int(code)
         self.close_connection = True
         headers = {"Allow": "GET, HEAD"} if code == 405 else {}
-        self._send(code, PLAIN, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode(), True, headers)
+        self._send(code, PLAIN, f"{code} {self.responses.get(code, ('error',))[0]}\n".encode(),
+                   True, headers)
 
     def _send(self, status: int, kind: str, body: bytes, with_body: bool,
               headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)),
+                            "Cache-Control": "no-store",
                             "X-Content-Type-Options": "nosniff", **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()

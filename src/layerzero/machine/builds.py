@@ -88,7 +88,8 @@ def _folder_digest(package: str) -> str:
     if spec is None:
         return ""
     folders = spec.submodule_search_locations or ()
-    paths = [Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in names]
+    paths = [Path(parent, name) for folder in folders for parent, _, names in os.walk(folder)
+             for name in names]
     if not folders and spec.origin:
         paths = [Path(spec.origin)]
     entries = [(str(p), stat.st_size, stat.st_mtime_ns) for p in sorted(paths)
@@ -111,7 +112,8 @@ def _kernel_source_digest(kernel: Kernel) -> str:
     if kernel.backend == "reference":
         names.append(_module_of(kernel.op.reference))
     if all(_file_of(name) for name in names):
-        return _digest(*(_content_digest(name) for name in sorted(set().union(*map(_dependencies, names)))))
+        return _digest(*(_content_digest(name)
+                         for name in sorted(set().union(*map(_dependencies, names)))))
     return _digest(*_bytecode(kernel.load))    # defined at a prompt: there is no file
 
 
@@ -138,13 +140,16 @@ def _dependencies(name: str) -> frozenset[str]:
     """
     seen, pending = {name}, [name]
     while pending:
-        imports = {m for m in _direct_imports(pending.pop()) if not m.startswith("layerzero.spec") and _file_of(m)}
+        imports = {m for m in _direct_imports(pending.pop()) if not m.startswith("layerzero.spec")
+                   and _file_of(m)}
         pending += imports - seen
         seen |= imports
     return frozenset(seen)
 
 
-_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.M)
+_IMPORT = (
+    re.compile(
+        r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.M))
 
 
 @lru_cache(maxsize=None)
@@ -157,7 +162,8 @@ def _direct_imports(name: str) -> frozenset[str]:
     folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
     modules: set[str] = set()
     for source, names, plain in _IMPORT.findall(path.read_text("utf-8", "replace")):
-        listed = [part.split()[0] for part in re.sub(r"#.*|[()]", "", names or plain).split(",") if part.strip()]
+        listed = [part.split()[0] for part in re.sub(r"#.*|[()]", "", names or plain).split(",")
+                  if part.strip()]
         if not source:
             modules.update(listed)
             continue

@@ -6,7 +6,9 @@ kernel   the kernel's own fault: the next kernel is tried, and the breaker count
 refused  the kernel saw before its launch that the device cannot run it, or sdpa_kernel allows no implementation that
          could: the next kernel is tried, no breaker counts it
 capture  the kernel did something a CUDA graph cannot hold: the capture is lost, and the kernel not captured again
-lost     something else had invalidated the capture before: no kernel can serve in it, no breaker counts it
+lost
+        something else had invalidated the capture before: no kernel can serve in it, no breaker
+        counts it
 timeout  the kernel ran into its time limit: treated as "kernel"
 sticky   the device context is gone: the backend is disabled and DeviceLost is raised
 """
@@ -27,8 +29,9 @@ from ..spec.reason import Code, Reason
 # KeyboardInterrupt and SystemExit pass through.
 FAULTS: tuple[type[BaseException], ...] = (Exception,)
 
-# Errors that are not the kernel's fault and are re-raised as they are: the caller's mistake, a device that a nested op
-# found lost, a warning that the caller turned into an error, and the one that ends torch's checkpoint recomputation.
+# Errors that are not the kernel's fault and are re-raised as they are: the caller's mistake, a
+# device that a nested op found lost, a warning that the caller turned into an error, and the one
+# that ends torch's checkpoint recomputation.
 PASSED_ON: tuple[type[BaseException], ...] = (
     InvalidCall, DeviceLost, Warning, torch.utils.checkpoint._StopRecomputationError)
 
@@ -72,18 +75,21 @@ class InputsChanged(RuntimeError):
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
 # Torch ends every CUDA error with advice on "device-side assertions": only a triggered one counts.
-_STICKY_TEXTS = ("illegal memory access", "device-side assert triggered", "unspecified launch failure",
-                 "misaligned address", "illegal instruction", "an illegal address", "uncorrectable ecc",
+_STICKY_TEXTS = ("illegal memory access", "device-side assert triggered",
+                 "unspecified launch failure", "misaligned address", "illegal instruction",
+                 "an illegal address", "uncorrectable ecc",
                  "the launch timed out and was terminated", "hardware stack error", "device lost")
-# Torch's CPU allocator says "can't allocate memory" where it asks posix_memalign and "not enough memory" where it asks
-# mimalloc (its wheels for ARM) or Windows; C++'s own error comes through torch as its name; the rest is what XNNPACK,
-# QNNPACK, shared memory and mmap say.
-_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "failed to allocate",
-                 "could not allocate", "unable to allocate", "cannot allocate memory", "bad_alloc")
+# Torch's CPU allocator says "can't allocate memory" where it asks posix_memalign and "not enough
+# memory" where it asks mimalloc (its wheels for ARM) or Windows; C++'s own error comes through
+# torch as its name; the rest is what XNNPACK, QNNPACK, shared memory and mmap say.
+_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory",
+                 "failed to allocate", "could not allocate", "unable to allocate",
+                 "cannot allocate memory", "bad_alloc")
 _CAPTURE_TEXTS = ("stream is capturing", "during cuda graph capture", "legacy stream depend",
                   "cuda graph capture unless")
 _SDPA_DISABLED_TEXTS = ("no available kernel", "no viable backend for scaled_dot_product_attention")
-_CAPTURE_LOST_TEXTS = ("previous error during capture", "capture was invalidated", "capture invalidated")
+_CAPTURE_LOST_TEXTS = ("previous error during capture", "capture was invalidated",
+                       "capture invalidated")
 
 
 def says_out_of_memory(text: str) -> bool:
@@ -99,13 +105,15 @@ def classify(error: BaseException) -> str:
         return "kernel"
     if isinstance(error, LaunchRefused) or is_sdpa_disabled(error):
         return "refused"
-    if isinstance(error, OUT_OF_MEMORY) or (isinstance(error, RuntimeError) and says_out_of_memory(text)):
+    if (isinstance(error, OUT_OF_MEMORY)
+        or (isinstance(error, RuntimeError) and says_out_of_memory(text))):
         return "memory"
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, RuntimeError) and any(m in text for m in _STICKY_TEXTS):
         return "sticky"
-    if isinstance(error, RuntimeError) and any(m in text for m in (*_CAPTURE_TEXTS, *_CAPTURE_LOST_TEXTS)):
+    if (isinstance(error, RuntimeError)
+        and any(m in text for m in (*_CAPTURE_TEXTS, *_CAPTURE_LOST_TEXTS))):
         return "capture" if any(m in text for m in _CAPTURE_TEXTS) else "lost"
     return "kernel"
 
@@ -113,7 +121,8 @@ def classify(error: BaseException) -> str:
 def is_sdpa_disabled(error: BaseException) -> bool:
     """Did scaled_dot_product_attention find no implementation for the call among those sdpa_kernel
     allows?"""
-    return isinstance(error, RuntimeError) and any(m in str(error).lower() for m in _SDPA_DISABLED_TEXTS)
+    return (isinstance(error, RuntimeError)
+            and any(m in str(error).lower() for m in _SDPA_DISABLED_TEXTS))
 
 
 def reason_of(error: BaseException, kind: str) -> Reason:
@@ -122,19 +131,22 @@ def reason_of(error: BaseException, kind: str) -> Reason:
     if isinstance(error, (Hung, WrongResult, InputsChanged)):
         return error.reason
     if is_sdpa_disabled(error):
-        return Reason(Code.SDPA_BACKEND_DISABLED, "left to torch, which found nothing that takes this call",
-                      sdpa_backends() or "some of them")   # None: another thread has left sdpa_kernel meanwhile
+        return Reason(Code.SDPA_BACKEND_DISABLED,
+                      "left to torch, which found nothing that takes this call",
+                      # None: another thread has left sdpa_kernel meanwhile
+                      sdpa_backends() or "some of them")
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-    code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT, "sticky": Code.DEVICE_FAULT,
-            "capture": Code.CUDA_GRAPH_UNSAFE, "lost": Code.CUDA_GRAPH_UNSAFE}.get(kind, Code.KERNEL_FAILED)
+    code = {"memory": Code.OUT_OF_MEMORY, "timeout": Code.KERNEL_TIMEOUT,
+            "sticky": Code.DEVICE_FAULT, "capture": Code.CUDA_GRAPH_UNSAFE,
+            "lost": Code.CUDA_GRAPH_UNSAFE}.get(kind, Code.KERNEL_FAILED)
     return Reason(code, f"its time limit ({text})" if kind == "timeout" else None, text)
 
 
 # Is each of SDPA_BACKENDS, in that order, enabled for the process?
 SDPA_SWITCHES: tuple[Callable[[], bool], ...] = (
-    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled)
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled)
 
 
 def sdpa_backends() -> tuple[str, ...] | None:
@@ -144,7 +156,8 @@ def sdpa_backends() -> tuple[str, ...] | None:
     return None if len(enabled) == len(SDPA_BACKENDS) else enabled
 
 
-on_device_lost: list[Callable[[Reason], None]] = []  # called when a call finds the device context gone
+# called when a call finds the device context gone
+on_device_lost: list[Callable[[Reason], None]] = []
 
 
 def capturing() -> bool:
@@ -161,5 +174,6 @@ def capturing() -> bool:
         reason = reason_of(e, "sticky")
         for listener in on_device_lost:
             listener(reason)
-        raise DeviceLost(f"a kernel that ran before {reason.message}. {reason.code.advice}. CUDA_LAUNCH_BLOCKING=1 "
-                         "tells which one.", [reason]) from e
+        raise DeviceLost(
+            f"a kernel that ran before {reason.message}. {reason.code.advice}. "
+            "CUDA_LAUNCH_BLOCKING=1 tells which one.", [reason]) from e

@@ -22,11 +22,20 @@ from typing import Any
 
 import torch
 
-from ..spec.device import CPU_ISA, DEVICE_TYPES, GENERATIONS, Device, Table, generation_of, generation_of_arch
+from ..spec.device import (
+    CPU_ISA,
+    DEVICE_TYPES,
+    GENERATIONS,
+    Device,
+    Table,
+    generation_of,
+    generation_of_arch,
+)
 from ..spec.errors import ConfigError
 from .arm_cores import core_name
 
-TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu",
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu",
+                        "triton-xpu",
                         "triton-windows")
 
 
@@ -63,15 +72,19 @@ def _probe(kind: str, index: int, table: Table) -> Device:
                           f"present here: {', '.join(present())}")
     count = _COUNT[kind]()
     if not count:
-        raise ConfigError(f"no {kind} device is usable here; present: {', '.join(present())}. Use one of those, or "
-                          f"install a torch build and a driver for {kind} (this is torch {torch.__version__})")
+        raise ConfigError(
+            f"no {kind} device is usable here; present: {', '.join(present())}. Use one of those, "
+            f"or install a torch build and a driver for {kind} (this is torch {torch.__version__})")
     if not 0 <= index < count:
-        raise ConfigError(f"{kind}:{index} does not exist; this machine has {kind}:0 to {kind}:{count - 1}")
+        raise ConfigError(
+            f"{kind}:{index} does not exist; this machine has {kind}:0 to {kind}:{count - 1}")
     software = {"torch_version": str(torch.__version__), "triton_version": triton_version()}
     try:
         return _READ[kind](index, table, software)
-    except (RuntimeError, AssertionError) as e:  # how torch refuses an unusable driver or a forked process
-        raise ConfigError(f"{kind}:{index} is listed by its driver but torch cannot use it: {e}") from e
+    # how torch refuses an unusable driver or a forked process
+    except (RuntimeError, AssertionError) as e:
+        raise ConfigError(
+            f"{kind}:{index} is listed by its driver but torch cannot use it: {e}") from e
 
 
 # Pure functions from what was read to a Device: tables of real values test them.
@@ -80,13 +93,14 @@ Software = Mapping[str, Any]               # the version fields of a Device
 
 
 def nvidia_device(props: Any, index: int, software: Software, table: Table = GENERATIONS) -> Device:
-    """`props` has name, major, minor, multi_processor_count and total_memory, as torch gives them."""
+    """`props` has name, major, minor, multi_processor_count and total_memory, as torch gives them.
+    """
     sm = 10 * props.major + props.minor
     row = generation_of(sm, table)
     return Device(
-        "cuda", index, props.name, "nvidia", sm=sm, gpu_generation=row.name, tensor_core_generation=row.tensor_core,
-        supports_bf16=row.bf16, supports_fp8=row.fp8, supports_fp4=row.fp4,
-        cores=props.multi_processor_count, total_memory=props.total_memory,
+        "cuda", index, props.name, "nvidia", sm=sm, gpu_generation=row.name,
+        tensor_core_generation=row.tensor_core, supports_bf16=row.bf16, supports_fp8=row.fp8,
+        supports_fp4=row.fp4, cores=props.multi_processor_count, total_memory=props.total_memory,
         shared_per_block=getattr(props, "shared_memory_per_block_optin", 0), **software)
 
 
@@ -124,8 +138,9 @@ class CPU:
 
 
 _CPU_VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "0x61": "apple"}
-_ARM_ISA = {"asimd": "neon", "neon": "neon", "asimdhp": "fp16", "asimddp": "dotprod", "bf16": "bf16", "i8mm": "i8mm",
-            "sve": "sve", "sve2": "sve2", "sme": "sme"}           # Linux's flag -> ours
+_ARM_ISA = {"asimd": "neon", "neon": "neon", "asimdhp": "fp16", "asimddp": "dotprod",
+            # Linux's flag -> ours
+            "bf16": "bf16", "i8mm": "i8mm", "sve": "sve", "sve2": "sve2", "sme": "sme"}
 
 
 def parse_cpuinfo(text: str) -> CPU:
@@ -133,24 +148,31 @@ def parse_cpuinfo(text: str) -> CPU:
     them."""
     blocks = [dict(_fields(block)) for block in text.split("\n\n")]
     blocks = [b for b in blocks if "processor" in b]
-    first = next((b for b in blocks if "flags" in b or "Features" in b), blocks[0] if blocks else {})
+    first = next((b for b in blocks if "flags" in b or "Features" in b), blocks[0] if blocks
+                 else {})
     arm = "Features" in first
     flags = set(first.get("Features" if arm else "flags", "").split())
-    if arm:                                    # big.LITTLE: only what every core has, since any may run a call
+    # big.LITTLE: only what every core has, since any may run a call
+    if arm:
         flags.intersection_update(*(b["Features"].split() for b in blocks if "Features" in b))
     names = {_ARM_ISA[f] for f in flags if f in _ARM_ISA} if arm else flags
     vendor = first.get("CPU implementer" if arm else "vendor_id", "")
-    cores = {(b["physical id"], b["core id"]) for b in blocks if "physical id" in b and "core id" in b}
-    parts = {(b["CPU implementer"], b["CPU part"]) for b in blocks if "CPU implementer" in b and "CPU part" in b}
+    cores = {(b["physical id"], b["core id"]) for b in blocks if "physical id" in b
+             and "core id" in b}
+    parts = {(b["CPU implementer"], b["CPU part"]) for b in blocks if "CPU implementer" in b
+             and "CPU part" in b}
     name = " + ".join(sorted({core_name(*p) for p in parts})) if arm else ""
     return CPU(
-        name=name or first.get("model name", ""), vendor=_CPU_VENDORS.get(vendor, "arm" if arm else "unknown"),
-        isa=tuple(i for i in CPU_ISA if i in names), bf16=bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}),
+        name=name or first.get("model name", ""),
+        vendor=_CPU_VENDORS.get(vendor, "arm" if arm else "unknown"),
+        isa=tuple(i for i in CPU_ISA if i in names),
+        bf16=bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}),
         cores=len(cores) or len(blocks))
 
 
 def _fields(block: str) -> list[tuple[str, str]]:
-    return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in block.splitlines())]
+    return [(key.strip(), value.strip())
+            for key, _, value in (line.partition(":") for line in block.splitlines())]
 
 
 def cpu_from_capability(machine: str, name: str, capability: str) -> CPU:
@@ -159,8 +181,10 @@ def cpu_from_capability(machine: str, name: str, capability: str) -> CPU:
     arm = machine.lower() in ("arm64", "aarch64")
     isa = {"AVX2": ("avx2",), "AVX512": ("avx2", "avx512f")}.get(capability, ())
     known = {"intel": "intel", "amd": "amd", "apple": "apple"}
-    vendor = next((v for word, v in known.items() if word in name.lower()), "arm" if arm else "unknown")
-    return CPU(name, vendor, ("neon", "sve") if capability.startswith("SVE") else ("neon",) if arm else isa, bf16=False)
+    vendor = next((v for word, v in known.items() if word in name.lower()), "arm" if arm
+                  else "unknown")
+    return CPU(name, vendor, ("neon", "sve") if capability.startswith("SVE") else ("neon",) if arm
+               else isa, bf16=False)
 
 
 def cpu_device(cpu: CPU, total_memory: int, software: Software) -> Device:
@@ -200,9 +224,11 @@ def read_cpu() -> CPU:
     cpuinfo = _read_text("/proc/cpuinfo")
     if cpuinfo:
         cpu = parse_cpuinfo(cpuinfo)
-        return cpu if cpu.name else CPU(platform.machine(), cpu.vendor, cpu.isa, cpu.bf16, cpu.cores)
+        return (cpu if cpu.name else CPU(platform.machine(), cpu.vendor, cpu.isa, cpu.bf16,
+                                         cpu.cores))
     name = _apple_brand() if sys.platform == "darwin" else platform.processor()
-    cpu = cpu_from_capability(platform.machine(), name or platform.machine(), torch.backends.cpu.get_cpu_capability())
+    cpu = cpu_from_capability(platform.machine(), name or platform.machine(),
+                              torch.backends.cpu.get_cpu_capability())
     return CPU(cpu.name, cpu.vendor, cpu.isa, cpu.bf16, os.cpu_count() or 0)
 
 
@@ -250,7 +276,8 @@ def _cudnn_version() -> str:
     cudnn: Any = torch.backends.cudnn
     try:
         return cudnn_text(cudnn.version()) if cudnn.is_available() else ""
-    except RuntimeError:  # torch refuses a cuDNN it was not built for; nothing that needs it runs here
+    # torch refuses a cuDNN it was not built for; nothing that needs it runs here
+    except RuntimeError:
         return ""
 
 
@@ -265,13 +292,14 @@ def _read_cuda(index: int, table: Table, software: Software) -> Device:
         return amd_device(props, index, {**software, "driver_version": driver,
                                          "runtime_version": torch.version.hip}, table)
     return nvidia_device(props, index, {
-        **software, "driver_version": nvidia_driver_version(), "runtime_version": torch.version.cuda or "",
-        "cudnn_version": _cudnn_version()}, table)
+        **software, "driver_version": nvidia_driver_version(), "runtime_version": torch.version.cuda
+        or "", "cudnn_version": _cudnn_version()}, table)
 
 
 def _read_xpu(index: int, table: Table, software: Software) -> Device:
     runtime = getattr(torch.version, "xpu", None) or ""
-    return xpu_device(torch.xpu.get_device_properties(index), index, {**software, "runtime_version": runtime})
+    return xpu_device(torch.xpu.get_device_properties(index), index,
+                      {**software, "runtime_version": runtime})
 
 
 def _read_hpu(index: int, table: Table, software: Software) -> Device:
@@ -281,7 +309,8 @@ def _read_hpu(index: int, table: Table, software: Software) -> Device:
 def _read_mps(index: int, table: Table, software: Software) -> Device:
     """The GPU shares its chip's name and memory with the CPU; Metal has bf16 since macOS 14."""
     return Device("mps", index, _apple_brand(), "apple", gpu_generation="unknown",
-                  supports_bf16=torch.backends.mps.is_macos_or_newer(14, 0), total_memory=_system_memory(), **software)
+                  supports_bf16=torch.backends.mps.is_macos_or_newer(14, 0),
+                  total_memory=_system_memory(), **software)
 
 
 def _hpu() -> Any:
@@ -294,10 +323,12 @@ def _hpu_count() -> int:
     return hpu.device_count() if hpu is not None and hpu.is_available() else 0
 
 
-# torch.cuda.device_count() asks NVML first; is_available() would start the driver and poison a later fork.
+# torch.cuda.device_count() asks NVML first; is_available() would start the driver and poison a
+# later fork.
 _COUNT: Mapping[str, Callable[[], int]] = {
-    "cpu": lambda: 1, "cuda": lambda: torch.cuda.device_count(), "xpu": lambda: torch.xpu.device_count(),
-    "hpu": _hpu_count, "mps": lambda: int(torch.backends.mps.is_available())}
+    "cpu": lambda: 1, "cuda": lambda: torch.cuda.device_count(),
+    "xpu": lambda: torch.xpu.device_count(), "hpu": _hpu_count,
+    "mps": lambda: int(torch.backends.mps.is_available())}
 _READ: Mapping[str, Callable[[int, Table, Software], Device]] = {
     "cpu": _read_cpu, "cuda": _read_cuda, "xpu": _read_xpu, "hpu": _read_hpu, "mps": _read_mps}
 

@@ -22,11 +22,14 @@ import torch
 from ..spec.kernel import Direct, Kernel, accepted_params
 from ..spec.reason import Code, Reason
 
-# Importing a broken library has been seen to raise all kinds of errors, its own among them, and to exit.
+# Importing a broken library has been seen to raise all kinds of errors, its own among them, and to
+# exit.
 LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
-_ABI = re.compile(r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b",
-                  re.IGNORECASE)
+_ABI = (
+    re.compile(
+        r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b",
+        re.IGNORECASE))
 
 
 class LoadFailed(Exception):
@@ -54,7 +57,8 @@ def is_importable(package: str) -> bool:
             locations = spec.submodule_search_locations if spec is not None else None
             if locations is None:
                 return False
-            spec = importlib.machinery.PathFinder.find_spec(".".join([top, *parts[:i + 1]]), locations)
+            spec = importlib.machinery.PathFinder.find_spec(".".join([top, *parts[:i + 1]]),
+                                                            locations)
         return spec is not None
     except (ImportError, ValueError, AttributeError):
         return False
@@ -79,10 +83,12 @@ def availability(kernel: Kernel) -> Reason | None:
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # slow to import, and not needed by `import layerzero`
+    # slow to import, and not needed by `import layerzero`
+    from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
     try:
-        return SpecifierSet(specifier).contains(Version(version.partition("+")[0]), prereleases=True)
+        return SpecifierSet(specifier).contains(Version(version.partition("+")[0]),
+                                                prereleases=True)
     except InvalidVersion:
         return False
 
@@ -107,7 +113,9 @@ def load(kernel: Kernel) -> Callable[..., Any] | Direct:
 
 
 def _load_failure(kernel: Kernel, error: BaseException) -> Reason:
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+    text = (
+        f"{type(error).__name__}: "
+        f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300])
     if isinstance(error, (ImportError, OSError)) and _ABI.search(text):
         return Reason(Code.ABI_MISMATCH, None, text)
     if not kernel.package and isinstance(error, (ImportError, AttributeError)):
@@ -119,14 +127,17 @@ def import_in_subprocess(package: str, timeout: float = 60.0) -> Reason | None:
     """Imports `package` in a process of its own and returns why that failed: a crash there is a
     reason here."""
     try:
-        process = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
+        process = subprocess.run([sys.executable, "-c",
+                                  f"import sys; sys.path[:] = {sys.path!r}; import {package}"],
                                  capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Reason(Code.IMPORT_FAILED, package, f"no answer within {timeout:g} s")
     if process.returncode == 0:
         return None
     if process.returncode < 0:
-        return Reason(Code.ABI_MISMATCH, None, f"import {package} was killed by signal {-process.returncode}")
+        return Reason(Code.ABI_MISMATCH, None,
+                      f"import {package} was killed by signal {-process.returncode}")
     lines = process.stderr.strip().splitlines()
     text = lines[-1][:300] if lines else f"exit status {process.returncode}"
-    return Reason(Code.ABI_MISMATCH, None, text) if _ABI.search(text) else Reason(Code.IMPORT_FAILED, package, text)
+    return (Reason(Code.ABI_MISMATCH, None, text) if _ABI.search(text)
+            else Reason(Code.IMPORT_FAILED, package, text))

@@ -60,7 +60,8 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.holders: list[FrameType] = []
-        self.suspect = False                   # a waiting thread believes that nobody will release it
+        # a waiting thread believes that nobody will release it
+        self.suspect = False
         self.checked_at = 0.0
         self.successor: dict[int, _State] = {}  # key 0: setdefault is atomic
 
@@ -80,13 +81,15 @@ class Lock:
         while True:
             state = self._state
             if blocking:
-                wait = POLL_SECONDS if end is None else min(POLL_SECONDS, max(end - time.monotonic(), 0.0))
+                wait = (POLL_SECONDS if end is None
+                        else min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
                 acquired = state.lock.acquire(timeout=wait)
             else:
                 acquired = state.lock.acquire(blocking=False)
             if acquired:
                 state.holders.append(frame)
-                if state is self._state and not (state.suspect and self._is_abandoned_by_self(state, frame)):
+                if (state is self._state
+                    and not (state.suspect and self._is_abandoned_by_self(state, frame))):
                     _thread.held.append(frame)
                     return True
                 state.holders.remove(frame)
@@ -101,7 +104,8 @@ class Lock:
         """Of a suspect lock that this thread owns: it was abandoned unless a frame below this one
         holds it."""
         thread = threading.get_ident()
-        if any(holder is not frame and is_running(holder, thread) for holder in list(state.holders)):
+        if any(holder is not frame and is_running(holder, thread)
+               for holder in list(state.holders)):
             return False
         self._state = state.successor.setdefault(0, _State())
         return True
@@ -115,7 +119,8 @@ class Lock:
         state.checked_at = now
         if not self._is_abandoned(state):
             return False
-        state.suspect = True                   # from here on its owner does not acquire it again ...
+        # from here on its owner does not acquire it again ...
+        state.suspect = True
         if not self._is_abandoned(state):      # ... but it may have done so just before
             state.suspect = False
             return False
@@ -198,8 +203,9 @@ def condition() -> threading.Condition:
     return threading.Condition(Lock())  # type: ignore[arg-type]
 
 
-_CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock.release.__code__, Lock.__enter__.__code__,
-             Lock.__exit__.__code__, Lock._release_save.__code__, Lock._acquire_restore.__code__}
+_CRITICAL = {Lock.acquire.__code__, Lock._acquire.__code__, Lock.release.__code__,
+             Lock.__enter__.__code__, Lock.__exit__.__code__, Lock._release_save.__code__,
+             Lock._acquire_restore.__code__}
 
 
 def _calling_frame() -> FrameType:

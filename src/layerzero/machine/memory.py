@@ -19,10 +19,12 @@ import torch
 from ..selection.policy import Policy
 
 FRESH_SECONDS = 0.25           # how long a reading is reused: a burst of misses queries once
-CHECK_SECONDS = 1.0            # between checks while less than PLENTY times the needed memory is free
+# between checks while less than PLENTY times the needed memory is free
+CHECK_SECONDS = 1.0
 RELAXED_CHECK_SECONDS = 10.0   # between checks otherwise
 PLENTY = 16                    # times the needed memory
-RETURN_FACTOR = 1.25           # a kernel left out for memory returns when this many times its workspace is free
+# a kernel left out for memory returns when this many times its workspace is free
+RETURN_FACTOR = 1.25
 UNLIMITED = 1 << 62
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -37,9 +39,11 @@ def headroom(kind: str, policy: Policy) -> int:
     return int(recent_free_bytes(kind) * policy.setting("memory_headroom_fraction"))
 
 
-_recent: dict[tuple[str, int], tuple[float, int]] = {}     # device -> (time, free bytes) of the last query
+# device -> (time, free bytes) of the last query
+_recent: dict[tuple[str, int], tuple[float, int]] = {}
 _query_lock = threading.Lock()                 # held by the thread that queries
-_last_free: dict[int, int] = {}                # device -> free bytes at the last query of the driver
+# device -> free bytes at the last query of the driver
+_last_free: dict[int, int] = {}
 
 
 def recent_free_bytes(kind: str) -> int:
@@ -85,7 +89,8 @@ def _read_number(path: Path) -> int | None:
 
 # (limit, usage, field of memory.stat with the reclaimable page cache), for cgroup 2, then 1
 _CGROUP_FILES = (("memory.max", "memory.current", "inactive_file "),
-                 ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "))
+                 ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes",
+                  "total_inactive_file "))
 
 
 def cgroup_free() -> int:
@@ -105,7 +110,8 @@ def _cgroup_folders() -> tuple[Path, ...]:
     """Returns the cgroup of this process and its visible ancestors: each has a limit of its own."""
     own = CGROUP
     try:
-        line = next((t for t in Path("/proc/self/cgroup").read_text().splitlines() if t.startswith("0::")), "")
+        line = next((t for t in Path("/proc/self/cgroup").read_text().splitlines()
+                     if t.startswith("0::")), "")
         own = CGROUP / line.removeprefix("0::").lstrip("/")
     except OSError:
         pass
@@ -144,7 +150,8 @@ class MemoryNeed:
 
     def __init__(self) -> None:
         self.served = 0                        # largest workspace of a selected kernel
-        self.lacking = 0                       # smallest workspace of a kernel left out for memory; 0: none
+        # smallest workspace of a kernel left out for memory; 0: none
+        self.lacking = 0
 
     def changes_with(self, headroom: int) -> bool:
         """Would a selection change with this headroom?"""
@@ -192,7 +199,8 @@ def ops_to_reselect(now: float, headroom_of: Callable[[str], int]) -> set[str]:
         for key in list(_needs):
             if key[0] in {op for op, _ in changed}:
                 del _needs[key]
-        tight = any(PLENTY * max(n.served, n.lacking) > headrooms.get(kind, 0) for (_, kind), n in _needs.items())
+        tight = any(PLENTY * max(n.served, n.lacking) > headrooms.get(kind, 0)
+                    for (_, kind), n in _needs.items())
         delay = CHECK_SECONDS if tight or changed else RELAXED_CHECK_SECONDS
         _next_check = now + delay if _needs or changed else None
     return {op for op, _ in changed}

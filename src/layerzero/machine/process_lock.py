@@ -27,7 +27,8 @@ def lock_path(name: str) -> Path:
 
 
 @contextmanager
-def process_lock(name: str, timeout: float, stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def process_lock(name: str, timeout: float, stop: Callable[[], bool] = lambda: False) -> Iterator[
+        None]:
     """Holds the lock of this name, after waiting for other processes at most `timeout` seconds or
     until `stop()`.
 
@@ -49,12 +50,14 @@ def process_lock(name: str, timeout: float, stop: Callable[[], bool] = lambda: F
         try:
             yield
         finally:
-            _try_flock(file, False)            # explicitly: a forked child may hold the file open too
+            # explicitly: a forked child may hold the file open too
+            _try_flock(file, False)
 
 
 def _open_private(path: Path) -> int:
     """Opens a file for this user alone, and never through a link."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW",
+                                                             0) | getattr(os, "O_CLOEXEC", 0)
     return os.open(path, flags, PRIVATE_FILE)
 
 

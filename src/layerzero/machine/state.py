@@ -27,10 +27,12 @@ def state_of(device: Device) -> dict[str, Any]:
     """Returns the software, machine and momentary state around a measurement; what is unknown is
     left out."""
     environment: dict[str, Any] = {
-        "machine": machine_id(), "platform": platform.platform(), "python": platform.python_version(),
-        "layerzero": installed_version("layerzero") or "unknown", "processors": os.cpu_count() or 0}
+        "machine": machine_id(), "platform": platform.platform(),
+        "python": platform.python_version(), "layerzero": installed_version("layerzero")
+        or "unknown", "processors": os.cpu_count() or 0}
     if device.type == "cuda" and device.vendor == "nvidia":
-        environment["uuid_class"] = uuid_class(device.name, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        environment["uuid_class"] = uuid_class(device.name,
+                                               os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         environment["state"] = _gpu_state(device.index)
     else:
         environment["state"] = {}
@@ -50,7 +52,8 @@ def uuid_class(name: str, visible: str) -> str:
 
 def _gpu_state(index: int) -> dict[str, Any]:
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    gpu = f"GPU-{uuid}" if uuid is not None else str(index)        # torch counts visible devices, nvidia-smi all
+    # torch counts visible devices, nvidia-smi all
+    gpu = f"GPU-{uuid}" if uuid is not None else str(index)
     query = f"--query-gpu={','.join(_SMI_FIELDS.values())}"
     try:
         smi = subprocess.run(["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"],
@@ -77,8 +80,10 @@ def _host_state() -> dict[str, Any]:
     state: dict[str, Any] = {}
     if hasattr(os, "getloadavg"):
         state["load_average"] = round(os.getloadavg()[0], 1)
-    zone, frequency = Path("/sys/class/thermal/thermal_zone0/temp"), Path("/sys/devices/system/cpu/cpu0/cpufreq")
-    for name, path, scale in (("cpu_temperature_c", zone, 1e-3), ("cpu_mhz", frequency / "scaling_cur_freq", 1e-3)):
+    zone, frequency = Path("/sys/class/thermal/thermal_zone0/temp"), Path(
+        "/sys/devices/system/cpu/cpu0/cpufreq")
+    for name, path, scale in (("cpu_temperature_c", zone, 1e-3),
+                              ("cpu_mhz", frequency / "scaling_cur_freq", 1e-3)):
         number = _read_text(path)
         if number.lstrip("-").isdigit():
             state[name] = round(int(number) * scale)

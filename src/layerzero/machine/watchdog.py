@@ -1,8 +1,8 @@
 """Runs a function for a limited time: in a process of its own, which may hang, crash or lose the
 device without harm to this one, or on a thread, which can be abandoned but not stopped.
 
-A function for a process is named by its import path ("package.module:name"); its arguments and its result travel as
-JSON. The process inherits sys.path and the environment, nothing else.
+A function for a process is named by its import path ("package.module:name"); its arguments and its
+result travel as JSON. The process inherits sys.path and the environment, nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Outcome:
     status: str
     value: Any = None
     why: str = ""
-    kind: str = ""                             # of a failure: faults.classify; "sticky" is a lost device
+    # of a failure: faults.classify; "sticky" is a lost device
+    kind: str = ""
 
     @property
     def ok(self) -> bool:
@@ -55,7 +56,8 @@ class Outcome:
             return None
         if self.status == "timeout":
             return Reason(Code.KERNEL_TIMEOUT, self.why, self.why)
-        return Reason(Code.DEVICE_FAULT if self.kind == "sticky" else Code.KERNEL_FAILED, None, self.why)
+        return Reason(Code.DEVICE_FAULT if self.kind == "sticky" else Code.KERNEL_FAILED, None,
+                      self.why)
 
 
 def run_isolated(function: str, *args: Any, timeout: float = TIMEOUT_S, path: Sequence[str] = (),
@@ -63,15 +65,18 @@ def run_isolated(function: str, *args: Any, timeout: float = TIMEOUT_S, path: Se
     """Calls `function` ("module:name") with `args` in another process. Whatever it does, this
     process goes on."""
     if ":" not in function:
-        raise ConfigError(f"run_isolated wants a function as 'package.module:name', got {function!r}")
+        raise ConfigError(
+            f"run_isolated wants a function as 'package.module:name', got {function!r}")
     try:
         job = json.dumps({"function": function, "args": args})
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"run_isolated({function!r}): the arguments must be plain JSON values: {e}") from e
+        raise ConfigError(
+            f"run_isolated({function!r}): the arguments must be plain JSON values: {e}") from e
     python_path = os.pathsep.join(dict.fromkeys([SOURCE, *path, *(p for p in sys.path if p)]))
     process = subprocess.Popen(
-        [sys.executable, "-c", "from layerzero.machine.watchdog import main; main()"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-c", "from layerzero.machine.watchdog import main; main()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": python_path, **(environ or {})})
     try:
         stdout, stderr = process.communicate(job, timeout=timeout)
@@ -135,7 +140,8 @@ def with_timeout(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
                 done.set()
 
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(work,), name="layerzero-call", daemon=True).start()
+        threading.Thread(target=context.run, args=(work,), name="layerzero-call",
+                         daemon=True).start()
         if not done.wait(seconds):
             raise Hung(seconds)
         if faults:
@@ -156,18 +162,21 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     """The entry point of the process: reads the job, runs it, writes the outcome."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                              # what the function prints must not mix with the reply
+    # what the function prints must not mix with the reply
+    os.dup2(2, 1)
     job = json.load(sys.stdin)
     try:
         value = resolve_import_path(job["function"])(*job["args"])
         reply = json.dumps({"status": "ran", "value": value})
-    except (Exception, SystemExit) as e:       # foreign code may raise anything; the reply says what
+    # foreign code may raise anything; the reply says what
+    except (Exception, SystemExit) as e:
         text = f"{type(e).__name__}: {str(e).strip()}"[:MAX_TEXT]
         traceback.print_exc()
         reply = json.dumps({"status": "failed", "why": text, "kind": classify(e)})
     print(reply, file=out, flush=True)
     out.close()
-    os._exit(0)                                # threads, and destructors of a lost device, are not waited for
+    # threads, and destructors of a lost device, are not waited for
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A block of a model as data: its ops, the plain torch between them, and the alternatives.
 
-`lz.tables.plan_block` searches for the cheapest way through it; models/decoder.py runs one call by call.
+`lz.tables.plan_block` searches for the cheapest way through it; models/decoder.py runs one call by
+call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Glue:
 
 @dataclass(frozen=True)
 class Either:
-    """Several ways to the same results, such as a fused op and its parts; the first is the plain one."""
+    """Several ways to the same results, such as a fused op and its parts; the first is the plain
+    one.
+    """
 
     ways: tuple[tuple[Part, ...], ...]
 

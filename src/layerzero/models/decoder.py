@@ -2,10 +2,10 @@
 
 A layer is norm -> qkv -> rope -> attention -> projection -> residual -> norm -> MLP -> residual.
 `layer_parts` declares it as data: `Decoder` runs the parts one call after the other,
-`decoder_block` passes them to lz.tables.plan_block. A Decoder records each intermediate value under the
-name of its stage, so that two runs can be compared stage by stage. Tensors are (batch, seq, ...),
-heads (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP is
-one.
+`decoder_block` passes them to lz.tables.plan_block. A Decoder records each intermediate value under
+the name of its stage, so that two runs can be compared stage by stage. Tensors are (batch, seq,
+...), heads (batch, seq, heads, head_dim). With `fused`, residual and norm are one call and the MLP
+is one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from .positions import rope_tables
 Weights = dict[str, Tensor]
 STAGES = ("ln1_out", "q", "k", "scores", "attn_out", "proj_out", "ln2_out", "fc1", "act", "output")
 _ACT: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "reglu": F.relu, "relu": F.relu,
-    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+    "swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "reglu": F.relu,
+    "relu": F.relu, "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
-_CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "none"), "activation": tuple(_ACT),
+_CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "none"),
+            "activation": tuple(_ACT),
             "rope_style": ("rotate_half", "interleaved")}
 
 
@@ -57,22 +59,27 @@ class DecoderConfig:
     tied: bool = False                         # the head shares the embedding's weight
 
     def __post_init__(self) -> None:
-        for name, value in (("kv_heads", self.heads), ("head_dim", self.hidden // max(self.heads, 1)),
+        for name, value in (("kv_heads", self.heads),
+                            ("head_dim", self.hidden // max(self.heads, 1)),
                             ("inner", 2 * self.hidden)):
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
-        sizes = ("hidden", "heads", "kv_heads", "layers", "head_dim", "inner", "vocab", "max_positions")
+        sizes = ("hidden", "heads", "kv_heads", "layers", "head_dim", "inner", "vocab",
+                 "max_positions")
         small = [n for n in sizes if getattr(self, n) < 1]
         if small:
             raise ConfigError(f"a decoder wants {small[0]} >= 1, got {getattr(self, small[0])}")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"a decoder wants heads to be a multiple of kv_heads, got {self.heads} and "
-                              f"{self.kv_heads}")
+            raise ConfigError(
+                f"a decoder wants heads to be a multiple of kv_heads, got {self.heads} and "
+                f"{self.kv_heads}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(f"rope wants an even head_dim, got {self.head_dim}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"a decoder's {name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"a decoder's {name} is one of {', '.join(choices)}; got "
+                    f"{getattr(self, name)!r}")
 
     @property
     def window_left(self) -> int:
@@ -88,8 +95,10 @@ class DecoderConfig:
         return self.activation in GATED
 
     def __str__(self) -> str:
-        return (f"hidden {self.hidden}, heads {self.heads}/{self.kv_heads} x {self.head_dim}, layers {self.layers}, "
-                f"MLP {self.inner} {self.activation}, {self.norm} norm, positions {self.positions}")
+        return (
+            f"hidden {self.hidden}, heads {self.heads}/{self.kv_heads} x {self.head_dim}, layers "
+            f"{self.layers}, MLP {self.inner} {self.activation}, {self.norm} norm, positions "
+            f"{self.positions}")
 
 
 CONFIGS: Mapping[str, DecoderConfig] = {
@@ -114,8 +123,9 @@ def parse_config(text: str) -> tuple[str, DecoderConfig]:
     for assignment in assignments:
         name, sign, value = assignment.partition("=")
         if not sign or name not in known:
-            raise ConfigError(f"--config: wanted one of {', '.join(CONFIGS)}, or name=value of {', '.join(known)}; "
-                              f"got {assignment!r}")
+            raise ConfigError(
+                f"--config: wanted one of {', '.join(CONFIGS)}, or name=value of "
+                f"{', '.join(known)}; got {assignment!r}")
         changes[name] = _value(name, known[name], value)
     if base is not None:
         # Sizes that depend on the changed ones are derived again.
@@ -124,7 +134,8 @@ def parse_config(text: str) -> tuple[str, DecoderConfig]:
         return text, replace(base, **{**dict.fromkeys(derived, 0), **changes})
     missing = [n for n in ("hidden", "heads") if n not in changes]
     if missing:
-        raise ConfigError(f"--config: a decoder needs hidden= and heads=; {missing[0]} is missing in {text!r}")
+        raise ConfigError(
+            f"--config: a decoder needs hidden= and heads=; {missing[0]} is missing in {text!r}")
     return text, DecoderConfig(**changes)
 
 
@@ -147,13 +158,16 @@ def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
     def around(center: float, size: int) -> Tensor:
         return center + 0.1 * (2 * torch.rand(size, generator=gen) - 1)
 
-    w = {"embed": torch.randn(c.vocab, c.hidden, generator=gen) * (c.hidden ** -0.5 if c.tied else 1.0)}
+    w = {"embed": torch.randn(c.vocab, c.hidden, generator=gen)
+         * (c.hidden ** -0.5 if c.tied else 1.0)}
     if c.positions == "learned":
         w["positions"] = 0.5 * torch.randn(c.max_positions, c.hidden, generator=gen)
     for i in range(c.layers):
-        layer = {"ln1": around(1.0, c.hidden), "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
+        layer = {"ln1": around(1.0, c.hidden),
+                 "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
                  "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
-                 "in": matrix((2 if c.gated else 1) * c.inner, c.hidden), "down": matrix(c.hidden, c.inner)}
+                 "in": matrix((2 if c.gated else 1) * c.inner, c.hidden),
+                 "down": matrix(c.hidden, c.inner)}
         if c.bias:
             names = ("qkv", "out", "in", "down", *(("ln1", "ln2") if c.norm == "layer" else ()))
             layer |= {f"{name}.bias": around(0.0, layer[name].shape[0]) for name in names}
@@ -215,7 +229,8 @@ class PastKV(Protocol):
 
     length: int
 
-    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor,
+               v: Tensor) -> Tensor: ...
 
 
 class ConcatKV:
@@ -229,7 +244,8 @@ class ConcatKV:
         if layer in self._kv:
             k, v = (torch.cat(pair, 1) for pair in zip(self._kv[layer], (k, v)))
         self._kv[layer] = k, v
-        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, causal_align="bottom_right",
+        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True,
+                         causal_align="bottom_right",
                          window_left=self.config.window_left, layout="bshd")
         return out
 
@@ -237,12 +253,14 @@ class ConcatKV:
 class CachedKV:
     """One lz.kv_cache per layer, read by lz.attention ("contiguous") or lz.paged_attention."""
 
-    def __init__(self, config: DecoderConfig, kind: str, batch: int, capacity: int, dtype: torch.dtype,
+    def __init__(self, config: DecoderConfig, kind: str, batch: int, capacity: int,
+                 dtype: torch.dtype,
                  device: str | torch.device = "cpu", page_size: int = 16) -> None:
         size = {"contiguous": {"sequences": batch, "max_len": capacity},
                 "paged": {"pages": batch * -(-capacity // page_size), "page_size": page_size}}[kind]
         self.config, self.kind, self.length, self.batch = config, kind, 0, batch
-        self.caches = [kv_cache(kind, **size, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype,
+        self.caches = [kv_cache(kind, **size, kv_heads=config.kv_heads, head_dim=config.head_dim,
+                                dtype=dtype,
                                 device=device) for _ in range(config.layers)]
         for cache in self.caches:
             for _ in range(batch):
@@ -254,14 +272,15 @@ class CachedKV:
         out: Tensor
         if self.kind == "contiguous":
             keys, values = (t[:self.batch, :self.length + new] for t in (cache.key, cache.value))
-            out = do("attention", query=q, key=keys, value=values, is_causal=True, causal_align="bottom_right",
+            out = do("attention", query=q, key=keys, value=values, is_causal=True,
+                     causal_align="bottom_right",
                      window_left=self.config.window_left, layout="bshd")
             return out
         starts = torch.arange(0, self.batch * new + 1, new, dtype=torch.int32, device=q.device)
-        out = do("paged_attention", query=q.flatten(0, 1), key_cache=cache.key, value_cache=cache.value,
-                 block_table=cache.block_table(), context_lens=cache.context_lens(),
-                 cu_seqlens_q=None if new == 1 else starts, max_seqlen_q=new, is_causal=True,
-                 window_left=self.config.window_left)
+        out = do("paged_attention", query=q.flatten(0, 1), key_cache=cache.key,
+                 value_cache=cache.value, block_table=cache.block_table(),
+                 context_lens=cache.context_lens(), cu_seqlens_q=None if new == 1 else starts,
+                 max_seqlen_q=new, is_causal=True, window_left=self.config.window_left)
         return out.unflatten(0, (self.batch, new))
 
 
@@ -360,7 +379,8 @@ class Decoder:
         positions = self.positions(tokens.shape[1], past)
         x = self._do("", ("embed",), "embedding", ids=tokens, weight=self.weights["embed"])
         if self.config.positions == "learned":
-            x = x + self._do("", ("learned",), "embedding", ids=positions, weight=self.weights["positions"])
+            x = x + self._do("", ("learned",), "embedding", ids=positions,
+                             weight=self.weights["positions"])
         return x, positions
 
     def positions(self, count: int, past: PastKV | None = None) -> Tensor:
@@ -411,15 +431,18 @@ class Decoder:
             return past.attend(do, i, q, k, v)
         if self.trace is not None:
             self._record(f"{i}.scores", attention_scores(self.config, q, k))
-        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, window_left=self.config.window_left,
+        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True,
+                         window_left=self.config.window_left,
                          layout="bshd")
         return out
 
     def _do(self, at: str, stages: tuple[str, ...], op: str, **arguments: Any) -> Any:
         out = self.do(op, **arguments)
         if self.trace is not None:
-            for n, (stage, value) in enumerate(zip(stages, (out,) if isinstance(out, Tensor) else out)):
-                self.trace[f"{self.prefix}{at}{stage}"] = StageValue(value.detach(), op, arguments, self.do.kernel, n)
+            for n, (stage, value) in enumerate(zip(stages, (out,) if isinstance(out, Tensor)
+                                                   else out)):
+                self.trace[f"{self.prefix}{at}{stage}"] = StageValue(value.detach(), op, arguments,
+                                                                     self.do.kernel, n)
         return out
 
     def _record(self, stage: str, value: Tensor) -> None:
@@ -491,7 +514,8 @@ def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor) -> Tensor:
     They are computed in float64, so that two of them differ only by q and k.
     """
     q, k = (t.detach().double().transpose(1, 2) for t in (q, k))
-    scores = q @ k.repeat_interleave(c.heads // c.kv_heads, 1).transpose(-1, -2) * c.head_dim ** -0.5
+    scores = q @ k.repeat_interleave(c.heads // c.kv_heads,
+                                     1).transpose(-1, -2) * c.head_dim ** -0.5
     positions = torch.arange(q.shape[2], device=q.device)
     distance = positions[:, None] - positions
     masked = (distance < 0) | (distance >= (c.window or q.shape[2]))

@@ -4,8 +4,8 @@ All kinds store pages and differ in what a page is:
     paged        small pages of a fixed pool, allocated one by one
     chunked      large pages, and a pool that grows when it is full
     contiguous   one page per sequence, of the maximum length
-`attend` calls lz.paged_attention, or lz.attention where sequences of equal length are adjacent in memory. So the kind,
-the page size, the layout and the dtype are facts that selection sees.
+`attend` calls lz.paged_attention, or lz.attention where sequences of equal length are adjacent in
+memory. So the kind, the page size, the layout and the dtype are facts that selection sees.
 
     cache = lz.kv_cache("paged", kv_heads=8, head_dim=128, pages=4096, page_size=16, dtype=torch.bfloat16)
     a, b = cache.add(), cache.add()
@@ -54,7 +54,8 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         if count > len(self.free):
-            raise CacheFull.of(f"{count} more pages are needed", f"{len(self.free)} of {len(self.uses)} are free")
+            raise CacheFull.of(f"{count} more pages are needed",
+                               f"{len(self.free)} of {len(self.uses)} are free")
         pages = [heapq.heappop(self.free) for _ in range(count)]
         for page in pages:
             self.uses[page] = 1
@@ -67,7 +68,8 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         for page in pages:
             if self.uses[page] == 0:
-                raise _invalid(Code.BLOCK_TABLE_INVALID, "in use to be released", "free already", f"page {page}")
+                raise _invalid(Code.BLOCK_TABLE_INVALID, "in use to be released", "free already",
+                               f"page {page}")
             self.uses[page] -= 1
             if self.uses[page] == 0:
                 heapq.heappush(self.free, page)
@@ -85,33 +87,43 @@ class _Sequence:
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages. Made by lz.kv_cache; not for use by several threads at once."""
+    """Keys and values of many sequences, in pages.
+
+    Made by lz.kv_cache; not for use by several threads at once.
+    """
 
     kind = ""
     max_pages: int | None = None               # per sequence
 
-    def __init__(self, *, pages: int, page_size: int, kv_heads: int, head_dim: int, head_dim_v: int | None = None,
-                 dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", layout: str = "NHD",
+    def __init__(self, *, pages: int, page_size: int, kv_heads: int, head_dim: int,
+                 head_dim_v: int | None = None, dtype: torch.dtype = torch.float32,
+                 device: str | torch.device = "cpu", layout: str = "NHD",
                  key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
                  cross_len: int = 0) -> None:
-        for name, size in (("pages", pages), ("page_size", page_size), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        for name, size in (("pages", pages), ("page_size", page_size), ("kv_heads", kv_heads),
+                           ("head_dim", head_dim)):
             if size < 1:
                 raise _invalid(Code.VALUE_OUT_OF_RANGE, ">= 1", size, name)
         if layout not in LAYOUTS:
             raise _invalid(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
         if not dtype.is_floating_point and dtype not in LIMITS:
-            raise _invalid(Code.KV_CACHE_DTYPE_MISMATCH, "a float, float8 or int8", str(dtype), "dtype")
+            raise _invalid(Code.KV_CACHE_DTYPE_MISMATCH, "a float, float8 or int8", str(dtype),
+                           "dtype")
         self.page_size, self.kv_heads, self.layout = page_size, kv_heads, layout
         self.head_dim, self.head_dim_v = head_dim, head_dim_v or head_dim
         self.dtype, self.device, self.cross_len = dtype, torch.device(device), cross_len
-        self.key_scale, self.value_scale = self._scale(key_scale, "key_scale"), self._scale(value_scale, "value_scale")
+        self.key_scale, self.value_scale = self._scale(key_scale, "key_scale"), self._scale(
+            value_scale, "value_scale")
         self.pool = PagePool(pages)
-        self.key, self.value = self._empty(pages, self.head_dim), self._empty(pages, self.head_dim_v)
+        self.key, self.value = self._empty(pages,
+                                           self.head_dim), self._empty(pages, self.head_dim_v)
         self._sequences: dict[int, _Sequence] = {}
         self._next = itertools.count()
-        self._tables: dict[tuple[int, ...], Tensor] = {}       # dropped when a sequence gets or loses a page
+        # dropped when a sequence gets or loses a page
+        self._tables: dict[tuple[int, ...], Tensor] = {}
         self._cross: KVCache | None = None
-        self._decoder: KVCache | None = None                   # set in a cross cache: the one it belongs to
+        # set in a cross cache: the one it belongs to
+        self._decoder: KVCache | None = None
 
     # sequences
 
@@ -158,12 +170,14 @@ class KVCache:
         It has its own pages and lengths, is written once per sequence, and never causal.
         """
         if self._decoder is not None or not self.cross_len:
-            raise _invalid(Code.MISSING_METADATA, "the longest encoder output, when the decoder's cache is made", None,
+            raise _invalid(Code.MISSING_METADATA,
+                           "the longest encoder output, when the decoder's cache is made", None,
                            "cross_len")
         if self._cross is None:
             self._cross = ChunkedCache(
-                chunk_size=self.cross_len, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
-                dtype=self.dtype, device=self.device, layout=self.layout)
+                chunk_size=self.cross_len, kv_heads=self.kv_heads, head_dim=self.head_dim,
+                head_dim_v=self.head_dim_v, dtype=self.dtype, device=self.device,
+                layout=self.layout)
             self._cross.max_pages, self._cross._decoder = 1, self
             self._cross._sequences = {name: _Sequence() for name in self._sequences}
         return self._cross
@@ -193,9 +207,11 @@ class KVCache:
         values, _ = self._split_rows(value, names, counts, "value")
         for what, rows, dim in (("key", keys, self.head_dim), ("value", values, self.head_dim_v)):
             if tuple(rows.shape[1:]) != (self.kv_heads, dim):
-                raise _invalid(Code.DIM_MISMATCH, f"(..., {self.kv_heads}, {dim})", str(tuple(rows.shape)), what)
+                raise _invalid(Code.DIM_MISMATCH, f"(..., {self.kv_heads}, {dim})",
+                               str(tuple(rows.shape)), what)
         if self._decoder is not None and any(self._get(n).length for n in names):
-            raise _invalid(Code.KV_METADATA_INVALID, "written once for each sequence", "a second append", "cross")
+            raise _invalid(Code.KV_METADATA_INVALID, "written once for each sequence",
+                           "a second append", "cross")
         self._make_room(names, counts)
         if keys.shape[0] == 0:
             return
@@ -207,7 +223,8 @@ class KVCache:
             s.length += count
         if self.dtype in LIMITS:
             self.key_scale = self._scale_for(keys) if self.key_scale is None else self.key_scale
-            self.value_scale = self._scale_for(values) if self.value_scale is None else self.value_scale
+            self.value_scale = (self._scale_for(values) if self.value_scale is None
+                                else self.value_scale)
         slot_index = torch.tensor(slots, device=self.device)
         self._write(self.key, slot_index, self._converted(keys, self.key_scale))
         self._write(self.value, slot_index, self._converted(values, self.value_scale))
@@ -264,10 +281,12 @@ class KVCache:
         if value is None:
             return None
         if self.dtype not in LIMITS:
-            raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"absent for a cache of {self.dtype}", "given", name)
+            raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"absent for a cache of {self.dtype}",
+                           "given", name)
         scale = torch.as_tensor(value, dtype=torch.float32, device=self.device)
         if tuple(scale.shape) not in ((), (1,), (self.kv_heads,)):
-            raise _invalid(Code.SCALE_LAYOUT_MISMATCH, f"one number or {self.kv_heads}, one per KV head",
+            raise _invalid(Code.SCALE_LAYOUT_MISMATCH,
+                           f"one number or {self.kv_heads}, one per KV head",
                            f"shape {tuple(scale.shape)} for {name}", name)
         return scale
 
@@ -282,7 +301,8 @@ class KVCache:
             rows = [self._get(n).pages for n in names]
             width = max(map(len, rows), default=0)
             filled = [row + [0] * (width - len(row)) for row in rows]
-            table = torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+            table = torch.tensor(filled, dtype=torch.int32,
+                                 device=self.device).reshape(len(rows), width)
             self._tables = {names: table}
         return table
 
@@ -300,7 +320,8 @@ class KVCache:
         def read(pool: Tensor, scale: Tensor | None) -> Tensor:
             rows = _bytes(pool)[pages].view(pool.dtype)
             rows = (rows if self.layout == "NHD" else rows.transpose(1, 2)).flatten(0, 1)[:s.length]
-            return rows.to(out_dtype) if scale is None else (rows.float() * scale.reshape(-1, 1)).to(out_dtype)
+            return (rows.to(out_dtype) if scale is None
+                    else (rows.float() * scale.reshape(-1, 1)).to(out_dtype))
 
         return read(self.key, self.key_scale), read(self.value, self.value_scale)
 
@@ -309,11 +330,13 @@ class KVCache:
         if layout not in LAYOUTS:
             raise _invalid(Code.LAYOUT_UNKNOWN, LAYOUTS, layout, "layout")
         if layout != self.layout:
-            self.key, self.value = (pool.transpose(1, 2).contiguous() for pool in (self.key, self.value))
+            self.key, self.value = (pool.transpose(1, 2).contiguous()
+                                    for pool in (self.key, self.value))
             self.layout = layout
 
-    def attend(self, query: Tensor, sequences: Sequence[int] | None = None, lengths: Sequence[int] | None = None, *,
-               is_causal: bool | None = None, scale: float | None = None, window_left: int = -1, softcap: float = 0.0,
+    def attend(self, query: Tensor, sequences: Sequence[int] | None = None,
+               lengths: Sequence[int] | None = None, *, is_causal: bool | None = None,
+               scale: float | None = None, window_left: int = -1, softcap: float = 0.0,
                return_lse: bool = False, backend: str | None = None) -> Any:
         """Attends from the newest tokens to their whole sequence. The query is packed as in
         `append`, or (batch, tokens, heads, dim); the result has its shape. Append the keys of these
@@ -326,36 +349,45 @@ class KVCache:
         for name, count in zip(names, counts):
             length = self._get(name).length
             if causal and count > length:
-                raise _invalid(Code.KV_METADATA_INVALID, f"at most {length}, the tokens of sequence {name}",
-                               f"{count}; append the keys of these tokens first", "the query's length")
-        options: dict[str, Any] = {"is_causal": causal, "scale": scale, "window_left": window_left, "softcap": softcap,
-                                   "return_lse": return_lse, **({"backend": backend} if backend else {})}
+                raise _invalid(Code.KV_METADATA_INVALID,
+                               f"at most {length}, the tokens of sequence {name}",
+                               f"{count}; append the keys of these tokens first",
+                               "the query's length")
+        options: dict[str, Any] = {"is_causal": causal, "scale": scale, "window_left": window_left,
+                                   "softcap": softcap,
+                                   "return_lse": return_lse,
+                                   **({"backend": backend} if backend else {})}
         result = self._attention(rows, names, counts, options)
         if query.dim() == 3:
             return result
         shape = query.shape[:2]
-        return tuple(t.unflatten(0, shape) for t in result) if return_lse else result.unflatten(0, shape)
+        return (tuple(t.unflatten(0, shape) for t in result) if return_lse
+                else result.unflatten(0, shape))
 
-    def _attention(self, query: Tensor, names: Sequence[int], counts: Sequence[int], options: dict[str, Any]) -> Any:
+    def _attention(self, query: Tensor, names: Sequence[int], counts: Sequence[int],
+                   options: dict[str, Any]) -> Any:
         starts = None
         if any(count != 1 for count in counts):
-            starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=self.device)
+            starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32,
+                                  device=self.device)
         return _call("paged_attention")(
             query, self.key, self.value, self.block_table(names), self.context_lens(names), starts,
-            key_scale=self.key_scale, value_scale=self.value_scale, max_seqlen_q=max(counts, default=0),
-            kv_layout=self.layout, **options)
+            key_scale=self.key_scale, value_scale=self.value_scale,
+            max_seqlen_q=max(counts, default=0), kv_layout=self.layout, **options)
 
     # shared
 
     def _empty(self, pages: int, dim: int) -> Tensor:
-        inner = (self.page_size, self.kv_heads) if self.layout == "NHD" else (self.kv_heads, self.page_size)
+        inner = ((self.page_size, self.kv_heads) if self.layout == "NHD"
+                 else (self.kv_heads, self.page_size))
         return torch.empty((pages, *inner, dim), dtype=self.dtype, device=self.device)
 
     def _chosen(self, sequences: Sequence[int] | None) -> Sequence[int]:
         if sequences is None:
             return self.sequences
         if len(set(sequences)) != len(sequences):
-            raise _invalid(Code.KV_METADATA_INVALID, "each sequence at most once", str(list(sequences)), "sequences")
+            raise _invalid(Code.KV_METADATA_INVALID, "each sequence at most once",
+                           str(list(sequences)), "sequences")
         return sequences
 
     def _split_rows(self, t: Tensor, names: Sequence[int], lengths: Sequence[int] | None,
@@ -375,7 +407,8 @@ class KVCache:
                                "lengths")
             lengths = [t.shape[0]] if len(names) == 1 else [1] * len(names)
         if len(lengths) != len(names) or sum(lengths) != t.shape[0] or min(lengths, default=0) < 0:
-            raise _invalid(Code.KV_METADATA_INVALID, f"{len(names)} numbers of sum {t.shape[0]}, the rows of {name}",
+            raise _invalid(Code.KV_METADATA_INVALID,
+                           f"{len(names)} numbers of sum {t.shape[0]}, the rows of {name}",
                            str(list(lengths)), "lengths")
         return t, lengths
 
@@ -394,7 +427,8 @@ class ChunkedCache(KVCache):
 
     kind = "chunked"
 
-    def __init__(self, *, chunk_size: int = 512, max_chunks: int | None = None, **shape: Any) -> None:
+    def __init__(self, *, chunk_size: int = 512, max_chunks: int | None = None,
+                 **shape: Any) -> None:
         super().__init__(pages=1, page_size=chunk_size, **shape)
         self.max_chunks = max_chunks
 
@@ -421,14 +455,17 @@ class ContiguousCache(KVCache):
     def __init__(self, *, sequences: int, max_len: int, **shape: Any) -> None:
         super().__init__(pages=sequences, page_size=max_len, **shape)
 
-    def _attention(self, query: Tensor, names: Sequence[int], counts: Sequence[int], options: dict[str, Any]) -> Any:
+    def _attention(self, query: Tensor, names: Sequence[int], counts: Sequence[int],
+                   options: dict[str, Any]) -> Any:
         states = [self._get(n) for n in names]
         side_by_side = bool(states) and all(
-            s.length == states[0].length > 0 and s.pages[0] == states[0].pages[0] + i for i, s in enumerate(states))
+            s.length == states[0].length > 0 and s.pages[0] == states[0].pages[0] + i
+            for i, s in enumerate(states))
         if not side_by_side or len(set(counts)) > 1 or self.dtype != query.dtype:
             return super()._attention(query, names, counts, options)
         first = states[0].pages[0]
-        key, value = (t if self.layout == "NHD" else t.transpose(1, 2) for t in (self.key, self.value))
+        key, value = (t if self.layout == "NHD" else t.transpose(1, 2)
+                      for t in (self.key, self.value))
         key, value = (t[first:first + len(states), :states[0].length] for t in (key, value))
         result = _call("attention")(query.unflatten(0, (len(states), counts[0])), key, value,
                                     causal_align="bottom_right",
@@ -438,16 +475,18 @@ class ContiguousCache(KVCache):
         return result[0].flatten(0, 1), result[1].transpose(1, 2).flatten(0, 1)
 
 
-_KINDS: dict[str, type[KVCache]] = {kind.kind: kind for kind in (ContiguousCache, PagedCache, ChunkedCache)}
+_KINDS: dict[str, type[KVCache]] = {kind.kind: kind
+                                    for kind in (ContiguousCache, PagedCache, ChunkedCache)}
 
 
 def kv_cache(kind: str, **options: Any) -> KVCache:
-    """A KV cache for one layer: "paged" (pages, page_size), "chunked" (chunk_size, max_chunks) or "contiguous"
-    (sequences, max_len).
+    """A KV cache for one layer: "paged" (pages, page_size), "chunked" (chunk_size, max_chunks) or
+    "contiguous" (sequences, max_len).
 
-    All take kv_heads, head_dim, head_dim_v, dtype (also float8 and int8), device, layout ("NHD" or "HND"), key_scale
-    and value_scale (of a quantized cache: one number or one per KV head; taken from the first append if not given),
-    and cross_len, the longest encoder output, for `cache.cross`.
+    All take kv_heads, head_dim, head_dim_v, dtype (also float8 and int8), device, layout ("NHD" or
+    "HND"), key_scale and value_scale (of a quantized cache: one number or one per KV head; taken
+    from the first append if not given), and cross_len, the longest encoder output, for
+    `cache.cross`.
     """
     cache_class = _KINDS.get(kind)
     if cache_class is None:

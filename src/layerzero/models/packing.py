@@ -34,5 +34,6 @@ def forget_packed(*weights: Tensor) -> int:
 def limit_packed(nbytes: int) -> None:
     """Set how many bytes packed copies of weights may take; 0 for none. Existing copies stay."""
     if nbytes < 0:
-        raise ConfigError(f"limit_packed wants a number of bytes >= 0, got {nbytes}; 0 packs nothing")
+        raise ConfigError(
+            f"limit_packed wants a number of bytes >= 0, got {nbytes}; 0 packs nothing")
     PACKED.limit = nbytes

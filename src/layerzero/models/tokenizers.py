@@ -33,29 +33,33 @@ def load_tokenizer(
         handle = _from_ranks(source, pattern, special_tokens)
     if identity is not None and identity != handle.id:
         reason = Reason(Code.TOKENIZER_MISMATCH, identity, handle.id)
-        raise DataError(f"lz.tokens.load_tokenizer: {handle.source}: {reason.message}; vocabulary, merges, normalizer, "
-                        "pre-tokenizer, special tokens or settings are not those", [reason])
+        raise DataError(
+            f"lz.tokens.load_tokenizer: {handle.source}: {reason.message}; vocabulary, merges, "
+            "normalizer, pre-tokenizer, special tokens or settings are not those", [reason])
     return handle
 
 
-def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, int] | None) -> TokenizerHandle:
+def _from_ranks(source: Any, pattern: str | None, special_tokens: Mapping[str, int]
+                | None) -> TokenizerHandle:
     if not isinstance(source, (str, os.PathLike)) or pattern is None:
         raise ConfigError(
-            "lz.tokens.load_tokenizer: pattern= and special_tokens= go with the path of a *.tiktoken file, and "
-            f"special tokens need a pattern; got {type(source).__name__} and pattern={pattern!r}")
+            "lz.tokens.load_tokenizer: pattern= and special_tokens= go with the path of a "
+            f"*.tiktoken file, and special tokens need a pattern; got {type(source).__name__} and "
+            f"pattern={pattern!r}")
     special = {} if special_tokens is None else special_tokens
     if not isinstance(pattern, str) or not isinstance(special, Mapping) or not all(
-            isinstance(token, str) and type(i) is int and 0 <= i < 2 ** 31 for token, i in special.items()):
+            isinstance(token, str) and type(i) is int and 0 <= i < 2 ** 31
+            for token, i in special.items()):
         raise ConfigError(
-            "lz.tokens.load_tokenizer: pattern= must be a text and special_tokens= a mapping of texts to ids, "
-            f"got {shown(pattern, most=80)} and {shown(special_tokens, most=80)}")
+            "lz.tokens.load_tokenizer: pattern= must be a text and special_tokens= a mapping of "
+            f"texts to ids, got {shown(pattern, most=80)} and {shown(special_tokens, most=80)}")
     path = os.fspath(source)
     content = read_bytes(path, "a *.tiktoken file", size=LIMITS.size)
     handle = tokenizer_identity.from_content(content, path, pattern, special_tokens)
     if handle.kind != "tiktoken":
         raise ConfigError(
-            f"lz.tokens.load_tokenizer: pattern= and special_tokens= go with a *.tiktoken file; {path!r} is for "
-            f"{handle.kind}, which has its own")
+            "lz.tokens.load_tokenizer: pattern= and special_tokens= go with a *.tiktoken file; "
+            f"{path!r} is for {handle.kind}, which has its own")
     return handle
 
 

@@ -19,7 +19,10 @@ LARGE = 1 << 22        # elements; more are drawn on the GPU that will use them
 
 
 def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
-    """Describe a call. Raises DataError for what cannot be described, such as a tokenizer object."""
+    """Describe a call.
+
+    Raises DataError for what cannot be described, such as a tokenizer object.
+    """
     arguments: dict[str, TensorSpec | Scalar] = {}
     for p in op.params:
         value = values.get(p.name, p.default)
@@ -29,8 +32,10 @@ def describe(op: Op, values: Mapping[str, Any], name: str = "") -> Call:
             if p.required or value != p.default:
                 arguments[p.name] = value
         elif p.kind != "generator":            # a new generator is made from the seed
-            raise DataError(f"lz.{op.name}: {p.name} is a {type(value).__name__}, which cannot be written down")
-    grad = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values.values())
+            raise DataError(
+                f"lz.{op.name}: {p.name} is a {type(value).__name__}, which cannot be written down")
+    grad = (torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad
+                                            for v in values.values()))
     return Call(op.name, arguments, grad=grad, name=name)
 
 
@@ -46,25 +51,32 @@ def _describe_tensor(tensor: Tensor) -> TensorSpec:
 
 
 def make_values(op: Op, call: Call, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """Return every parameter of the op by name; tensors are made from the seed, equal for equal seeds."""
+    """Return every parameter of the op by name; tensors are made from the seed, equal for equal
+    seeds.
+    """
     if call.case is not None:
         dtype = _torch_dtype(call.dtype)
         try:
             arguments = op.inputs(**call.case, dtype=dtype, device=device, seed=seed)
         except FAULTS as e:                    # a case from a file may hold anything
-            raise InvalidCall(f"lz.{op.name}: case {dict(call.case)!r:.200}: no inputs can be made of it: "
-                              f"{type(e).__name__}: {e}") from e
+            raise InvalidCall(
+                f"lz.{op.name}: case {dict(call.case)!r:.200}: no inputs can be made of it: "
+                f"{type(e).__name__}: {e}") from e
     else:
         unknown = [n for n in call.arguments if n not in op.by_name]
         if unknown:
-            raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
+            raise InvalidCall(
+                f"lz.{op.name} has no parameter {', '.join(unknown)}; it has "
+                f"{', '.join(op.by_name)}")
         generator = torch.Generator("cpu").manual_seed(seed)
         arguments = {n: _make_tensor(v, device, generator) if isinstance(v, TensorSpec) else v
                      for n, v in call.arguments.items()}
     values = {p.name: arguments.get(p.name, p.default) for p in op.params}
     missing = [p.name for p in op.params if p.required and p.name not in arguments]
     if missing:
-        raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(arguments) or 'nothing'}")
+        raise InvalidCall(
+            f"lz.{op.name} needs {', '.join(missing)}; the call has "
+            f"{', '.join(arguments) or 'nothing'}")
     if call.grad:
         for name in op.differentiable:
             if isinstance(values[name], Tensor) and values[name].is_floating_point():
@@ -79,12 +91,15 @@ def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> T
     elif dtype.is_floating_point or dtype.is_complex:
         flat = _normal(spec.shape, device, generator).to(dtype)
     else:
-        flat = torch.randint(0, max(spec.below, 2), spec.shape, generator=generator, dtype=torch.int64).to(dtype)
+        flat = torch.randint(0, max(spec.below, 2), spec.shape, generator=generator,
+                             dtype=torch.int64).to(dtype)
     if spec.strides is None:
         return flat.to(device)
-    extent = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides)) if all(spec.shape) else 0
+    extent = (1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.strides)) if all(spec.shape)
+              else 0)
     tensor = torch.zeros(extent, dtype=dtype, device=device).as_strided(spec.shape, spec.strides)
-    if 0 in spec.strides:                      # an expanded tensor: repeated elements are written once
+    # an expanded tensor: repeated elements are written once
+    if 0 in spec.strides:
         axes = tuple(0 if s == 0 else slice(None) for s in spec.strides)
         tensor[axes] = flat.to(device)[axes]
     else:
@@ -93,11 +108,12 @@ def _make_tensor(spec: TensorSpec, device: str, generator: torch.Generator) -> T
 
 
 def _normal(shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
-    """Draw on the host, so that the numbers are equal on every device; a large tensor on the GPU, since the host would
-    take seconds."""
+    """Draw on the host, so that the numbers are equal on every device; a large tensor on the GPU,
+    since the host would take seconds."""
     if math.prod(shape) < LARGE or torch.device(device).type != "cuda":
         return torch.randn(shape, generator=generator, dtype=torch.float32)
-    on_device = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+    on_device = torch.Generator(device).manual_seed(
+        int(torch.randint(1 << 62, (), generator=generator)))
     return torch.randn(shape, generator=on_device, dtype=torch.float32, device=device)
 
 

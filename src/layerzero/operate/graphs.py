@@ -1,9 +1,9 @@
 """CUDA graphs: prepare and make a capture, try one, and keep an eye on the kernels of live graphs.
 
-A graph keeps the kernels that were chosen when it was captured: no later change of policy, measurements or health
-reaches into it. `graph` remembers the choices for as long as the graph lives, and an event says when one of its kernels
-has been taken out of service since. `attempt` makes a trial capture and returns what went wrong;
-verify/kernel/capture.py judges by it.
+A graph keeps the kernels that were chosen when it was captured: no later change of policy,
+measurements or health reaches into it. `graph` remembers the choices for as long as the graph
+lives, and an event says when one of its kernels has been taken out of service since. `attempt`
+makes a trial capture and returns what went wrong; verify/kernel/capture.py judges by it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from ..world.snapshot import World
 
 LIBRARY_FILES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}",
                  contextlib.__file__, "<")
-WARM_UPS = 3                                   # calls before a capture: libraries settle their plans within these
+# calls before a capture: libraries settle their plans within these
+WARM_UPS = 3
 Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 
 
 @dataclass(frozen=True)
 class GraphKernelDisabled(HealthChanged):
-    """A kernel that a live CUDA graph was captured with has been taken out of service; the graph still runs it."""
+    """A kernel that a live CUDA graph was captured with has been taken out of service; the graph
+    still runs it.
+    """
 
     name: ClassVar[str] = "graph_kernel_disabled"
     graph: str = ""
@@ -51,7 +54,8 @@ def why_no_capture() -> str:
     """Return why no CUDA graph can be captured on this machine; "" if one can."""
     if torch.cuda.is_available():
         return ""
-    return f"there is no CUDA device here (torch {torch.__version__} sees none), so no CUDA graph can be captured"
+    return (f"there is no CUDA device here (torch {torch.__version__} sees none), so no CUDA graph "
+            "can be captured")
 
 
 # Live graphs and their kernels.
@@ -62,9 +66,11 @@ class HeldGraph:
 
     label: str
     calls: Calls = field(default_factory=dict)
-    disabled: dict[str, Reason] = field(default_factory=dict)      # its kernels that were taken out of service since
+    # its kernels that were taken out of service since
+    disabled: dict[str, Reason] = field(default_factory=dict)
     _kernels: tuple[Kernel, ...] = ()
-    _loaded: tuple[Any, ...] = ()              # keeps their code in memory after they are unregistered
+    # keeps their code in memory after they are unregistered
+    _loaded: tuple[Any, ...] = ()
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -76,7 +82,8 @@ class HeldGraph:
             reason = _out_of_service(world, kernel)
             if reason is not None and kernel.id not in self.disabled:
                 self.disabled[kernel.id] = reason
-                events.emit(GraphKernelDisabled(kernel.op.name, kernel.id, "disabled", reason, self.label))
+                events.emit(GraphKernelDisabled(kernel.op.name, kernel.id, "disabled", reason,
+                                                self.label))
 
 
 _held: weakref.WeakSet[HeldGraph] = weakref.WeakSet()
@@ -108,7 +115,8 @@ def _out_of_service(world: World, kernel: Kernel) -> Reason | None:
 
 @contextmanager
 def graph(cuda_graph: Any, **options: Any) -> Iterator[HeldGraph]:
-    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of the calls.
+    """Capture into `cuda_graph` as `with torch.cuda.graph(...)` does, and remember the kernels of
+    the calls.
 
     Takes the options of torch.cuda.graph (pool, stream, capture_error_mode). Warm up first:
     `lz.graphs.warmup_capture(fn)`.
@@ -133,18 +141,22 @@ def hold(held: HeldGraph, calls: Calls) -> None:
 
 @contextmanager
 def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
-    """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator capturing."""
+    """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator
+    capturing.
+    """
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
     collecting = gc.isenabled()
     gc.disable()                               # freeing an earlier graph would end the capture
     try:
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(cuda_graph, pool=pool, **options):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(cuda_graph, pool=pool,
+                                                                              **options):
             yield
     except BaseException:                      # also an interrupt: clean up after the capture first
         generator.graphsafe_set_state(generator.clone_state())
-        with suppress(RuntimeError, AttributeError):           # the allocator has ended already, or never began
+        # the allocator has ended already, or never began
+        with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(index, pool)
         raise
     finally:
@@ -158,12 +170,15 @@ def hits() -> dict[str, dict[str, int]]:
 
 def since(before: Mapping[str, Mapping[str, int]]) -> Calls:
     """Return the calls of each op and kernel since `before`, an earlier result of hits()."""
-    grown = {op: {k: n - before.get(op, {}).get(k, 0) for k, n in kernels.items()} for op, kernels in hits().items()}
-    return {op: called for op, kernels in grown.items() if (called := {k: n for k, n in kernels.items() if n > 0})}
+    grown = {op: {k: n - before.get(op, {}).get(k, 0) for k, n in kernels.items()}
+             for op, kernels in hits().items()}
+    return {op: called for op, kernels in grown.items()
+            if (called := {k: n for k, n in kernels.items() if n > 0})}
 
 
 def warm_up(fn: Callable[[], Any], stream: Any = None, times: int = WARM_UPS) -> None:
-    """Run `fn` as it will be captured, on a side stream: libraries make handles and plans, kernels are compiled.
+    """Run `fn` as it will be captured, on a side stream: libraries make handles and plans, kernels
+    are compiled.
 
     The kernels are those that a capture will choose, which need not be those of a call outside one.
     """
@@ -176,8 +191,10 @@ def warm_up(fn: Callable[[], Any], stream: Any = None, times: int = WARM_UPS) ->
     torch.cuda.synchronize()
 
 
-def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS, **kwargs: Any) -> None:
-    """Run `fn(*args, **kwargs)` a few times as it will be captured; call this before the capture."""
+def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS,
+                   **kwargs: Any) -> None:
+    """Run `fn(*args, **kwargs)` a few times as it will be captured; call this before the capture.
+    """
     if problem := why_no_capture():
         raise ConfigError(f"lz.graphs.warmup_capture: {problem}")
     warm_up(lambda: fn(*args, **kwargs), times=times)
@@ -189,7 +206,8 @@ def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS, **
 class Problem:
     """What went wrong in a capture."""
 
-    kind: str                                  # no cuda | sync | allocation | no kernel | fault | stale result
+    # no cuda | sync | allocation | no kernel | fault | stale result
+    kind: str
     text: str
     where: str = ""                            # file and line of the statement, if known
 
@@ -199,19 +217,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A capture that was tried. `graph` can be replayed, and writes `result`, if there are no problems."""
+    """A capture that was tried.
+
+    `graph` can be replayed, and writes `result`, if there are no problems.
+    """
 
     graph: Any = None
     result: Any = None
     calls: Calls = field(default_factory=dict)
     pool_bytes: int = 0                        # in the graph's own pool
-    device_bytes: int = 0                      # no longer free on the device; includes the executable graph
+    # no longer free on the device; includes the executable graph
+    device_bytes: int = 0
     problems: tuple[Problem, ...] = ()
     begun: bool = True                         # False: it failed before the capture
 
 
-def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS, **options: Any) -> Attempt:
-    """Warm up and capture `fn`. Problems are returned, not raised; a lost device raises DeviceLost."""
+def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
+            **options: Any) -> Attempt:
+    """Warm up and capture `fn`.
+
+    Problems are returned, not raised; a lost device raises DeviceLost.
+    """
     side = stream or torch.cuda.Stream()
     try:
         warm_up(fn, side, warm_ups)
@@ -220,7 +246,8 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
     cuda_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     gc.collect()
     torch.cuda.empty_cache()
-    with torch.cuda.stream(side):              # torch keeps generator state there, outside of any pool; `pin`
+    # torch keeps generator state there, outside of any pool; `pin`
+    with torch.cuda.stream(side):
         pin = torch.empty(1, device="cuda")    # keeps their segment from being freed
     free, reserved, segments = _memory()
     before = hits()
@@ -231,30 +258,38 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
         calls, first = since(before), first_cause(e)
         problems = [problem_of(first)]
         if problems[0].kind == "sync":         # the first one ended the capture; there may be more
-            problems += [Problem("sync", "waits for the device", where) for where in synchronizations(fn)
+            problems += [Problem("sync", "waits for the device", where)
+                         for where in synchronizations(fn)
                          if where not in problems[0].where]
         return Attempt(calls=calls, problems=tuple(problems))
     torch.cuda.synchronize()
     free_after, reserved_after, after = _memory()
     del pin
-    known = any("segment_pool_id" in s for s in after.values())        # torch reports the pool of a segment since 2.3
+    # torch reports the pool of a segment since 2.3
+    known = any("segment_pool_id" in s for s in after.values())
     in_pool = [s for s in after.values() if tuple(s.get("segment_pool_id", ())) == tuple(pool)]
     outside = [s for address, s in after.items()
                if address not in segments and tuple(s.get("segment_pool_id", pool)) != tuple(pool)]
     pool_bytes = sum(s["total_size"] for s in in_pool) if known else reserved_after - reserved
     outside_bytes = sum(s["total_size"] for s in outside)
-    problems = [Problem("allocation", f"{outside_bytes} bytes were allocated outside the graph's own pool, so on a "
-                        "stream that is not captured")] if outside else []
-    return Attempt(cuda_graph, result, since(before), pool_bytes, free - free_after, tuple(problems))
+    problems = (
+        [Problem("allocation",
+                 f"{outside_bytes} bytes were allocated outside the graph's own pool, so on a "
+                 "stream that is not captured")] if outside else [])
+    return Attempt(cuda_graph, result, since(before), pool_bytes, free - free_after,
+                   tuple(problems))
 
 
 def _memory() -> tuple[int, int, dict[int, Any]]:
     free, _ = torch.cuda.mem_get_info()
-    return free, torch.cuda.memory_reserved(), {s["address"]: s for s in torch.cuda.memory_snapshot()}
+    return free, torch.cuda.memory_reserved(), {s["address"]: s
+                                                for s in torch.cuda.memory_snapshot()}
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first error of a chain: ending a failed capture raises another over the one that says why."""
+    """Return the first error of a chain: ending a failed capture raises another over the one that
+    says why.
+    """
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error
@@ -263,17 +298,23 @@ def first_cause(error: BaseException) -> BaseException:
 def problem_of(error: BaseException, prefix: str = "") -> Problem:
     kind = faults.classify(error)
     if kind == "sticky" or isinstance(error, DeviceLost):
-        raise DeviceLost(f"{prefix}the device was lost: {error}. The device context is lost; restart the process.",
-                         [faults.reason_of(error, "sticky")]) from error
-    problem_kind = "sync" if kind in ("capture", "lost") else "allocation" if kind == "memory" else (
-        "no kernel" if Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ()) else "fault")
+        raise DeviceLost(
+            f"{prefix}the device was lost: {error}. The device context is lost; restart the "
+            "process.",
+            [faults.reason_of(error, "sticky")]) from error
+    problem_kind = ("sync" if kind in ("capture", "lost") else "allocation" if kind == "memory"
+                    else (
+         "no kernel" if Code.CUDA_GRAPH_UNSAFE in getattr(error, "codes", ()) else "fault"))
     lines = str(error).strip().splitlines()
-    return Problem(problem_kind, f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400], place_of(error))
+    return Problem(problem_kind,
+                   f"{prefix}{type(error).__name__}: {lines[0] if lines else ''}"[:400],
+                   place_of(error))
 
 
 def place_of(error: BaseException) -> str:
     """Return the innermost line of the traceback outside torch and this library."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FILES)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__)
+              if not f.filename.startswith(LIBRARY_FILES)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
@@ -289,4 +330,5 @@ def synchronizations(fn: Callable[[], Any]) -> list[str]:
             pass
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    return list(dict.fromkeys(f"{w.filename}:{w.lineno}" for w in seen if "synchronizing CUDA" in str(w.message)))
+    return list(dict.fromkeys(f"{w.filename}:{w.lineno}" for w in seen
+                              if "synchronizing CUDA" in str(w.message)))

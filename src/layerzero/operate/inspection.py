@@ -1,4 +1,6 @@
-"""Questions about selection (explain, which, validate, list, doctor, stats), answered by the code that selects."""
+"""Questions about selection (explain, which, validate, list, doctor, stats), answered by the code
+that selects.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
         if op in ops:
             public_function(ops[op])           # made now if it was never called
             return dispatchers[op]
-        raise ConfigError(f"there is no op {op!r}{suggest(op, ops)}; known: {', '.join(sorted(ops))}")
+        raise ConfigError(
+            f"there is no op {op!r}{suggest(op, ops)}; known: {', '.join(sorted(ops))}")
     for dispatcher in dispatchers.values():
         if op in (dispatcher.public, dispatcher.python_call):
             return dispatcher
@@ -44,7 +47,9 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
 
 
 def generated_code(op: str | Callable[..., Any], /) -> str:
-    """Return the generated Python text that calls of an operation run through, as a debugger shows it."""
+    """Return the generated Python text that calls of an operation run through, as a debugger shows
+    it.
+    """
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     code = dispatcher.python_call.__code__
@@ -53,9 +58,11 @@ def generated_code(op: str | Callable[..., Any], /) -> str:
     return f"# {code.co_filename}{note}\n{text}"
 
 
-def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, policy: Any = None,
+def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
+            policy: Any = None,
             on: Device | None = None, **kwargs: Any) -> Plan:
-    """Return the whole decision for this call: every kernel, accepted or rejected, every reason. Runs nothing.
+    """Return the whole decision for this call: every kernel, accepted or rejected, every reason.
+    Runs nothing.
 
     `on` asks for another device than the tensors' own, so that a choice can be examined anywhere.
     """
@@ -82,8 +89,10 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
         if adaptation is None:
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **adaptation.values)
-        rates = _with_device(worlds.current(), on).surroundings(plan.facts["device"], override).rates
-        return replace(plan, steps=tuple(with_casts(step, adaptation.casts, rates) for step in plan.steps))
+        rates = _with_device(worlds.current(), on).surroundings(plan.facts["device"],
+                                                                override).rates
+        return replace(plan, steps=tuple(with_casts(step, adaptation.casts, rates)
+                                         for step in plan.steps))
     world = _with_device(worlds.current(), on)
     if on is not None:
         facts = {**facts, "device": on.type}
@@ -93,9 +102,13 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     if on is not None:
         return plan
     key = dispatcher.key_of(*values) if override is context.current.get() else None
-    progress = learning.progress_of(dispatcher.op, world, plan) if override is None else lambda kernel: ""
-    steps = tuple(s._replace(note=", ".join(filter(None, (*_notes(s, dispatcher, world), progress(s.kernel)))))
-                  for s in plan.steps)
+    progress = (learning.progress_of(dispatcher.op, world, plan) if override is None
+                else lambda kernel: "")
+    steps = (
+        tuple(
+            s._replace(
+                note=", ".join(filter(None, (*_notes(s, dispatcher, world), progress(s.kernel)))))
+            for s in plan.steps))
     return replace(plan, steps=steps, from_cache=key is not None and key in dispatcher.cache.table)
 
 
@@ -106,7 +119,8 @@ def _notes(step: Step, dispatcher: Dispatcher, world: worlds.World) -> Iterator[
     health = world.health.get(world.catalog.by_id[step.kernel].health)
     failures, last = faults_of(step.kernel, dispatcher.calls_of(step.kernel))
     if health is not None:
-        yield f"{health.state}, {health.failures} faults; last: {health.reason.got if health.reason else ''}"
+        yield (f"{health.state}, {health.failures} faults; last: "
+               f"{health.reason.got if health.reason else ''}")
     elif failures and last is not None:
         yield f"{failures} of its last calls failed; last: {last.got}"
     if times := dispatcher.ledger.fallbacks.get(step.kernel):
@@ -125,7 +139,8 @@ def select_kernel(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     plan = explain(op, *args, **kwargs)
     if not plan.steps:
         override = context.override_for_call(kwargs.get("backend"), kwargs.get("policy"))
-        raise no_kernel_error(_with_device(worlds.current(), kwargs.get("on")), worlds.current().catalog.ops[plan.op],
+        raise no_kernel_error(_with_device(worlds.current(), kwargs.get("on")),
+                              worlds.current().catalog.ops[plan.op],
                               plan.facts, override)
     return plan
 
@@ -137,8 +152,11 @@ def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
     return kernel
 
 
-def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs: Any) -> tuple[Reason, ...]:
-    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are reasons too."""
+def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any,
+             **kwargs: Any) -> tuple[Reason, ...]:
+    """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are
+    reasons too.
+    """
     kernels = worlds.current().catalog.by_id
     if kernel not in kernels:
         raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, kernels)}")
@@ -147,7 +165,9 @@ def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any, **kwargs:
     except InvalidCall as e:
         return e.reasons
     if kernels[kernel].op.name != plan.op:
-        raise ConfigError(f"{kernel} is a kernel of lz.{kernels[kernel].op.name}; this call is one of lz.{plan.op}")
+        raise ConfigError(
+            f"{kernel} is a kernel of lz.{kernels[kernel].op.name}; this call is one of "
+            f"lz.{plan.op}")
     return plan.why_not(kernel)
 
 
@@ -157,7 +177,8 @@ class KernelInfo(Record):
 
     id: str
     op: str
-    status: str                                # ready | not warmed | untested on hardware | unavailable | ...
+    # ready | not warmed | untested on hardware | unavailable | ...
+    status: str
     reasons: tuple[Reason, ...]
     requires: tuple[str, ...]
     package: str
@@ -165,7 +186,9 @@ class KernelInfo(Record):
 
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
-    """Return every kernel with its status on this machine's device (the first accelerator, else the CPU)."""
+    """Return every kernel with its status on this machine's device (the first accelerator, else the
+    CPU).
+    """
     world = worlds.current()
     if op is not None:
         dispatcher_of(op)
@@ -177,8 +200,9 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
             continue
         roster = world.roster(o, kind, surroundings)
         reasons = {r.kernel: r.reasons for r in roster.rejected}
-        rows += [KernelInfo(k.id, o.name, status_of(k, reasons.get(k.id, ()), world), reasons.get(k.id, ()),
-                            tuple(map(str, k.requires)), k.package, k.note) for k in world.kernels(o.name)]
+        rows += [KernelInfo(k.id, o.name, status_of(k, reasons.get(k.id, ()), world),
+                            reasons.get(k.id, ()), tuple(map(str, k.requires)), k.package, k.note)
+                 for k in world.kernels(o.name)]
     return rows
 
 
@@ -222,7 +246,10 @@ class DoctorReport(Record, json="ok checks versions devices"):
 
 
 def doctor(deep: bool = False) -> DoctorReport:
-    """Report what is installed, what is broken and what to do. `deep` imports each library in its own process."""
+    """Report what is installed, what is broken and what to do.
+
+    `deep` imports each library in its own process.
+    """
     checks: list[DoctorCheck] = []
     try:
         devices = hardware.all_devices()
@@ -233,20 +260,25 @@ def doctor(deep: bool = False) -> DoctorReport:
         world = worlds.current()
     except ConfigError as e:
         return DoctorReport(
-            (*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")), devices
+            (*checks, DoctorCheck("configuration", False, str(e), "nothing of it was applied")),
+            devices
         )
     checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
                               f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
     state = native.status()
-    checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text, state.hint))
+    checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text,
+                              state.hint))
     store = measurements.status()
     checks.append(DoctorCheck("measurements", store.ok, store.text, store.hint))
     for device in devices:
         shipped = measurements.shipped_status(world, device)
-        checks.append(DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text, shipped.hint))
+        checks.append(DoctorCheck(f"shipped measurements ({device.type})", shipped.ok, shipped.text,
+                                  shipped.hint))
     learns = world.policy.setting("learn")
     checks.append(DoctorCheck("learning", True, str(learning.status()) if learns else "off",
-                              "" if learns else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it serves"))
+                              "" if learns
+                              else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it "
+                                   "serves"))
     for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
@@ -261,7 +293,8 @@ def doctor(deep: bool = False) -> DoctorReport:
             reason = loading.import_in_subprocess(kernel.package)
         distribution = kernel.distribution or kernel.package.replace("_", "-")
         missing = reason is not None and reason.code.value == "NOT_INSTALLED"
-        text = reason.message if reason else f"{distribution} {loading.installed_version(distribution) or ''}".strip()
+        text = (reason.message if reason
+                else f"{distribution} {loading.installed_version(distribution) or ''}".strip())
         checks.append(DoctorCheck(f"library {kernel.package}", reason is None or missing, text,
                                   reason.code.advice if reason and not missing else ""))
     for name, health in world.health.items():
@@ -272,13 +305,15 @@ def doctor(deep: bool = False) -> DoctorReport:
         checks.append(DoctorCheck(f"loading {name}", False, reason.message, reason.code.advice))
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
-        checks.append(DoctorCheck(f"refused by {name}", True, f"{len(kinds)} kinds of calls; last: {kind}",
+        checks.append(DoctorCheck(f"refused by {name}", True,
+                                  f"{len(kinds)} kinds of calls; last: {kind}",
                                   reason.message))
     compiles = compiling.status()
     if compiles.compiling:
         checks.append(DoctorCheck("compiling in the background", True, str(compiles),
                                   "another kernel serves meanwhile"))
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "layerzero": _version()}
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__,
+                "layerzero": _version()}
     return DoctorReport(tuple(checks), devices, versions)
 
 
@@ -288,7 +323,9 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class Stats(Record):
-    """Calls by op and kernel; events by name; what was learned while serving; what compiles in the background."""
+    """Calls by op and kernel; events by name; what was learned while serving; what compiles in the
+    background.
+    """
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]
@@ -297,7 +334,8 @@ class Stats(Record):
 
 
 def stats() -> Stats:
-    calls = {name: {k: n for k, n in d.hits().items() if n} for name, d in dispatchers.items() if d.world is not None}
+    calls = {name: {k: n for k, n in d.hits().items() if n} for name, d in dispatchers.items()
+             if d.world is not None}
     totals: dict[str, int] = {}
     for (name, _, _), n in events.counts().items():
         totals[name] = totals.get(name, 0) + n
@@ -312,7 +350,8 @@ def get_config() -> dict[str, Any]:
         policy = policy.with_layer(layer)
     source = {name: layer.name for layer in reversed(policy.layers) for name in layer.settings}
     # without its password
-    settings = {**policy.settings, "perfdb": perf_loading.without_password(policy.setting("perfdb"))}
+    settings = {**policy.settings,
+                "perfdb": perf_loading.without_password(policy.setting("perfdb"))}
     return {"settings": settings, "source": {n: source.get(n, "default") for n in policy.settings},
             "rules": [{**r.to_json(), "layer": layer.name, "text": str(r)}
                       for layer in policy.layers for r in layer.rules],

@@ -1,8 +1,8 @@
 """Is this process ready to serve? The report, and the checks that need no calls.
 
-A check says ok, warning or fail, what was wanted, what came and what to do. None of them writes anything,
-starts a device that is not asked about, or waits for another process. The checks of the calls themselves
-(kernels, certificates, warm-up, measurements, tables) are in plan/readiness.py.
+A check says ok, warning or fail, what was wanted, what came and what to do. None of them writes
+anything, starts a device that is not asked about, or waits for another process. The checks of the
+calls themselves (kernels, certificates, warm-up, measurements, tables) are in plan/readiness.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ..world.snapshot import World
 SCHEMA = "layerzero.readiness/1"
 OK, WARNING, FAIL = "ok", "warning", "fail"
 TESTED = {"python": ">=3.10,<3.14", "torch": ">=2.8,<2.14"}    # what the test suite runs on
-LITTLE_MEMORY = 0.05                           # of all memory: with less free, an allocation is likely to fail
+# of all memory: with less free, an allocation is likely to fail
+LITTLE_MEMORY = 0.05
 READ_SECONDS = 2.0                             # for a database that another process writes
 
 
@@ -57,8 +58,11 @@ class ReadinessCheck(Record):
     details: tuple[str, ...] = ()              # each finding, where there are several
 
     @classmethod
-    def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding], otherwise: str) -> ReadinessCheck:
-        """Return the verdict over all findings; without any it is ok, and `otherwise` says what is there."""
+    def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding],
+           otherwise: str) -> ReadinessCheck:
+        """Return the verdict over all findings; without any it is ok, and `otherwise` says what is
+        there.
+        """
         ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
         if not ordered:
             return cls(name, OK, want, otherwise)
@@ -94,12 +98,14 @@ class Readiness:
         return next(c for c in self.checks if c.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed), "warnings": len(self.warnings),
+        return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed),
+                "warnings": len(self.warnings),
                 "device": self.device, "checks": encode(self.checks)}
 
     def __str__(self) -> str:
-        lines = [f"{'ready' if self.ok else 'not ready'}: {len(self.checks)} checks, {len(self.failed)} failed, "
-                 f"{len(self.warnings)} warnings"]
+        lines = [
+            f"{'ready' if self.ok else 'not ready'}: {len(self.checks)} checks, {len(self.failed)} "
+            f"failed, {len(self.warnings)} warnings"]
         for c in self.checks:
             lines.append(f"  {c.state:<8} {c.name:<13} {c.got}")
             lines += [f"           wanted: {c.want}"] * (c.state != OK)
@@ -111,7 +117,8 @@ class Readiness:
 
 def check_policy(world: World) -> ReadinessCheck:
     settings = world.policy.settings
-    findings = [f for layer in world.policy.layers for rule in layer.rules for f in _rule_findings(rule, world)]
+    findings = [f for layer in world.policy.layers for rule in layer.rules
+                for f in _rule_findings(rule, world)]
     if world.policy_file is not None:
         ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
         try:
@@ -126,10 +133,13 @@ def check_policy(world: World) -> ReadinessCheck:
             )
     if settings["disabled"]:
         findings.append(
-            ReadinessFinding(WARNING, "disabled is set: every call goes to torch's default", "unset disabled")
+            ReadinessFinding(WARNING, "disabled is set: every call goes to torch's default",
+                             "unset disabled")
         )
     if settings["strict_mode"] and settings["allow_adaptation"]:
-        findings.append(ReadinessFinding(WARNING, "strict_mode and allow_adaptation are both set; strict_mode wins",
+        findings.append(ReadinessFinding(WARNING,
+                                         "strict_mode and allow_adaptation are both set; "
+                                         "strict_mode wins",
                                 "unset one"))
     if settings["jit"] == "in_request":
         findings.append(
@@ -140,15 +150,21 @@ def check_policy(world: World) -> ReadinessCheck:
             )
         )
     rules = sum(len(layer.rules) for layer in world.policy.layers)
-    return ReadinessCheck.of("policy", "a policy that loads and whose rules name kernels that are here", findings,
-                    f"policy {world.policy.hash}, {rules} rules, file: {world.policy_file or 'none'}")
+    return ReadinessCheck.of("policy",
+                             "a policy that loads and whose rules name kernels that are here",
+                             findings,
+                    f"policy {world.policy.hash}, {rules} rules, file: "
+                    f"{world.policy_file or 'none'}")
 
 
 def _rule_findings(rule: PolicyRule, world: World) -> Iterator[ReadinessFinding]:
     for pattern in rule.kernels:
-        if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name) for k in world.catalog.kernels):
+        if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name)
+                   for k in world.catalog.kernels):
             state = FAIL if rule.action == "lock" else WARNING
-            yield ReadinessFinding(state, f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of such an op is",
+            yield ReadinessFinding(state,
+                                   f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of "
+                                   "such an op is",
                           "correct the rule; lz list shows the kernels")
 
 
@@ -166,10 +182,12 @@ def check_capabilities(world: World, path: Path | str | None = None) -> Readines
         if path is not None:
             file_digest = capabilities.capabilities_hash(capabilities.load(path, world.catalog))
             text = f"{path} is valid, hash {file_digest[:16]}; " + (
-                "it is in force" if file_digest == digest else f"in force are those with hash {digest[:16]}")
+                "it is in force" if file_digest == digest
+                else f"in force are those with hash {digest[:16]}")
     except LayerZeroError as e:
         findings = [
-            ReadinessFinding(FAIL, " ".join(str(e).split()), "correct the file, or export it again from this release")
+            ReadinessFinding(FAIL, " ".join(str(e).split()),
+                             "correct the file, or export it again from this release")
         ]
     return ReadinessCheck.of("capabilities", want, findings, text)
 
@@ -177,15 +195,20 @@ def check_capabilities(world: World, path: Path | str | None = None) -> Readines
 # database
 
 def check_database(world: World) -> ReadinessCheck:
-    """Check the database of measurements. It is opened so that nothing is written, not even beside it."""
+    """Check the database of measurements.
+
+    It is opened so that nothing is written, not even beside it.
+    """
     want = "a database of measurements that can be read"
     where = perf_loading.location(world.policy)
     if where is None:
         return ReadinessCheck("database", OK, want, "switched off: perfdb is off, nothing is kept")
-    if isinstance(where, str):                 # a server: the status of its loading; no second connection is made
+    # a server: the status of its loading; no second connection is made
+    if isinstance(where, str):
         status = measurements.status()
         return ReadinessCheck(
-            "database", OK if status.ok else FAIL, want, status.text, "" if status.ok else status.hint
+            "database", OK if status.ok else FAIL, want, status.text, "" if status.ok
+            else status.hint
         )
     if not where.exists():
         return ReadinessCheck("database", OK, want, f"{where}: nothing was measured yet")
@@ -195,22 +218,28 @@ def check_database(world: World) -> ReadinessCheck:
         summary = snapshot.summary(where, READ_SECONDS)
     except StoreError as e:
         return ReadinessCheck(
-            "database", FAIL, want, str(e), "lz perf show says more; move the file away to begin anew"
+            "database", FAIL, want, str(e),
+            "lz perf show says more; move the file away to begin anew"
         )
-    findings = [ReadinessFinding(WARNING, f"{where}: {summary.damaged} rows are damaged and count for nothing",
-                        "run lz tune again for them")] if summary.damaged else []
+    findings = (
+        [ReadinessFinding(WARNING,
+                          f"{where}: {summary.damaged} rows are damaged and count for nothing",
+                 "run lz tune again for them")] if summary.damaged else [])
     return ReadinessCheck.of("database", want, findings,
-                    f"{where}: schema {summary.version}, {summary.rows} measurements, {summary.bytes >> 10} KiB")
+                    f"{where}: schema {summary.version}, {summary.rows} measurements, "
+                    f"{summary.bytes >> 10} KiB")
 
 
 # memory
 
 def check_memory(world: World, kind: str, workspace: int = 0) -> ReadinessCheck:
     """Check free memory; `workspace` is the most that the kernels chosen for the calls need."""
-    want = f"room for {workspace:,} bytes of workspace and more than {LITTLE_MEMORY:.0%} of the memory free"
+    want = (f"room for {workspace:,} bytes of workspace and more than {LITTLE_MEMORY:.0%} of the "
+            "memory free")
     if kind == "cuda" and not torch.cuda.is_initialized():
         return ReadinessCheck("memory", OK, want, "not asked: this process has not started the GPU")
-    total, free, available = world.device(kind).total_memory, free_bytes(kind), headroom(kind, world.policy)
+    total, free, available = world.device(kind).total_memory, free_bytes(kind), headroom(
+        kind, world.policy)
     findings = []
     if workspace > available:
         findings.append(
@@ -221,7 +250,8 @@ def check_memory(world: World, kind: str, workspace: int = 0) -> ReadinessCheck:
             )
         )
     if total and free < LITTLE_MEMORY * total:
-        findings.append(ReadinessFinding(WARNING, f"{free:,} of {total:,} bytes are free", "free memory on the device"))
+        findings.append(ReadinessFinding(WARNING, f"{free:,} of {total:,} bytes are free",
+                                         "free memory on the device"))
     headroom_setting = world.policy.setting("memory_headroom")
     if headroom_setting is not None and headroom_setting > free:
         findings.append(
@@ -232,24 +262,30 @@ def check_memory(world: World, kind: str, workspace: int = 0) -> ReadinessCheck:
             )
         )
     return ReadinessCheck.of(
-        "memory", want, findings, f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}"
+        "memory", want, findings,
+        f"{free:,} of {total:,} bytes free on {kind}, headroom {available:,}"
     )
 
 
 # versions
 
 def check_versions(world: World) -> ReadinessCheck:
-    want = ", ".join(f"{name} {tested}" for name, tested in TESTED.items()) + ", libraries in their ranges"
+    want = ", ".join(f"{name} {tested}"
+                     for name, tested in TESTED.items()) + ", libraries in their ranges"
     installed = {"python": platform.python_version(), "torch": torch.__version__}
-    findings = [ReadinessFinding(WARNING, f"{name} {installed[name]} is outside {tested}, which is what was tested",
+    findings = [ReadinessFinding(WARNING,
+                                 f"{name} {installed[name]} is outside {tested}, which is what was "
+                                 "tested",
                         "run the release gate on it, or take a version of the range")
-                for name, tested in TESTED.items() if not satisfies(installed[name].partition("+")[0], tested)]
+                for name, tested in TESTED.items()
+                if not satisfies(installed[name].partition("+")[0], tested)]
     findings += _requirement_findings()
     for kernel, reason in {**world.availability(), **world.unloadable}.items():
         if reason.code in (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED):
             backend = kernel.partition(".")[0]
             findings.append(
-                ReadinessFinding(WARNING, f"{backend}: {reason.message}", "install the version its kernels take")
+                ReadinessFinding(WARNING, f"{backend}: {reason.message}",
+                                 "install the version its kernels take")
             )
     ours = installed_version("layerzero") or "unknown"
     return ReadinessCheck.of("versions", want, findings,
@@ -273,7 +309,8 @@ def _requirement_findings() -> Iterator[ReadinessFinding]:
         version = installed_version(requirement.name)
         if version is None or not satisfies(version, str(requirement.specifier)):
             yield ReadinessFinding(FAIL,
-                          f"layerzero needs {requirement.name} {requirement.specifier}, {version or 'none'} is here",
+                          f"layerzero needs {requirement.name} {requirement.specifier}, "
+                          f"{version or 'none'} is here",
                           f"pip install '{requirement.name}{requirement.specifier}'")
 
 
@@ -286,14 +323,18 @@ def check_health(world: World) -> ReadinessCheck:
         if state.blocks is not None:
             is_final = state.state == "disabled"
             reason_text = state.reason.message if state.reason else f"{state.failures} faults"
-            findings.append(ReadinessFinding(FAIL if is_final else WARNING, f"{group} is {state.state}: {reason_text}",
-                                    "restart the process" if is_final else "it is tried again by itself"))
+            findings.append(ReadinessFinding(FAIL if is_final else WARNING,
+                                             f"{group} is {state.state}: {reason_text}",
+                                    "restart the process" if is_final
+                                             else "it is tried again by itself"))
     for kernel, reason in sorted(world.unloadable.items()):
-        findings.append(ReadinessFinding(WARNING, f"{kernel}: {reason.message}", reason.code.advice))
+        findings.append(ReadinessFinding(WARNING, f"{kernel}: {reason.message}",
+                                         reason.code.advice))
     path = native.status()
     if path.hint and not path.ok:
         findings.append(ReadinessFinding(WARNING, f"native call path: {path.text}", path.hint))
-    return ReadinessCheck.of("health", "no kernel out of service, the native call path loaded", findings,
+    return ReadinessCheck.of("health", "no kernel out of service, the native call path loaded",
+                             findings,
                     f"no breaker is open; native call path: {path.text}")
 
 
@@ -307,33 +348,41 @@ def identity(world: World) -> dict[str, str]:
             "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
 
 
-def check_ranks(world: World, store: Any = None, rank: int = 0, size: int = 0) -> ReadinessCheck | None:
+def check_ranks(world: World, store: Any = None, rank: int = 0,
+                size: int = 0) -> ReadinessCheck | None:
     """Compare this rank with the others; None if there is one process only.
 
-    Each rank writes its identity into the store of the process group and reads those that are there. This is no
+    Each rank writes its identity into the store of the process group and reads those that are
+    there. This is no
     collective: it cannot hang, and may run beside a model that communicates.
     """
     want = "the same policy, capabilities, table and versions on every rank"
     if store is None:
         distributed = sys.modules.get("torch.distributed")     # not imported: not initialised
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if (distributed is None or not distributed.is_available()
+            or not distributed.is_initialized()):
             return None
         rank, size = distributed.get_rank(), distributed.get_world_size()
         store = distributed.distributed_c10d._get_default_store()
     own_identity = _line(identity(world))
     try:
         store.set(_key(rank), own_identity)
-        identities = {r: store.get(_key(r)).decode() for r in range(size) if r == rank or store.check([_key(r)])}
-    except (RuntimeError, ValueError) as e:    # DistStoreError is a RuntimeError: the rank with the store is gone
-        return ReadinessCheck("ranks", FAIL, want, f"the store of the process group does not answer: {first_line(e)}",
+        identities = {r: store.get(_key(r)).decode() for r in range(size) if r == rank
+                      or store.check([_key(r)])}
+    # DistStoreError is a RuntimeError: the rank with the store is gone
+    except (RuntimeError, ValueError) as e:
+        return ReadinessCheck("ranks", FAIL, want,
+                              f"the store of the process group does not answer: {first_line(e)}",
                      "restart the process group")
     findings = [ReadinessFinding(FAIL, f"rank {r}: {_difference(own_identity, line)}",
                         "give every rank the same files and settings")
                 for r, line in sorted(identities.items()) if line != own_identity]
     missing = [r for r in range(size) if r not in identities]
     if missing:
-        findings.append(ReadinessFinding(WARNING, f"{len(missing)} of {size} ranks have not been checked yet: "
-                                f"{', '.join(map(str, missing[:8]))}", "check readiness on every rank"))
+        findings.append(ReadinessFinding(WARNING,
+                                         f"{len(missing)} of {size} ranks have not been checked "
+                                f"yet: {', '.join(map(str, missing[:8]))}",
+                                         "check readiness on every rank"))
     return ReadinessCheck.of("ranks", want, findings, f"{size} ranks, all alike")
 
 
@@ -352,7 +401,8 @@ def _difference(mine: str, theirs: str) -> str:
 
 # all of them
 
-def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities_file: Path | str | None = None
+def check_surroundings(world: World, kind: str, workspace: int = 0,
+                       capabilities_file: Path | str | None = None
                        ) -> Iterator[ReadinessCheck]:
     yield check_policy(world)
     yield check_capabilities(world, capabilities_file)
@@ -366,7 +416,8 @@ def check_surroundings(world: World, kind: str, workspace: int = 0, capabilities
 
 def without_world(error: LayerZeroError) -> Readiness:
     """Return the report where the policy cannot be read: nothing else can be checked."""
-    return Readiness((ReadinessCheck("policy", FAIL, "a policy that loads", " ".join(str(error).split()),
+    return Readiness((ReadinessCheck("policy", FAIL, "a policy that loads",
+                                     " ".join(str(error).split()),
                             "correct the policy file or the LAYERZERO_* variables"),))
 
 
@@ -374,12 +425,14 @@ def current_world() -> World | Readiness:
     try:
         return worlds.current()
     except LayerZeroError as e:
-        redaction.use(",".join(REDACTIONS))    # what policy hides is unknown, so everything is hidden
+        # what policy hides is unknown, so everything is hidden
+        redaction.use(",".join(REDACTIONS))
         return without_world(e)
 
 
 def device_kind(device: str | None) -> str:
-    """Return the kind of `device` if the machine has it; by default an accelerator before the CPU."""
+    """Return the kind of `device` if the machine has it; by default an accelerator before the CPU.
+    """
     if device is None:
         return hardware.main_kind()
     return hardware.probe(device.partition(":")[0]).type

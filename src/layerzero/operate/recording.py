@@ -1,11 +1,13 @@
-"""Recording the calls that a program really makes: `with lz.recording(path)` and `lz record -- command`.
+"""Recording the calls that a program really makes: `with lz.recording(path)` and `lz record --
+command`.
 
-A hit leaves no place to record it, so a recording dispatcher never hits: its tables stay empty, on both call
-paths, and every call goes through `miss`, which finds the remembered choice in the cache. Results
-and choices are the same. While nothing is recorded, this costs nothing.
+A hit leaves no place to record it, so a recording dispatcher never hits: its tables stay empty, on
+both call paths, and every call goes through `miss`, which finds the remembered choice in the cache.
+Results and choices are the same. While nothing is recorded, this costs nothing.
 
-A kind of call is described when it first comes, and counted after that. A call that torch.compile or
-export traces is recorded once, when it is traced: what runs later is torch's graph, not a call of ours.
+A kind of call is described when it first comes, and counted after that. A call that torch.compile
+or export traces is recorded once, when it is traced: what runs later is torch's graph, not a call
+of ours.
 """
 
 from __future__ import annotations
@@ -45,22 +47,27 @@ from ..world.context import Override
 from ..world.snapshot import World
 from . import calls
 
-VARIABLE = "LAYERZERO_RECORD"                  # a folder in which every process writes a file of its own
+# a folder in which every process writes a file of its own
+VARIABLE = "LAYERZERO_RECORD"
 FLUSH_SECONDS = 1.0
 
 log = logging.getLogger("layerzero")
 _observers: tuple[Observer, ...] = ()
 _observers_lock = locks.Lock()
-_thread_local = threading.local()              # .fallback: (op, kernel) of a fallback during this call
+# .fallback: (op, kernel) of a fallback during this call
+_thread_local = threading.local()
 
 
 class Observer(Protocol):
     """What is notified of every call that is served, while it is started."""
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
-        """Called after `kernel` has served; `began` and `ended` are nanoseconds of time.time_ns()."""
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+               ended: int) -> None:
+        """Called after `kernel` has served; `began` and `ended` are nanoseconds of time.time_ns().
+        """
 
-    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None: ...
+    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
+               values: tuple[Any, ...]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -68,7 +75,10 @@ class Observer(Protocol):
 
 
 class _Line:
-    """One line of the file. `call` is None if it cannot be described, such as one with a tokenizer object."""
+    """One line of the file.
+
+    `call` is None if it cannot be described, such as one with a tokenizer object.
+    """
 
     __slots__ = ("call", "count")
 
@@ -85,7 +95,8 @@ class Recorder:
         self._begin(path)
 
     def _begin(self, path: Path | None) -> None:
-        self.path = path if self.folder is None else self.folder / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        self.path = (path if self.folder is None
+                     else self.folder / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl")
         self._lines: dict[Any, _Line] = {}
         self._line_of_entry: WeakKeyDictionary[Entry, _Line] = WeakKeyDictionary()
         self._lock, self._writing = locks.Lock(), locks.Lock()
@@ -93,7 +104,9 @@ class Recorder:
         self._at_exit = False
 
     def after_fork(self) -> None:
-        """In the child: a recording to a folder goes on in a file of its own, one to a file is the parent's."""
+        """In the child: a recording to a folder goes on in a file of its own, one to a file is the
+        parent's.
+        """
         self._begin(None)
 
     @property
@@ -109,7 +122,8 @@ class Recorder:
         with self._lock:
             return sum(k.count.total for k in self._lines.values() if k.call is None)
 
-    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int, ended: int) -> None:
+    def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
+               ended: int) -> None:
         was_chosen, facts = kernel == entry.plan.kernel, entry.plan.facts
         line = self._line_of_entry.get(entry) if was_chosen else None
         if line is None:
@@ -123,23 +137,27 @@ class Recorder:
             self._due = now + FLUSH_SECONDS
             self.flush()
 
-    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str, values: tuple[Any, ...]) -> None:
+    def traced(self, op: Op, facts: Mapping[str, Any], kernel: str,
+               values: tuple[Any, ...]) -> None:
         line = self._line_for(op, facts, _by_name(op, values), f"traced into {kernel}")
         if not line.count.total:               # one tracing runs the same call several times
             line.count.tick()
 
-    def _line_for(self, op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: str) -> _Line:
+    def _line_for(self, op: Op, facts: Mapping[str, Any], values: Mapping[str, Any],
+                  name: str) -> _Line:
         """Return the line that this call counts for; a new one is described and written at once."""
         key: Any = op.name, name
         call = None
         try:
             outline = _outline(op, facts, values, name)
-            strided = tuple(isinstance(v, TensorSpec) and v.strides is not None for v in outline.arguments.values())
+            strided = tuple(isinstance(v, TensorSpec) and v.strides is not None
+                            for v in outline.arguments.values())
             key = op.name, name, kind_of(op, facts).bucket, strided
             if key not in self._lines:
                 readable = facts["tensor_kind"] == "plain" and not facts["graph"]
                 call = calls.describe(op, values, name) if readable else outline
-        except (DataError, RuntimeError, NotImplementedError):     # an object, or a tensor without strides
+        # an object, or a tensor without strides
+        except (DataError, RuntimeError, NotImplementedError):
             pass
         with self._lock:
             known = self._lines.get(key)
@@ -157,14 +175,16 @@ class Recorder:
                 with self.path.open("a") as file:
                     file.write(json.dumps(call.to_json()) + "\n")
         if not self._at_exit and "multiprocessing.util" in sys.modules:
-            self._at_exit = True               # a forked worker runs this at its end, but not atexit
+            # a forked worker runs this at its end, but not atexit
+            self._at_exit = True
             sys.modules["multiprocessing.util"].Finalize(None, self.flush, exitpriority=10)
 
     def flush(self) -> None:
         """Write everything, with the current counts, atomically."""
         with self._writing, self._stopping_on_error():
             if self.path is not None and (self.folder is None or self._lines):
-                replace_output(self.path, "".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
+                replace_output(self.path,
+                               "".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
 
     @contextmanager
     def _stopping_on_error(self) -> Iterator[None]:
@@ -190,7 +210,8 @@ class RecordingDispatcher(dispatch.Dispatcher):
         out = super().serve(entry, values)
         ended = time.time_ns()
         fallback, _thread_local.fallback = getattr(_thread_local, "fallback", None), None
-        kernel = fallback[1] if fallback and fallback[0] == self.op.name else entry.plan.kernel or ""
+        kernel = (fallback[1] if fallback and fallback[0] == self.op.name else entry.plan.kernel
+                  or "")
         for observer in _observers:
             observer.served(self.op, entry, kernel, values, began, ended)
         return out
@@ -198,7 +219,8 @@ class RecordingDispatcher(dispatch.Dispatcher):
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         out = super().serve_traced(values, override)
         world = self.ensure_world()
-        facts = tracing.hinted_facts(read_facts(self.op, _by_name(self.op, values), world.program(self.op).needed))
+        facts = tracing.hinted_facts(read_facts(self.op, _by_name(self.op, values),
+                                                world.program(self.op).needed))
         choice = tracing.choose(world, self.op, facts, override)
         facts["tensor_kind"] = "traced"
         for observer in _observers:
@@ -216,12 +238,14 @@ def _outline(op: Op, facts: Mapping[str, Any], values: Mapping[str, Any], name: 
     for p in op.params:
         value = values[p.name]
         if isinstance(value, Tensor):
-            shape, strides = (tuple(map(tracing.hint, numbers)) for numbers in (value.shape, value.stride()))
+            shape, strides = (tuple(map(tracing.hint, numbers))
+                              for numbers in (value.shape, value.stride()))
             packed, step = True, 1
             for size, stride in zip(reversed(shape), reversed(strides)):
                 packed, step = packed and (size == 1 or stride == step), step * size
             packed = packed or 0 in shape
-            arguments[p.name] = TensorSpec(shape, dtype_name(value.dtype), None if packed else strides)
+            arguments[p.name] = TensorSpec(shape, dtype_name(value.dtype), None if packed
+                                           else strides)
         elif p.kind == "object":
             raise DataError(f"lz.{op.name}: {p.name} cannot be written down")
         elif p.kind != "generator" and (p.required or value != p.default):
@@ -276,16 +300,19 @@ def _between_worlds(do: Callable[[], None]) -> None:
 
 @contextmanager
 def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
-    """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only count them.
+    """Write the calls of this process, in all threads, to `path` as JSON lines; without a path only
+    count them.
 
-    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz regret.
+    The file exists while the block runs, and is complete after it. It can be replayed: lz tune, lz
+    regret.
     """
     file = None if path is None else Path(path)
     if file is not None:                       # fail now if it cannot be written
         try:
             file.write_text("")
         except OSError as e:
-            raise ConfigError(f"lz.recording: {file} cannot be written: {e.strerror}; give a path that can") from e
+            raise ConfigError(
+                f"lz.recording: {file} cannot be written: {e.strerror}; give a path that can") from e
     recorder = Recorder(file)
     start(recorder)
     try:
@@ -295,7 +322,9 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
 
 
 def from_environment() -> Recorder | None:
-    """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder, until it ends."""
+    """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder, until
+    it ends.
+    """
     folder = os.environ.get(VARIABLE, "").strip()
     if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _observers):
         return None
@@ -303,8 +332,9 @@ def from_environment() -> Recorder | None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{VARIABLE}={folder}: cannot make the folder: {e.strerror}; set it to one that can be "
-                          "written, or unset it") from e
+        raise ConfigError(
+            f"{VARIABLE}={folder}: cannot make the folder: {e.strerror}; set it to one that can be "
+            "written, or unset it") from e
     start(recorder)
     atexit.register(recorder.flush)
     return recorder

@@ -1,8 +1,10 @@
-"""Bring your own Triton kernel: a @triton.jit function becomes a kernel of an operation like any other.
+"""Bring your own Triton kernel: a @triton.jit function becomes a kernel of an operation like any
+other.
 
-It is chosen by measurement, checked against the contract, compiled before it is first needed, and left out with a
-reason where the device cannot launch it. Several configurations are several kernels: the tuner times each of them for
-each kind of call, and its measurements decide, not a search at run time.
+It is chosen by measurement, checked against the contract, compiled before it is first needed, and
+left out with a reason where the device cannot launch it. Several configurations are several
+kernels: the tuner times each of them for each kind of call, and its measurements decide, not a
+search at run time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True)
 class TritonCompiled(WarmedUp):
-    """A Triton function was made ready for arguments of a new kind. `cache`: compiled, or found on disk, in memory."""
+    """A Triton function was made ready for arguments of a new kind.
+
+    `cache`: compiled, or found on disk, in memory.
+    """
 
     name: ClassVar[str] = "triton_compiled"
     cache: str = ""
@@ -43,7 +48,9 @@ class TritonCompiled(WarmedUp):
 
 @dataclass(frozen=True)
 class TritonCache:
-    """Counts of one kernel in this process: launches without compiling, compiles, and finds on disk."""
+    """Counts of one kernel in this process: launches without compiling, compiles, and finds on
+    disk.
+    """
 
     kernel: str
     hits: int
@@ -59,9 +66,12 @@ def triton_cache() -> tuple[TritonCache, ...]:
 def triton_kernel(id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid: Grid,
                   meta: Mapping[str, Any] | None = None, requires: Iterable[Condition] = (),
                   **declared: Any) -> Kernel:
-    """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a plugin's KERNELS.
+    """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a
+    plugin's KERNELS.
 
-    fn      the @triton.jit function, or where it is: "package.module:name", imported when it is first needed
+    fn
+            the @triton.jit function, or where it is: "package.module:name", imported when it is
+            first needed
     launch  takes parameters of the op by name; allocates the results and returns (results, arguments of fn in order)
             or, where constants depend on the call, (results, arguments, constants)
     grid    the grid, or a function of all arguments and constants by name that returns it
@@ -71,27 +81,36 @@ def triton_kernel(id: str, op: Op, fn: Any, *, launch: Callable[..., Any], grid:
     _check(id, op, fn, launch, constants)
 
     def load() -> Callable[..., Any]:
-        return _runner(id, resolve_import_path(fn) if isinstance(fn, str) else fn, launch, grid, constants)
+        return _runner(id, resolve_import_path(fn) if isinstance(fn, str) else fn, launch, grid,
+                       constants)
 
     load.__module__ = launch.__module__        # its build is that of the file with the kernel
-    defaults: dict[str, Any] = {"package": "triton", "differentiable": False, "traceable": False, "jit": True,
+    defaults: dict[str, Any] = {"package": "triton", "differentiable": False, "traceable": False,
+                                "jit": True,
                                 "overhead_us": 15.0}
     hardware: tuple[Condition, ...] = (device("cuda"), plain_tensors())
     return Kernel(id, op, load, (*hardware, *requires), **{**defaults, **declared})
 
 
-def triton_kernels(id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, Any]], launch: Callable[..., Any],
-                   grid: Grid, meta: Mapping[str, Any] | None = None, **more: Any) -> tuple[Kernel, ...]:
-    """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the fastest serves."""
+def triton_kernels(id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, Any]],
+                   launch: Callable[..., Any], grid: Grid, meta: Mapping[str, Any] | None = None,
+                   **more: Any) -> tuple[Kernel, ...]:
+    """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the
+    fastest serves.
+    """
     named: dict[str, Kernel] = {}
     for config in configs:
-        parts = [re.sub(r"[^a-z0-9]+", "_", f"{name}{value}".lower()) for name, value in config.items()]
+        parts = [re.sub(r"[^a-z0-9]+", "_", f"{name}{value}".lower())
+                 for name, value in config.items()]
         full = "_".join([id, *parts])
         if full in named:
-            raise RegistrationError(f"kernel {id!r}: two configurations are called {full!r}: {dict(config)}")
-        named[full] = triton_kernel(full, op, fn, launch=launch, grid=grid, meta={**(meta or {}), **config}, **more)
+            raise RegistrationError(
+                f"kernel {id!r}: two configurations are called {full!r}: {dict(config)}")
+        named[full] = triton_kernel(full, op, fn, launch=launch, grid=grid,
+                                    meta={**(meta or {}), **config}, **more)
     if not named:
-        raise RegistrationError(f"kernel {id!r}: wanted at least one configuration, such as {{'BLOCK': 1024}}")
+        raise RegistrationError(
+            f"kernel {id!r}: wanted at least one configuration, such as {{'BLOCK': 1024}}")
     return tuple(named.values())
 
 
@@ -99,26 +118,32 @@ def _check(id: str, op: Op, fn: Any, launch: Callable[..., Any], meta: Mapping[s
     """Refuse what is known to be wrong before anything is imported."""
     problems = config_problems(meta, [name for name in meta if name.startswith("BLOCK")])
     if problems:
-        raise RegistrationError(f"kernel {id!r}: " + "; ".join(r.message for r in problems), problems)
+        raise RegistrationError(f"kernel {id!r}: " + "; ".join(r.message for r in problems),
+                                problems)
     unknown = [name for name in inspect.signature(launch).parameters if name not in op.by_name]
     if unknown:
-        raise RegistrationError(f"kernel {id!r}: launch wants a parameter {unknown[0]!r}; lz.{op.name} has "
-                                f"{', '.join(op.by_name)}")
+        raise RegistrationError(
+            f"kernel {id!r}: launch wants a parameter {unknown[0]!r}; lz.{op.name} has "
+            f"{', '.join(op.by_name)}")
     if isinstance(fn, str):
         if ":" not in fn:
-            raise RegistrationError(f"kernel {id!r}: wanted a @triton.jit function or its place, as in "
-                                    f"'package.module:name', got {fn!r}")
+            raise RegistrationError(
+                f"kernel {id!r}: wanted a @triton.jit function or its place, as in "
+                f"'package.module:name', got {fn!r}")
         return
     arg_names = getattr(fn, "arg_names", None)
     if arg_names is None:
-        raise RegistrationError(f"kernel {id!r}: wanted a @triton.jit function, got {type(fn).__name__}")
+        raise RegistrationError(
+            f"kernel {id!r}: wanted a @triton.jit function, got {type(fn).__name__}")
     extra = sorted(meta.keys() - set(arg_names) - LAUNCH_OPTIONS)
     if extra:
-        raise RegistrationError(f"kernel {id!r}: {', '.join(extra)} is no parameter of the Triton function, which has "
-                                f"{', '.join(arg_names)}; options are {', '.join(sorted(LAUNCH_OPTIONS))}")
+        raise RegistrationError(
+            f"kernel {id!r}: {', '.join(extra)} is no parameter of the Triton function, which has "
+            f"{', '.join(arg_names)}; options are {', '.join(sorted(LAUNCH_OPTIONS))}")
 
 
-def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid, meta: Mapping[str, Any]) -> Callable[..., Any]:
+def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid,
+            meta: Mapping[str, Any]) -> Callable[..., Any]:
     """Make what the dispatcher calls: a function with the parameters of `launch`."""
     from ..backends.triton import launch as launching  # imports Triton
 
@@ -148,5 +173,6 @@ def _runner(id: str, fn: Any, launch: Callable[..., Any], grid: Grid, meta: Mapp
 
 
 def _emit_compiled(compiled: LoadedSpecialization) -> None:
-    events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache, seconds=compiled.seconds,
+    events.emit(TritonCompiled(kernel=compiled.function, cache=compiled.cache,
+                               seconds=compiled.seconds,
                                shared=compiled.shared))

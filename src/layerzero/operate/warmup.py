@@ -1,8 +1,9 @@
 """Warm-up: kernels are compiled before the first request comes, not while it waits.
 
 One thread does the work, critical calls first. What it compiled is published as a new world; until
-then, and for every call that was not warmed up, selection takes another kernel. Worker processes share
-the compilers' own caches on disk: of several that need the same, one compiles and the others wait.
+then, and for every call that was not warmed up, selection takes another kernel. Worker processes
+share the compilers' own caches on disk: of several that need the same, one compiles and the others
+wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .calls import make_values
 from .inspection import dispatcher_of
 from .readiness import first_line
 
-MAX_WAITING = 256                              # calls in the background queue; more are skipped, with an event
+# calls in the background queue; more are skipped, with an event
+MAX_WAITING = 256
 CANNOT_BE_MADE: tuple[type[BaseException], ...] = (LayerZeroError, *faults.OUT_OF_MEMORY)
 
 
@@ -65,7 +67,8 @@ class WarmupOutcome(Record):
     compiled: bool = False                     # does it compile on first use?
     seconds: float = 0.0
     why: str = ""                              # of failed and skipped
-    left_out: Mapping[str, str] = field(default_factory=dict)      # faster kernels that failed -> why
+    # faster kernels that failed -> why
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 Progress = Callable[[WarmupOutcome], object]
@@ -106,7 +109,8 @@ class WarmupReport:
         return all(o.state == "ready" and not o.left_out for o in self._outcomes)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all calls are done; return False if that took longer than `timeout` seconds."""
+        """Wait until all calls are done; return False if that took longer than `timeout` seconds.
+        """
         with _lock:
             return _lock.wait_for(lambda: not self.waiting, timeout)
 
@@ -114,13 +118,15 @@ class WarmupReport:
         return {"ok": self.ok, "calls": encode(self._outcomes)}
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{len(outcomes)} {state}" for state in ("ready", "waiting", "failed", "skipped")
+        counts = ", ".join(f"{len(outcomes)} {state}"
+                           for state in ("ready", "waiting", "failed", "skipped")
                            if (outcomes := self._in(state)))
         lines = [f"warm-up of {len(self._outcomes)} calls: {counts or 'nothing to do'}"]
         for o in self._outcomes:
             parts = [o.state, o.kernel, f"{o.seconds:.1f} s" if o.compiled else "", o.why,
                      *(f"not {kernel}: {why}" for kernel, why in o.left_out.items())]
-            lines.append(f"  {o.call.op} {o.call.name}".rstrip() + ": " + ", ".join(filter(None, parts)))
+            lines.append(f"  {o.call.op} {o.call.name}".rstrip() + ": "
+                         + ", ".join(filter(None, parts)))
         return "\n".join(lines)
 
 
@@ -133,7 +139,8 @@ class _Job:
     device: str
     progress: Progress | None
     caller_context: contextvars.Context        # has the policies of the caller's `with` blocks
-    compiling: tuple[str, str] = ("", "")      # the kernel that is compiled, and the one that serves meanwhile
+    # the kernel that is compiled, and the one that serves meanwhile
+    compiling: tuple[str, str] = ("", "")
 
     @property
     def call(self) -> Call:
@@ -146,7 +153,9 @@ class _Job:
 
 @dataclass(eq=False)
 class _Settling:
-    """Comes after the critical calls: calls each once more, so that the newest world remembers its choice."""
+    """Comes after the critical calls: calls each once more, so that the newest world remembers its
+    choice.
+    """
 
     jobs: Sequence[_Job]
     epoch: int                                 # of the world before the warm-up
@@ -161,14 +170,16 @@ _current: _Job | None = None
 _closing = False
 
 
-def warmup(calls: Source, *, critical: Source | None = None, background: bool = True, timeout: float | None = None,
-           device: str | None = None, progress: Progress | None = None,
-           most_waiting: int = MAX_WAITING) -> WarmupReport:
-    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch table.
+def warmup(calls: Source, *, critical: Source | None = None, background: bool = True,
+           timeout: float | None = None, device: str | None = None,
+           progress: Progress | None = None, most_waiting: int = MAX_WAITING) -> WarmupReport:
+    """Compile and load what `calls` need: descriptions, a file of them (JSON lines), or a dispatch
+    table.
 
-    Waits for the `critical` ones, by default all; the others are done in the background, at most `most_waiting`
-    of them, or with background=False before it returns. After `timeout` seconds it returns in any case: what is
-    not ready is compiled later, and other kernels serve the calls until then.
+    Waits for the `critical` ones, by default all; the others are done in the background, at most
+    `most_waiting` of them, or with background=False before it returns. After `timeout` seconds it
+    returns in any case: what is not ready is compiled later, and other kernels serve the calls
+    until then.
     """
     if timeout is not None and not timeout >= 0:
         raise ConfigError(f"lz.warmup: timeout must be seconds >= 0, got {timeout!r}")
@@ -186,7 +197,8 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
     _enqueue([*urgent, settling] if urgent else [], jobs[len(urgent):], most_waiting)
     try:
         with _lock:
-            in_time = _lock.wait_for(lambda: settling.done and all(job.done for job in urgent), timeout)
+            in_time = _lock.wait_for(lambda: settling.done and all(job.done for job in urgent),
+                                     timeout)
     except BaseException:                      # an interrupt: cancel what has not begun
         _cancel(report, settling)
         raise
@@ -203,7 +215,9 @@ def _read_source(source: Source) -> tuple[Call, ...]:
         (source,) if isinstance(source, Call) else tuple(source))  # type: ignore[arg-type]
     other = next((c for c in calls if not isinstance(c, Call)), None)
     if other is not None:
-        raise ConfigError(f"lz.warmup: wanted calls (lz.testing.Call), a file of them or a table, got {other!r:.120}")
+        raise ConfigError(
+            "lz.warmup: wanted calls (lz.testing.Call), a file of them or a table, got "
+            f"{other!r:.120}")
     return calls
 
 
@@ -263,7 +277,8 @@ def _settle(group: _Settling) -> None:
                 try:
                     job.caller_context.copy().run(_call_once, job)
                 except faults.FAULTS as e:
-                    events.log.warning("%s could not be called after its warm-up: %s", job.call.op, e)
+                    events.log.warning("%s could not be called after its warm-up: %s", job.call.op,
+                                       e)
     with _lock:
         group.done = True
         _lock.notify_all()
@@ -272,11 +287,13 @@ def _settle(group: _Settling) -> None:
 def _cancel(report: WarmupReport, settling: _Settling) -> None:
     with _lock:
         for queue in (_critical, _rest):
-            remaining = [job for job in queue if job is not settling and getattr(job, "report", None) is not report]
+            remaining = [job for job in queue if job is not settling
+                         and getattr(job, "report", None) is not report]
             queue.clear()
             queue.extend(remaining)  # type: ignore[arg-type]
         for i, outcome in enumerate(report._outcomes):
-            if outcome.state == "waiting" and not (_current and _current.report is report and _current.index == i):
+            if (outcome.state == "waiting"
+                and not (_current and _current.report is report and _current.index == i)):
                 report._outcomes[i] = WarmupOutcome(outcome.call, "skipped", why="interrupted")
         _lock.notify_all()
 
@@ -292,10 +309,13 @@ def _emit_late(jobs: Iterable[_Job], timeout: float | None) -> None:
 # one call
 
 def _make_call(job: _Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is made canonical first."""
+    """Return the dispatcher of the call and its arguments in order; an unusual call is made
+    canonical first.
+    """
     dispatcher = dispatcher_of(job.call.op)
     values = make_values(dispatcher.op, job.call, job.device)
-    while dispatcher.op.canonical is not None and (redirect := dispatcher.op.canonical(values)) is not None:
+    while (dispatcher.op.canonical is not None
+           and (redirect := dispatcher.op.canonical(values)) is not None):
         dispatcher = dispatcher_of(redirect.op)
         values = {p.name: redirect.values.get(p.name, p.default) for p in dispatcher.op.params}
     dispatcher.ensure_world()
@@ -323,7 +343,8 @@ def _warm(job: _Job) -> WarmupOutcome:
             choice = _choice(dispatcher, facts, left_out)
             if choice is None:
                 return WarmupOutcome(
-                    job.call, "failed", why="no kernel can serve it; lz explain says why", left_out=left_out
+                    job.call, "failed", why="no kernel can serve it; lz explain says why",
+                    left_out=left_out
                 )
             kernel, step = choice
             if kernel.jit:
@@ -338,10 +359,14 @@ def _warm(job: _Job) -> WarmupOutcome:
 
 
 def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
-    """Call it as requests do until the better kernel is ready, so that what serves now is loaded at once."""
+    """Call it as requests do until the better kernel is ready, so that what serves now is loaded at
+    once.
+    """
     world = worlds.current()
-    kernel = world.plan(dispatcher.op, dispatcher.facts(values, world), context.current.get()).kernel
-    if kernel is None or world.catalog.by_id[kernel].jit:      # every kernel that can serve it must be compiled first
+    kernel = world.plan(dispatcher.op, dispatcher.facts(values, world),
+                        context.current.get()).kernel
+    # every kernel that can serve it must be compiled first
+    if kernel is None or world.catalog.by_id[kernel].jit:
         return ""
     dispatcher.public(**dict(zip(dispatcher.names, values)))
     return kernel
@@ -352,13 +377,16 @@ def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any],
     """Return the kernel that would serve if everything were compiled."""
     world = worlds.current()
     plan = world.plan(dispatcher.op, facts, context.current.get(), compiled=True)
-    return next(((world.catalog.by_id[s.kernel], s) for s in plan.steps if s.kernel not in left_out), None)
+    return next(((world.catalog.by_id[s.kernel], s) for s in plan.steps
+                 if s.kernel not in left_out), None)
 
 
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: start nothing new, and give the current compile, which cannot be stopped, some time."""
+    """The process ends: start nothing new, and give the current compile, which cannot be stopped,
+    some time.
+    """
     global _closing
     with _lock:
         _closing = True
@@ -370,13 +398,15 @@ def _close() -> None:
 def _after_fork() -> None:
     """In the child: the thread is gone, so what waits is skipped."""
     global _lock, _thread, _current
-    waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)), *([_current] if _current else [])]
+    waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)),
+               *([_current] if _current else [])]
     _lock, _thread, _current = threading.Condition(), None, None
     _critical.clear()
     _rest.clear()
     for job in waiting:
         if not job.done:
-            job.report._outcomes[job.index] = WarmupOutcome(job.call, "skipped", why="left to the parent process")
+            job.report._outcomes[job.index] = WarmupOutcome(job.call, "skipped",
+                                                            why="left to the parent process")
 
 
 atexit.register(_close)

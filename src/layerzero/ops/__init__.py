@@ -6,4 +6,5 @@ operations share are in formulas/.
 
 import pkgutil
 
-CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
+CATALOG = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)
+                       if not module.ispkg))

@@ -19,32 +19,38 @@ from .formulas.mistakes import NORM, change_results, eps_outside_sqrt, replace_a
 from .formulas.norm import NORM_STRESS
 
 
-def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None,
+              eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), over the last dimension."""
     total = x + residual
     return rms_normalize(total, weight, eps), total
 
 
-def meta(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def meta(x: Tensor, residual: Tensor, weight: Tensor | None = None,
+         eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, torch.empty_like(out)
 
 
-def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6, stride: str = "",
-           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6,
+           stride: str = "", weight_dtype: str = "", extreme: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
     residual = random_rows(gen, rows, hidden, "", dtype, device)
-    weight = torch.randn(hidden, generator=gen).to(device=device, dtype=getattr(torch, weight_dtype or str(dtype)[6:]))
+    weight = torch.randn(hidden, generator=gen).to(device=device,
+                                                   dtype=getattr(torch, weight_dtype
+                                                                 or str(dtype)[6:]))
     return {"x": x, "residual": residual, "weight": weight if affine else None, "eps": eps}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 5), "hidden": 96},
-    {"hidden": 1}, {"hidden": 17}, {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"eps": 1e-3},
-    {"extreme": True},
+    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
+    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
+    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
+    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
+    {"eps": 1e-3}, {"extreme": True},
 )
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
@@ -64,6 +70,6 @@ OP = Op(
     returns=("*rows hidden", "*rows hidden"), same_dtype=("x", "residual"), exact=("hidden",),
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
-    flops="5 * rows * hidden", bytes="4 * itemsize * rows * hidden", differentiable=("x", "residual", "weight"),
-    outputs="Tensor[]", autocast="promote",
+    flops="5 * rows * hidden", bytes="4 * itemsize * rows * hidden",
+    differentiable=("x", "residual", "weight"), outputs="Tensor[]", autocast="promote",
 )

@@ -3,8 +3,8 @@
 The distance of key j from query i is relative to the *diagonal*, as in lz.attention: query i is
 aligned with key i for causal_align="top_left", and the last query with the last key for
 "bottom_right", as decoding with a KV cache needs. With is_causal later keys get -inf, so that the
-bias alone makes attention causal. There is one slope per head (lz.positions.alibi_slopes; lz.positions.alibi_bias takes
-the number of heads instead);
+bias alone makes attention causal. There is one slope per head (lz.positions.alibi_slopes;
+lz.positions.alibi_bias takes the number of heads instead);
 the result has their dtype and is computed in float32 or wider.
 """
 
@@ -27,15 +27,18 @@ from .formulas.mistakes import flip_alignment, replace_argument
 
 
 def reference(slopes: Tensor, seq_q: int, seq_k: int, *,
-              causal_align: Literal["top_left", "bottom_right"] | None = None, is_causal: bool = False) -> Tensor:
+              causal_align: Literal["top_left", "bottom_right"] | None = None,
+              is_causal: bool = False) -> Tensor:
     """Returns the bias (heads, seq_q, seq_k) to add to attention scores."""
     wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
-    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide, slopes.device)
+    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, -1, -1, wide,
+                                  slopes.device)
     assert bias is not None                    # there are slopes
     return (bias[0] if hidden is None else bias[0].masked_fill(hidden, -math.inf)).to(slopes.dtype)
 
 
-def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None, is_causal: bool = False) -> Tensor:
+def meta(slopes: Tensor, seq_q: int, seq_k: int, *, causal_align: str | None = None,
+         is_causal: bool = False) -> Tensor:
     return slopes.new_empty((slopes.shape[0], seq_q, seq_k))
 
 
@@ -50,26 +53,32 @@ def default_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
-def inputs(heads: int = 4, sq: int = 17, sk: int = 17, align: str | None = None, causal: bool = False,
-           dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def inputs(heads: int = 4, sq: int = 17, sk: int = 17, align: str | None = None,
+           causal: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     slopes = torch.tensor(default_slopes(heads) if heads else []).to(device=device, dtype=dtype)
     return {"slopes": slopes, "seq_q": sq, "seq_k": sk, "causal_align": align, "is_causal": causal}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"causal": True}, {"heads": 1}, {"heads": 12}, {"heads": 0}, {"sq": 1, "sk": 1}, {"sq": 0}, {"sk": 0},
-    {"sq": 1, "sk": 65, "align": "bottom_right"}, {"sq": 5, "sk": 9, "align": "top_left", "causal": True},
-    {"sq": 5, "sk": 9, "align": "bottom_right", "causal": True}, {"sq": 9, "sk": 5, "align": "bottom_right"},
-    {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0}, {"heads": 2, "sq": 1, "sk": 3000,
-                                                                                 "align": "bottom_right"},
+    {}, {"causal": True}, {"heads": 1}, {"heads": 12}, {"heads": 0}, {"sq": 1, "sk": 1}, {"sq": 0},
+    {"sk": 0}, {"sq": 1, "sk": 65, "align": "bottom_right"},
+    {"sq": 5, "sk": 9, "align": "top_left", "causal": True},
+    {"sq": 5, "sk": 9, "align": "bottom_right", "causal": True},
+    {"sq": 9, "sk": 5, "align": "bottom_right"},
+    {"sq": 9, "sk": 5, "align": "top_left", "causal": True}, {"sq": 0, "sk": 0},
+    {"heads": 2, "sq": 1, "sk": 3000,
+                                                                                 "align":
+         "bottom_right"},
 )
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     if facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
         warnings.warn(
-            f"lz.alibi: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is not "
-            "given: 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
+            f"lz.alibi: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and "
+            "causal_align is not given: 'top_left' is used. Decoding with a KV cache wants "
+            "causal_align='bottom_right'.",
             CausalAlignmentWarning, stacklevel=6)
 
 ALTERATIONS: tuple[Alteration, ...] = (
@@ -87,6 +96,6 @@ OP = Op(
     ranges={"seq_q": INT32, "seq_k": INT32},
     requires=(dtypes(*FLOATS), at_least("seq_q", 0, Code.VALUE_OUT_OF_RANGE),
               at_least("seq_k", 0, Code.VALUE_OUT_OF_RANGE)),
-    flops="2 * heads * seq_q * seq_k", bytes="itemsize * heads * seq_q * seq_k", differentiable=("slopes",),
-    extra_check=extra_check,
+    flops="2 * heads * seq_q * seq_k", bytes="itemsize * heads * seq_q * seq_k",
+    differentiable=("slopes",), extra_check=extra_check,
 )

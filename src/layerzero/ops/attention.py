@@ -21,13 +21,22 @@ from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
 from .formulas.common import FLOATS, attend
-from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, drop_argument, flip_alignment, replace_argument
+from .formulas.mistakes import (
+    LSE,
+    SCORES,
+    SOFTCAP,
+    WINDOW,
+    drop_argument,
+    flip_alignment,
+    replace_argument,
+)
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = True, *,
-    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1, window_right: int = -1,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = True, *, causal_align: Literal["top_left", "bottom_right"] | None = None,
+    window_left: int = -1, window_right: int = -1,
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
     layout: Literal["bhsd", "bshd", "auto"] = "bhsd",
 ) -> Any:
@@ -41,30 +50,33 @@ def reference(
     """
     if layout == "bshd":
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, causal_align, window_left,
-                      window_right, alibi_slopes, softcap)
+    out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, causal_align,
+                      window_left, window_right, alibi_slopes, softcap)
     out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out
 
 
-def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = True, *,
-         causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
-         alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
-         layout: str = "bhsd") -> Any:
+def meta(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+         enable_gqa: bool = True, *, causal_align: str | None = None, window_left: int = -1,
+         window_right: int = -1, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+         return_lse: bool = False, layout: str = "bhsd") -> Any:
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     if not return_lse:
         return out
     heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    return out, query.new_empty((query.shape[0], query.shape[heads], query.shape[seq]), dtype=lse_dtype)
+    return out, query.new_empty((query.shape[0], query.shape[heads], query.shape[seq]),
+                                dtype=lse_dtype)
 
 
 def inputs(
-    b: int = 2, hq: int = 4, hkv: int = 4, sq: int = 64, sk: int = 64, d: int = 64, dv: int = 0, mask: str = "",
-    causal: bool = False, align: str | None = None, window: tuple[int, int] = (-1, -1), alibi: bool = False,
-    softcap: float = 0.0, scale: float | None = None, lse: bool = False, layout: str = "bhsd", stride: str = "",
-    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    b: int = 2, hq: int = 4, hkv: int = 4, sq: int = 64, sk: int = 64, d: int = 64, dv: int = 0,
+    mask: str = "", causal: bool = False, align: str | None = None,
+    window: tuple[int, int] = (-1, -1), alibi: bool = False,
+    softcap: float = 0.0, scale: float | None = None, lse: bool = False, layout: str = "bhsd",
+    stride: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case. `stride`: "transposed" storage, "padded" rows,
     "sparse" last dim."""
@@ -86,13 +98,15 @@ def inputs(
     q, k, v = tensor(hq, sq, d), tensor(hkv, sk, d), tensor(hkv, sk, dv or d)
     if extreme:
         q, k = q * 30, k * 3
-    shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk), "float2d": (sq, sk),
-             "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk), "dead_rows": (b, 1, sq, sk),
-             "minus_inf": (b, 1, sq, sk), "lowest": (b, 1, 1, sk)}.get(mask)
+    shape = {"bool": (b, 1, sq, sk), "bool2d": (sq, sk), "float": (b, 1, sq, sk),
+             "float2d": (sq, sk), "full": (b, hq, sq, sk), "padding": (b, 1, 1, sk),
+             "dead_rows": (b, 1, sq, sk), "minus_inf": (b, 1, sq, sk),
+             "lowest": (b, 1, 1, sk)}.get(mask)
     attn_mask = None
     if shape and mask in ("float", "float2d", "full"):
         attn_mask = rand(*shape)
-    elif shape and mask in ("minus_inf", "lowest"):        # as models write them: 0, or a value that hides the key
+    # as models write them: 0, or a value that hides the key
+    elif shape and mask in ("minus_inf", "lowest"):
         hidden = -math.inf if mask == "minus_inf" else torch.finfo(dtype).min
         attn_mask = torch.where(torch.rand(shape, generator=gen) > 0.3, 0.0, hidden)
         attn_mask[..., 0] = 0.0
@@ -103,34 +117,43 @@ def inputs(
             attn_mask[:, :, 0, :] = False
         else:
             attn_mask[..., 0] = True
-    slopes = torch.tensor([2.0 ** (-8.0 * (i + 1) / hq) for i in range(hq)], device=device) if alibi else None
-    return {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal, "scale": scale,
-            "causal_align": align, "window_left": window[0], "window_right": window[1], "alibi_slopes": slopes,
+    slopes = (torch.tensor([2.0 ** (-8.0 * (i + 1) / hq) for i in range(hq)], device=device)
+              if alibi else None)
+    return {"query": q, "key": k, "value": v, "attn_mask": attn_mask, "is_causal": causal,
+            "scale": scale, "causal_align": align, "window_left": window[0],
+            "window_right": window[1], "alibi_slopes": slopes,
             "softcap": softcap, "return_lse": lse, "layout": layout}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 70},
-    {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True}, {"lse": True, "hkv": 2},
-    {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1}, {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
+    {}, {"causal": True}, {"hkv": 2}, {"hkv": 1, "causal": True}, {"lse": True},
+    {"lse": True, "hkv": 2}, {"sq": 1, "sk": 257, "hkv": 2}, {"sq": 1, "sk": 1},
+    {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
     {"sq": 1, "sk": 129, "hq": 8, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},
-    {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"},        # verification of drafted tokens
+    # verification of drafted tokens
+    {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"},
     {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
     {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
-    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"sq": 192, "sk": 192, "causal": True},
-    {"sq": 37, "sk": 141}, {"d": 72}, {"d": 84}, {"d": 80, "dv": 48}, {"d": 320, "sq": 17, "sk": 33}, {"d": 8},
+    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"},
+    {"sq": 192, "sk": 192, "causal": True}, {"sq": 37, "sk": 141}, {"d": 72}, {"d": 84},
+    {"d": 80, "dv": 48}, {"d": 320, "sq": 17, "sk": 33}, {"d": 8},
     {"d": 1},
-    {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2}, {"mask": "full"},
-    {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"}, {"mask": "bool", "lse": True},
-    {"window": (16, 0), "causal": True}, {"window": (8, 8)}, {"window": (0, 0)},
-    {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
+    {"mask": "bool"}, {"mask": "bool2d"}, {"mask": "float"}, {"mask": "float2d", "hkv": 2},
+    {"mask": "full"}, {"mask": "padding", "sq": 33, "sk": 65}, {"mask": "dead_rows"},
+    {"mask": "bool", "lse": True}, {"window": (16, 0), "causal": True}, {"window": (8, 8)},
+    {"window": (0, 0)}, {"window": (5, -1), "sq": 20, "sk": 50, "align": "bottom_right"},
     {"window": (16, 0), "causal": True, "sq": 1, "sk": 100, "align": "bottom_right", "hkv": 2},
-    {"alibi": True, "causal": True}, {"alibi": True, "sq": 3, "sk": 40, "align": "bottom_right", "hkv": 2},
-    {"softcap": 20.0}, {"softcap": 5.0, "causal": True, "hkv": 2}, {"scale": 0.3}, {"scale": 1.0, "causal": True},
-    {"layout": "bshd"}, {"layout": "bshd", "causal": True, "hkv": 2}, {"layout": "bshd", "lse": True},
-    {"layout": "bshd", "mask": "bool"}, {"stride": "transposed"}, {"stride": "padded", "causal": True},
-    {"stride": "sparse"}, {"stride": "sparse", "mask": "float"}, {"extreme": True}, {"extreme": True, "causal": True},
-    {"sq": 0, "sk": 8}, {"sq": 8, "sk": 0}, {"b": 0}, {"b": 1, "hq": 1, "hkv": 1, "sq": 3, "sk": 3, "d": 16},
+    {"alibi": True, "causal": True}, {"alibi": True, "sq": 3, "sk": 40, "align": "bottom_right",
+                                      "hkv": 2},
+    {"softcap": 20.0}, {"softcap": 5.0, "causal": True, "hkv": 2}, {"scale": 0.3},
+    {"scale": 1.0, "causal": True}, {"layout": "bshd"},
+    {"layout": "bshd", "causal": True, "hkv": 2}, {"layout": "bshd", "lse": True},
+    {"layout": "bshd", "mask": "bool"}, {"stride": "transposed"},
+    {"stride": "padded", "causal": True}, {"stride": "sparse"},
+    {"stride": "sparse", "mask": "float"}, {"extreme": True}, {"extreme": True, "causal": True},
+    {"sq": 0, "sk": 8}, {"sq": 8, "sk": 0}, {"b": 0},
+    {"b": 1, "hq": 1, "hkv": 1, "sq": 3, "sk": 3, "d": 16},
 )
 
 
@@ -143,8 +166,9 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         or facts["alibi_slopes.dtype"] is not None
     if uses_diagonal and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
         warn_caller(
-            f"lz.attention: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) and causal_align is "
-            "not given: torch's 'top_left' is used. Decoding with a KV cache wants causal_align='bottom_right'.",
+            f"lz.attention: query and key lengths differ ({facts['seq_q']} and {facts['seq_k']}) "
+            "and causal_align is not given: torch's 'top_left' is used. Decoding with a KV cache "
+            "wants causal_align='bottom_right'.",
             CausalAlignmentWarning)
 
 
@@ -156,17 +180,20 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
     if values["layout"] == "auto":
         layout = detect_layout(query, key, value)
         return Redirect("attention", {**values, "layout": layout}, lambda result: result)
-    if query.dim() == 4 or not query.dim() == key.dim() == value.dim() >= 2 or values["layout"] != "bhsd":
+    if (query.dim() == 4 or not query.dim() == key.dim() == value.dim() >= 2
+        or values["layout"] != "bhsd"):
         return None
     batch = query.shape[:-3]
     if key.shape[:-3] != batch or value.shape[:-3] != batch:
         return None
-    flat = {name: t.reshape(-1, *t.shape[-3:]) if t.dim() > 3 else t.reshape(1, *([1] * (3 - t.dim())), *t.shape)
+    flat = {name: t.reshape(-1, *t.shape[-3:]) if t.dim() > 3
+            else t.reshape(1, *([1] * (3 - t.dim())), *t.shape)
             for name, t in (("query", query), ("key", key), ("value", value))}
     mask = values["attn_mask"]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         mask_batch = mask.shape[:-3]
-        if len(mask_batch) > len(batch) or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1])):
+        if (len(mask_batch) > len(batch)
+            or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1]))):
             want = str((*query.shape[:-1], key.shape[-2]))
             raise InvalidCall.of("attention", Reason(
                 Code.MASK_BROADCAST_INVALID, want, str(tuple(mask.shape)), "attn_mask"))
@@ -189,7 +216,8 @@ def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
             raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))
 
     def fits(heads: int, seq: int) -> bool:
-        return (query.shape[heads] % max(key.shape[heads], 1) == 0 and key.shape[heads] == value.shape[heads]
+        return (query.shape[heads] % max(key.shape[heads], 1) == 0
+                and key.shape[heads] == value.shape[heads]
                 and key.shape[seq] == value.shape[seq] and key.shape[heads] > 0)
 
     as_bhsd, as_bshd = fits(1, 2), fits(2, 1)
@@ -198,10 +226,13 @@ def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
     orders = {_storage_order(t) for t in (query, key, value)}
     shapes = tuple(str(tuple(t.shape)) for t in (query, key, value))
     if as_bhsd and orders == {"swapped"}:
-        warn_caller(f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a transposed "
-                      "(batch, seq, heads, dim); pass layout= to be sure.", AmbiguousLayoutWarning)
+        warn_caller(
+            f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a "
+              "transposed (batch, seq, heads, dim); pass layout= to be sure.",
+            AmbiguousLayoutWarning)
         return "bhsd"
-    raise InvalidCall.of("attention", Reason(Code.LAYOUT_AMBIGUOUS, "an unambiguous shape", " ".join(shapes), "layout"))
+    raise InvalidCall.of("attention", Reason(Code.LAYOUT_AMBIGUOUS, "an unambiguous shape",
+                                             " ".join(shapes), "layout"))
 
 
 def _storage_order(t: Tensor) -> str:
@@ -214,7 +245,8 @@ def _nested(values: dict[str, Any]) -> Redirect:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not t.is_nested or t.layout != torch.jagged or t.dim() != 4:
             raise InvalidCall.of("attention", Reason(
-                Code.RAGGED_UNSUPPORTED, "all dense, or all 4-D jagged nested (layout=torch.jagged)",
+                Code.RAGGED_UNSUPPORTED,
+                "all dense, or all 4-D jagged nested (layout=torch.jagged)",
                 f"{name} of type {'nested' if t.is_nested else 'dense'} {t.layout}", name))
     for name, default in (("attn_mask", None), ("alibi_slopes", None), ("return_lse", False)):
         if values[name] is not default:
@@ -223,14 +255,17 @@ def _nested(values: dict[str, Any]) -> Redirect:
     axes = {"bhsd": (2,), "bshd": (1,), "auto": (1, 2)}[values["layout"]]
     ragged = next(i for i, n in enumerate(query.shape) if isinstance(n, torch.SymInt))
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if ragged not in axes or not isinstance(t.shape[ragged], torch.SymInt) or t.lengths() is not None:
+        if (ragged not in axes or not isinstance(t.shape[ragged], torch.SymInt)
+            or t.lengths() is not None):
             where = " or ".join(map(str, axes))
             raise InvalidCall.of("attention", Reason(
                 Code.RAGGED_UNSUPPORTED, f"nested without holes, ragged in dimension {where} only",
-                f"{name} of shape {tuple(t.shape)}{' with holes' if t.lengths() is not None else ''}", name))
+                f"{name} of shape "
+                f"{tuple(t.shape)}{' with holes' if t.lengths() is not None else ''}", name))
     if not torch.equal(key.offsets(), value.offsets()):
         raise InvalidCall.of("attention", Reason(
-            Code.DIM_MISMATCH, "the key's", str(value.offsets().diff().tolist()), "lengths of the value's sequences"))
+            Code.DIM_MISMATCH, "the key's", str(value.offsets().diff().tolist()),
+            "lengths of the value's sequences"))
 
     def pack(t: Tensor) -> Tensor:
         return (t.transpose(1, 2) if ragged == 2 else t).values()  # type: ignore[no-untyped-call]
@@ -248,37 +283,44 @@ def _nested(values: dict[str, Any]) -> Redirect:
         "max_seqlen_k": int(lengths_k.max()) if len(lengths_k) else 0,
         "is_causal": values["is_causal"], "scale": values["scale"],
         "causal_align": values["causal_align"] or ("top_left" if values["is_causal"] else None),
-        "window_left": values["window_left"], "window_right": values["window_right"], "softcap": values["softcap"],
-        "dropout_p": values["dropout_p"]}, restore)
+        "window_left": values["window_left"], "window_right": values["window_right"],
+        "softcap": values["softcap"], "dropout_p": values["dropout_p"]}, restore)
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},
     {"b": 8200, "hq": 8, "hkv": 4, "sq": 1, "sk": 2, "d": 8},
     {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},
     {"sq": 192, "sk": 192, "mask": "bool"}, {"sq": 64, "sk": 192, "mask": "float", "hkv": 1},
-    {"mask": "minus_inf", "hkv": 2}, {"mask": "lowest", "sq": 33, "sk": 65}, {"mask": "lowest", "sq": 1, "sk": 130},
-    {"sq": 320, "sk": 320, "mask": "padding", "b": 3}, {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
-    {"sq": 70, "sk": 3, "causal": True, "align": "top_left"}, {"hq": 6, "hkv": 3, "b": 3, "sq": 17, "sk": 33},
+    {"mask": "minus_inf", "hkv": 2}, {"mask": "lowest", "sq": 33, "sk": 65},
+    {"mask": "lowest", "sq": 1, "sk": 130}, {"sq": 320, "sk": 320, "mask": "padding", "b": 3},
+    {"sq": 3, "sk": 70, "causal": True, "align": "bottom_right"},
+    {"sq": 70, "sk": 3, "causal": True, "align": "top_left"},
+    {"hq": 6, "hkv": 3, "b": 3, "sq": 17, "sk": 33},
     {"hq": 12, "hkv": 4, "causal": True, "sq": 1, "sk": 130, "align": "bottom_right", "b": 3},
-    {"softcap": 3.0, "scale": 0.7}, {"softcap": 3.0, "scale": 0.7, "hkv": 2, "causal": True, "lse": True},
+    {"softcap": 3.0, "scale": 0.7}, {"softcap": 3.0, "scale": 0.7, "hkv": 2, "causal": True,
+                                     "lse": True},
     {"alibi": True, "hkv": 2, "lse": True},
     {"alibi": True, "sq": 9, "sk": 30, "align": "bottom_right", "causal": True},
     {"window": (1, 0), "causal": True}, {"window": (0, 1)}, {"window": (3, 2), "sq": 9, "sk": 20},
-    {"window": (64, -1), "sq": 130, "sk": 130}, {"window": (-1, 3), "sq": 7, "sk": 40, "align": "bottom_right"},
-    {"extreme": True, "mask": "bool"}, {"extreme": True, "lse": True, "hkv": 2}, {"sq": 2, "sk": 4096, "b": 1},
+    {"window": (64, -1), "sq": 130, "sk": 130},
+    {"window": (-1, 3), "sq": 7, "sk": 40, "align": "bottom_right"},
+    {"extreme": True, "mask": "bool"}, {"extreme": True, "lse": True, "hkv": 2},
+    {"sq": 2, "sk": 4096, "b": 1},
     {"sq": 1, "sk": 8192, "b": 1, "hq": 2, "hkv": 1}, {"mask": "dead_rows", "lse": True, "hkv": 2},
     {"layout": "bshd", "sq": 9, "sk": 40, "causal": True, "align": "bottom_right", "hkv": 1},
     {"layout": "bshd", "window": (16, 0), "causal": True, "sq": 64, "sk": 64, "d": 64},
-    {"b": 3, "sq": 0, "sk": 0}, {"sq": 4, "sk": 0, "lse": True}, {"stride": "sparse", "hkv": 2, "causal": True})
+    {"b": 3, "sq": 0, "sk": 0}, {"sq": 4, "sk": 0, "lse": True},
+    {"stride": "sparse", "hkv": 2, "causal": True})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True}, {"hkv": 2, "causal": True}, {"sq": 1, "sk": 257, "hkv": 2}, {"lse": True},
     {"sq": 1, "sk": 300, "causal": True, "align": "bottom_right"},
     {"sq": 5, "sk": 9, "causal": True, "align": "top_left"},
     {"sq": 5, "sk": 9, "causal": True, "align": "bottom_right"},
-    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48}, {"mask": "float"},
-    {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"}, {"window": (16, 0), "causal": True},
-    {"alibi": True, "causal": True}, {"softcap": 5.0}, {"scale": 0.3}, {"layout": "bshd", "causal": True},
+    {"sq": 9, "sk": 5, "causal": True, "align": "bottom_right"}, {"d": 72}, {"d": 80, "dv": 48},
+    {"mask": "float"}, {"mask": "bool", "hkv": 2}, {"mask": "dead_rows"},
+    {"window": (16, 0), "causal": True}, {"alibi": True, "causal": True}, {"softcap": 5.0},
+    {"scale": 0.3}, {"layout": "bshd", "causal": True},
     {"stride": "transposed"}, {"stride": "padded"}, {"sq": 8, "sk": 0})
 
 
@@ -286,7 +328,8 @@ GRADIENT_CASES: tuple[dict[str, Any], ...] = (
 
 def _invert_mask(op: Any, v: Values) -> Values | None:
     mask = v["attn_mask"]
-    return {**v, "attn_mask": ~mask if mask.dtype == torch.bool else -mask} if mask is not None else None
+    return ({**v, "attn_mask": ~mask if mask.dtype == torch.bool else -mask} if mask is not None
+            else None)
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
@@ -294,12 +337,13 @@ ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("mask", "the mask inverted", _invert_mask),
     Alteration("alignment", "the diagonal at the other corner", flip_alignment),
     Alteration("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
-    replace_argument("position bias", "ALiBi with the other sign", "alibi_slopes", lambda v: -v["alibi_slopes"]),
+    replace_argument("position bias", "ALiBi with the other sign", "alibi_slopes",
+                     lambda v: -v["alibi_slopes"]),
     *SCORES, *SOFTCAP, *WINDOW, *LSE)
 
 OP = Op(
-    name="attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    name="attention", family="attention", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     dropout_case={"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05},
     reference_kernel={"workspace": "3 * itemsize * elements"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
@@ -307,18 +351,18 @@ OP = Op(
     variant="layout",
     shapes={
         "bhsd": {"query": "batch heads seq_q head_dim", "key": "batch kv_heads seq_k head_dim",
-                 "value": "batch kv_heads seq_k head_dim_v", "attn_mask": "~batch ~heads ~seq_q ~seq_k",
-                 "alibi_slopes": "heads"},
+                 "value": "batch kv_heads seq_k head_dim_v",
+                 "attn_mask": "~batch ~heads ~seq_q ~seq_k", "alibi_slopes": "heads"},
         "bshd": {"query": "batch seq_q heads head_dim", "key": "batch seq_k kv_heads head_dim",
-                 "value": "batch seq_k kv_heads head_dim_v", "attn_mask": "~batch ~heads ~seq_q ~seq_k",
-                 "alibi_slopes": "heads"},
+                 "value": "batch seq_k kv_heads head_dim_v",
+                 "attn_mask": "~batch ~heads ~seq_q ~seq_k", "alibi_slopes": "heads"},
     },
     returns={"bhsd": ("batch heads seq_q head_dim_v", "batch heads seq_q"),
              "bshd": ("batch seq_q heads head_dim_v", "batch heads seq_q")},
     same_dtype=("query", "key", "value"),
-    derived={"causal_offset": "seq_k - seq_q", "batch_heads": "batch * heads", "group": "heads // kv_heads",
-             "group_rest": "heads % kv_heads", "head_dim_gap": "head_dim - head_dim_v",
-             "elements": "batch * heads * seq_q * seq_k"},
+    derived={"causal_offset": "seq_k - seq_q", "batch_heads": "batch * heads",
+             "group": "heads // kv_heads", "group_rest": "heads % kv_heads",
+             "head_dim_gap": "head_dim - head_dim_v", "elements": "batch * heads * seq_q * seq_k"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
     ranges={"window_left": INT32, "window_right": INT32},
     requires=(
@@ -327,12 +371,15 @@ OP = Op(
         any_of(on("enable_gqa"), equals("heads", 0), equals("group", 1, Code.GQA_UNSUPPORTED)),
         any_of(absent("attn_mask.dtype"), off("is_causal", Code.MASK_WITH_CAUSAL)),
         one_of("attn_mask.dtype", None, "bool", *FLOATS, code=Code.MASK_TYPE_INVALID),
-        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
-        at_least("dropout_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("dropout_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("dropout_p", 0.0, Code.VALUE_OUT_OF_RANGE),
+        at_most("dropout_p", 1.0, Code.VALUE_OUT_OF_RANGE),
         at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
     ),
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
-    differentiable=("query", "key", "value"), autocast="lower", canonical=canonical, extra_check=extra_check,
+    differentiable=("query", "key", "value"), autocast="lower", canonical=canonical,
+    extra_check=extra_check,
     outputs="Tensor[]", nested=True, sdpa_switches=True,
 )

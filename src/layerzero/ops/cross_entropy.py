@@ -1,4 +1,5 @@
-"""Cross entropy of logits (..., vocab) and class ids (...). Computed, and returned, in float32 or wider.
+"""Cross entropy of logits (..., vocab) and class ids (...). Computed, and returned, in float32 or
+wider.
 
 Rows whose target is ignore_index do not count; the mean over no row is NaN, as in torch. With
 label_smoothing that share of the target's mass is spread evenly over all classes. A target outside
@@ -21,10 +22,12 @@ from .formulas.loss import LOSS_RULES, check_targets, random_targets, reduce_los
 from .formulas.mistakes import change_results, replace_argument
 
 
-def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+def reference(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
+              label_smoothing: float = 0.0,
               reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:
     """Returns -log softmax(logits)[target]: the mean or sum over the rows, or one value per row."""
-    return reduce_losses(row_losses(logits, targets, ignore_index, label_smoothing), targets, ignore_index, reduction)
+    return reduce_losses(row_losses(logits, targets, ignore_index, label_smoothing), targets,
+                         ignore_index, reduction)
 
 
 def meta(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -33,16 +36,18 @@ def meta(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smo
                             dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "", ignore_index: int = -100,
-           smoothing: float = 0.0, reduction: str = "mean", targets_dtype: str = "int64", stride: str = "",
-           scale: float = 3.0, masked: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
-           seed: int = 0) -> dict[str, Any]:
+def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "",
+           ignore_index: int = -100, smoothing: float = 0.0, reduction: str = "mean",
+           targets_dtype: str = "int64", stride: str = "",
+           scale: float = 3.0, masked: bool = False, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     targets = random_targets(gen, rows, vocab, ignored, targets_dtype, device, ignore_index)
     logits = torch.randn((*rows, vocab * 2 if stride == "sparse" else vocab), generator=gen) * scale
     if stride == "transposed":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    if masked:                                 # an impossible class: the last, which is no row's target
+    # an impossible class: the last, which is no row's target
+    if masked:
         logits[..., -1] = -torch.inf
         targets = targets.clamp(max=vocab - 2)
     logits = logits.to(device=device, dtype=dtype)
@@ -51,14 +56,17 @@ def inputs(rows: tuple[int, ...] = (7,), vocab: int = 33, ignored: str = "", ign
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"reduction": "sum"}, {"reduction": "none"}, {"rows": (2, 5)}, {"rows": (2, 5), "reduction": "none"},
-    {"rows": ()}, {"rows": (1,)}, {"rows": (0,), "reduction": "none"}, {"rows": (0,), "reduction": "sum"},
-    {"vocab": 1}, {"vocab": 1, "smoothing": 0.3}, {"vocab": 5003, "rows": (3,)}, {"ignored": "some"},
-    {"ignored": "some", "reduction": "none"}, {"ignored": "some", "smoothing": 0.1},
-    {"ignored": "all", "reduction": "sum"}, {"ignored": "all", "reduction": "none"},
-    {"ignored": "some", "ignore_index": 4}, {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"},
-    {"smoothing": 0.1}, {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"}, {"stride": "sparse"},
-    {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"}, {"masked": True}, {"rows": (400,), "vocab": 97},
+    {}, {"reduction": "sum"}, {"reduction": "none"}, {"rows": (2, 5)},
+    {"rows": (2, 5), "reduction": "none"}, {"rows": ()}, {"rows": (1,)},
+    {"rows": (0,), "reduction": "none"}, {"rows": (0,), "reduction": "sum"},
+    {"vocab": 1}, {"vocab": 1, "smoothing": 0.3}, {"vocab": 5003, "rows": (3,)},
+    {"ignored": "some"}, {"ignored": "some", "reduction": "none"},
+    {"ignored": "some", "smoothing": 0.1}, {"ignored": "all", "reduction": "sum"},
+    {"ignored": "all", "reduction": "none"}, {"ignored": "some", "ignore_index": 4},
+    {"ignored": "some", "ignore_index": -1, "targets_dtype": "int32"},
+    {"smoothing": 0.1}, {"smoothing": 1.0, "reduction": "none"}, {"targets_dtype": "int32"},
+    {"stride": "sparse"}, {"stride": "transposed"}, {"scale": 1000.0, "reduction": "none"},
+    {"masked": True}, {"rows": (400,), "vocab": 97},
 )
 
 
@@ -87,5 +95,6 @@ OP = Op(
     shapes={"logits": "*rows vocab", "targets": "*rows"},
     returns=("*rows",),                        # no dimensions unless reduction="none"
     exact=("vocab",), requires=(dtypes(*FLOATS), *LOSS_RULES),
-    flops="5 * rows * vocab", bytes="itemsize * rows * vocab", differentiable=("logits",), extra_check=extra_check,
+    flops="5 * rows * vocab", bytes="itemsize * rows * vocab", differentiable=("logits",),
+    extra_check=extra_check,
 )

@@ -18,15 +18,22 @@ from ..spec.reason import Code, Reason
 from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
 from .formulas.common import FLOATS
 from .formulas.mistakes import QUANTIZED, swap_nibbles
-from .formulas.quant import FORMATS, check_scales, dequantize_codes, encode, expand_scales, make_scales
+from .formulas.quant import (
+    FORMATS,
+    check_scales,
+    dequantize_codes,
+    encode,
+    expand_scales,
+    make_scales,
+)
 
 FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
 
 
 def reference(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: FormatName, block_size: int = 0,
-    block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
-    out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: FormatName,
+    block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
+    size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Tensor:
     """Returns the values of codes, with the format, block_size and block_rows of lz.quantize."""
     fmt = FORMATS[format]
@@ -36,7 +43,8 @@ def reference(
     return values.to(getattr(torch, out_dtype))
 
 
-def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int, block_rows: int,
+def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, block_size: int,
+               block_rows: int,
                global_scale: Tensor | None, size: int | None) -> int:
     """Returns the length of a row of values; raises InvalidCall for scales of another layout."""
     width = q.shape[-1] * (8 // FORMATS[format].bits)
@@ -44,7 +52,8 @@ def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, blo
         size = width
     elif not width - 1 <= size <= width or (size < width and FORMATS[format].bits == 8):
         raise InvalidCall.of("dequantize", Reason(
-            Code.DIM_MISMATCH, f"{width}, or {width - 1} for an odd row of a four-bit format", size, "size"))
+            Code.DIM_MISMATCH, f"{width}, or {width - 1} for an odd row of a four-bit format", size,
+            "size"))
     shape = torch.Size((*q.shape[:-1], size))
     check_scales("dequantize", "scales", scales, shape, block_size, block_rows)
     if zeros is not None:
@@ -55,16 +64,18 @@ def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, blo
 
 
 def meta(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str, block_size: int = 0, block_rows: int = 1,
-    global_scale: Tensor | None = None, size: int | None = None, out_dtype: str = "float32",
+    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str, block_size: int = 0,
+    block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
+    out_dtype: str = "float32",
 ) -> Tensor:
     width = q.shape[-1] * (8 // FORMATS[format].bits) if size is None else size
     return q.new_empty((*q.shape[:-1], width), dtype=getattr(torch, out_dtype))
 
 
 def inputs(
-    format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64, granularity: str | None = None,
-    block_size: int = 0, block_rows: int = 1, symmetric: bool = True, stride: str = "", scale_dtype: str = "",
+    format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
+    granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
+    symmetric: bool = True, stride: str = "", scale_dtype: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to."""
@@ -83,8 +94,9 @@ def inputs(
         scales = scales.to(getattr(torch, scale_dtype))
     tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": global_scale}
     out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
-    return {**{name: t if t is None else t.to(device) for name, t in tensors.items()}, "format": format,
-            "block_size": block_size, "block_rows": block_rows, "size": width if width % 2 else None, "out_dtype": out}
+    return {**{name: t if t is None else t.to(device) for name, t in tensors.items()},
+            "format": format, "block_size": block_size, "block_rows": block_rows, "size": width
+            if width % 2 else None, "out_dtype": out}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -92,20 +104,23 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "width": 37, "rows": (2, 3)} for f in FORMATS),
     *({"format": f, "stride": "sparse"} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "symmetric": False} for f in ("int8", "int4")),
-    {"granularity": "tensor", "rows": (2, 3)}, {"format": "fp8_e4m3", "granularity": "tensor", "rows": ()},
+    {"granularity": "tensor", "rows": (2, 3)},
+    {"format": "fp8_e4m3", "granularity": "tensor", "rows": ()},
     {"granularity": "block", "block_size": 16}, {"format": "int4", "block_size": 32, "width": 100},
-    {"format": "fp8_e4m3", "granularity": "block", "block_size": 32, "block_rows": 4, "rows": (2, 9), "width": 70},
+    {"format": "fp8_e4m3", "granularity": "block", "block_size": 32, "block_rows": 4,
+     "rows": (2, 9), "width": 70},
     {"format": "int4", "block_size": 16, "symmetric": False, "rows": (2, 4)}, {"rows": (0,)},
     {"format": "fp8_e5m2", "scale_dtype": "bfloat16"}, {"format": "mxfp4", "width": 1},
-    {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False, "scale_dtype": "float16"},
+    {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
+     "scale_dtype": "float16"},
 )
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     if values["format"] == "nvfp4" and values["global_scale"] is None:
         raise InvalidCall.of("dequantize", Reason(
-            Code.MISSING_METADATA, "nvfp4 has one scale for the tensor beside those of its blocks", None,
-            "global_scale"))
+            Code.MISSING_METADATA, "nvfp4 has one scale for the tensor beside those of its blocks",
+            None, "global_scale"))
 
 
 def _storage_dtype(name: str) -> str:
@@ -119,15 +134,19 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("q")))
 
 OP = Op(
-    name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    stress=STRESS, alterations=ALTERATIONS,
-    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6)}),
-    shapes={"q": "*rows packed", "scales": "*scale_rows groups"}, exact=("packed", "block_size", "block_rows"),
+    name="dequantize", family="quantization", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2),
+                         "float32": (1e-6, 1e-6)}),
+    shapes={"q": "*rows packed", "scales": "*scale_rows groups"},
+    exact=("packed", "block_size", "block_rows"),
     ranges={"block_size": INT32, "block_rows": INT32, "size": INT32},
     requires=(
         *(when(one_of("format", f), dtypes(_storage_dtype(f), of="q.dtype")) for f in FORMATS),
-        one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn", code=Code.SCALE_LAYOUT_MISMATCH),
-        at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE), at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),
+        one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn",
+               code=Code.SCALE_LAYOUT_MISMATCH),
+        at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),
         when(present("zeros.dtype"), one_of("format", "int8", "int4")),
         any_of(absent("global_scale.dtype"), one_of("format", "nvfp4")),
     ),

@@ -42,35 +42,38 @@ def meta(ids: Any, tokenizer: Any, **options: Any) -> None:
 def read(values: dict[str, Any]) -> dict[str, Any]:
     sequences, _ = read_sequences(values["ids"])
     handle = identify(values["tokenizer"], "detokenize")
-    return {**handle.facts, "sequences": bucket_top(len(sequences)), "tokens": bucket_top(sum(map(len, sequences)))}
+    return {**handle.facts, "sequences": bucket_top(len(sequences)),
+            "tokens": bucket_top(sum(map(len, sequences)))}
 
 
 _IDS: tuple[list[int], ...] = (
-    [], [104], [258, 32, 119, 111, 114], [270, 266, 271, 32, 272], [195, 169, 240, 159], [256] * 300, [9999, 104])
+    [], [104], [258, 32, 119, 111, 114], [270, 266, 271, 32, 272], [195, 169, 240, 159],
+    [256] * 300, [9999, 104])
 
 
 def inputs(
-    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0, dtype: torch.dtype = torch.int64,
-    device: str = "cpu", **options: Any,
+    *, ids: int | tuple[int, ...] = 2, tensor: bool = False, seed: int = 0,
+    dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the sequences with these indices, and a small tokenizer."""
     sequences: Any = _IDS[ids] if isinstance(ids, int) else [_IDS[i] for i in ids]
     sequences = torch.tensor(sequences) if tensor else sequences
-    return {"ids": sequences, "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
+    return {"ids": sequences,
+            "tokenizer": from_json(json.dumps(tiny_tokenizer()), "tiny_tokenizer"), **options}
 
 
 _ALL = tuple(range(len(_IDS)))
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False}, {"tensor": True},
-    {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
+    {}, {"ids": 0}, {"ids": ()}, {"ids": _ALL}, {"ids": _ALL, "skip_special_tokens": False},
+    {"tensor": True}, {"ids": (2, 3), "tensor": True, "skip_special_tokens": False})
 
 ALTERATIONS: tuple[Alteration, ...] = (replace_argument("convention", "special tokens kept",
                                                         "skip_special_tokens", False),)
 
 OP = Op(
-    name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    alterations=ALTERATIONS,
+    name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, alterations=ALTERATIONS,
     reference_kernel={**READS_ON_HOST, "overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
-    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, reads=(*FACTS, "sequences", "tokens"),
-    dtypes=("int64",), requires=(present("vocab_hash"),),
+    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
+    reads=(*FACTS, "sequences", "tokens"), dtypes=("int64",), requires=(present("vocab_hash"),),
 )

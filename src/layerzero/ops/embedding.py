@@ -23,7 +23,8 @@ from .formulas.common import FLOATS
 from .formulas.mistakes import replace_argument
 
 
-def reference(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: float = 1.0) -> Tensor:
+def reference(ids: Tensor, weight: Tensor, padding_idx: int | None = None,
+              scale: float = 1.0) -> Tensor:
     """Returns weight[ids] * scale, of shape (*ids.shape, width)."""
     rows = torch.index_select(weight, 0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
     if padding_idx is not None:
@@ -38,8 +39,9 @@ def meta(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale: flo
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-def inputs(shape: tuple[int, ...] = (2, 9), vocab: int = 50, width: int = 32, ids_dtype: str = "int64",
-           padding: int | None = None, scale: float = 1.0, stride: str = "", dtype: torch.dtype = torch.float32,
+def inputs(shape: tuple[int, ...] = (2, 9), vocab: int = 50, width: int = 32,
+           ids_dtype: str = "int64", padding: int | None = None, scale: float = 1.0,
+           stride: str = "", dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     weight = torch.randn((vocab, width * 2 if stride == "sparse" else width), generator=gen)
@@ -49,14 +51,16 @@ def inputs(shape: tuple[int, ...] = (2, 9), vocab: int = 50, width: int = 32, id
         ids.view(-1)[0] = padding % vocab
     ids = ids.to(device=device, dtype=getattr(torch, ids_dtype))
     return {"ids": ids.t().contiguous().t() if stride == "ids" else ids,
-            "weight": weight[:, ::2] if stride == "sparse" else weight, "padding_idx": padding, "scale": scale}
+            "weight": weight[:, ::2] if stride == "sparse" else weight, "padding_idx": padding,
+            "scale": scale}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"shape": ()}, {"shape": (1,)}, {"shape": (0,)}, {"shape": (0,), "vocab": 0}, {"shape": (2, 3, 5)},
-    {"ids_dtype": "int32"}, {"padding": 3}, {"padding": -1}, {"padding": 0, "ids_dtype": "int32"}, {"scale": 5.65685},
-    {"scale": 0.0}, {"scale": 12.0, "padding": 1}, {"width": 1}, {"vocab": 1}, {"stride": "ids"}, {"stride": "sparse"},
-    {"width": 129, "shape": (3, 11)},
+    {}, {"shape": ()}, {"shape": (1,)}, {"shape": (0,)}, {"shape": (0,), "vocab": 0},
+    {"shape": (2, 3, 5)}, {"ids_dtype": "int32"}, {"padding": 3}, {"padding": -1},
+    {"padding": 0, "ids_dtype": "int32"}, {"scale": 5.65685},
+    {"scale": 0.0}, {"scale": 12.0, "padding": 1}, {"width": 1}, {"vocab": 1}, {"stride": "ids"},
+    {"stride": "sparse"}, {"width": 129, "shape": (3, 11)},
 )
 
 
@@ -65,23 +69,27 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     if padding is not None and not -vocab <= padding < vocab:
         raise InvalidCall.of("embedding", Reason(
             Code.VALUE_OUT_OF_RANGE, f"between {-vocab} and {vocab - 1}", padding, "padding_idx"))
-    if facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"] and ids.numel():
+    if (facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"]
+        and ids.numel()):
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= vocab:
             raise InvalidCall.of("embedding", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight", f"{low} to {high}",
-                "ids"))
+                Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, the last row of weight",
+                f"{low} to {high}", "ids"))
 
-ALTERATIONS: tuple[Alteration, ...] = (replace_argument("scale", "the scale left out", "scale", 1.0),)
+ALTERATIONS: tuple[Alteration, ...] = (replace_argument("scale", "the scale left out", "scale",
+                                                        1.0),)
 
 OP = Op(
-    name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    alterations=ALTERATIONS,
+    name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",
     exact=("vocab", "width", "padding_idx", "scale"),
     # extra_check compares padding_idx with the table; the rule on it puts it into the key.
-    requires=(dtypes(*FLOATS), dtypes("int32", "int64", of="ids.dtype"), at_least("padding_idx", -(1 << 62))),
-    flops="tokens * width", bytes="2 * itemsize * tokens * width", differentiable=("weight",), extra_check=extra_check,
+    requires=(dtypes(*FLOATS), dtypes("int32", "int64", of="ids.dtype"),
+              at_least("padding_idx", -(1 << 62))),
+    flops="tokens * width", bytes="2 * itemsize * tokens * width", differentiable=("weight",),
+    extra_check=extra_check,
 )

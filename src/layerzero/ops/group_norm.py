@@ -23,7 +23,9 @@ from .formulas.mistakes import NORM, drop_argument, replace_argument
 
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
               eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and all pixels."""
+    """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and
+    all pixels.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     parts = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     inner = tuple(range(2, parts.dim()))
@@ -34,13 +36,16 @@ def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor
     return (out if bias is None else out + bias.to(wide.dtype).view(per_channel)).to(x.dtype)
 
 
-def meta(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def meta(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+         eps: float = 1e-5) -> Tensor:
     return torch.empty_like(x)
 
 
-def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int = 3, affine: bool = True,
-           bias_only: bool = False, eps: float = 1e-5, memory: str = "", weight_dtype: str = "", extreme: bool = False,
-           dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int = 3,
+           affine: bool = True, bias_only: bool = False, eps: float = 1e-5, memory: str = "",
+           weight_dtype: str = "", extreme: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn((b, c, *size), generator=gen)
     if extreme:                                # a mean far from zero: E[x^2] - E[x]^2 would cancel
@@ -51,24 +56,27 @@ def inputs(b: int = 2, c: int = 12, size: tuple[int, ...] = (5, 7), groups: int 
     if memory == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
-    weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=parameter_dtype) for _ in range(2))
+    weight, bias = (torch.randn(c, generator=gen).to(device=device, dtype=parameter_dtype)
+                    for _ in range(2))
     return {"x": x, "groups": groups, "weight": weight if affine and not bias_only else None,
             "bias": bias if affine else None, "eps": eps}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"groups": 1}, {"groups": 12}, {"b": 1, "c": 1, "groups": 1, "size": (3, 3)}, {"size": (1, 1)}, {"b": 0},
-    {"affine": False}, {"bias_only": True}, {"memory": "channels_last"}, {"memory": "sparse"},
-    {"c": 64, "groups": 32, "size": (16, 16)}, {"c": 64, "groups": 32, "size": (8, 8), "memory": "channels_last"},
-    {"weight_dtype": "float32"}, {"weight_dtype": "float32", "memory": "channels_last"}, {"eps": 1e-3},
-    {"extreme": True}, {"extreme": True, "memory": "channels_last"},
+    {}, {"groups": 1}, {"groups": 12}, {"b": 1, "c": 1, "groups": 1, "size": (3, 3)},
+    {"size": (1, 1)}, {"b": 0}, {"affine": False}, {"bias_only": True}, {"memory": "channels_last"},
+    {"memory": "sparse"}, {"c": 64, "groups": 32, "size": (16, 16)},
+    {"c": 64, "groups": 32, "size": (8, 8), "memory": "channels_last"},
+    {"weight_dtype": "float32"}, {"weight_dtype": "float32", "memory": "channels_last"},
+    {"eps": 1e-3}, {"extreme": True}, {"extreme": True, "memory": "channels_last"},
 )
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     if facts["channels"] % facts["groups"]:
         raise InvalidCall.of("group_norm", Reason(
-            Code.VALUE_OUT_OF_RANGE, f"a divisor of the {facts['channels']} channels", facts["groups"], "groups"))
+            Code.VALUE_OUT_OF_RANGE, f"a divisor of the {facts['channels']} channels",
+            facts["groups"], "groups"))
 
 
 def canonical(values: dict[str, Any]) -> Redirect | None:
@@ -99,9 +107,11 @@ OP = Op(
     ranges={"groups": INT32},
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               one_of("bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
-              at_least("groups", 1, Code.VALUE_OUT_OF_RANGE), at_least("channels", 1, Code.EMPTY_INPUT),
-              at_least("height", 1, Code.EMPTY_INPUT), at_least("width", 1, Code.EMPTY_INPUT),
+              at_least("groups", 1, Code.VALUE_OUT_OF_RANGE),
+              at_least("channels", 1, Code.EMPTY_INPUT), at_least("height", 1, Code.EMPTY_INPUT),
+              at_least("width", 1, Code.EMPTY_INPUT),
               at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
-    flops="8 * batch * channels * height * width", bytes="2 * itemsize * batch * channels * height * width",
+    flops="8 * batch * channels * height * width",
+    bytes="2 * itemsize * batch * channels * height * width",
     differentiable=("x", "weight", "bias"), canonical=canonical, extra_check=extra_check,
 )

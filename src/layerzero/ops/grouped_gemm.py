@@ -50,28 +50,35 @@ def read_group_ends(x: Tensor, group_sizes: Tensor | None, offsets: Tensor | Non
     return ends
 
 
-def meta(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None) -> Tensor:
+def meta(x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *,
+         offsets: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[0], weights.shape[-1]))
 
 
-def inputs(sizes: tuple[int, ...] = (5, 0, 9, 2), k: int = 32, n: int = 48, spare: int = 0, by: str = "sizes",
-           stride: str = "", transposed: bool = False, index: str = "int32", dtype: torch.dtype = torch.float32,
-           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def inputs(sizes: tuple[int, ...] = (5, 0, 9, 2), k: int = 32, n: int = 48, spare: int = 0,
+           by: str = "sizes", stride: str = "", transposed: bool = False, index: str = "int32",
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     rows, groups = sum(sizes) + spare, len(sizes)
-    x = torch.randn((rows, 2 * k if stride == "sparse" else k), generator=gen).to(device=device, dtype=dtype)
+    x = torch.randn((rows, 2 * k if stride == "sparse" else k),
+                    generator=gen).to(device=device, dtype=dtype)
     shape = (groups, n, k) if transposed else (groups, k, n)
-    weights = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device, dtype=dtype)
+    weights = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device,
+                                                                            dtype=dtype)
     counts = torch.tensor(sizes, dtype=getattr(torch, index))
-    boundaries = {"group_sizes": counts} if by == "sizes" else {"offsets": counts.cumsum(0, dtype=counts.dtype)}
-    return {"x": x[:, ::2] if stride == "sparse" else x, "weights": weights.mT if transposed else weights,
+    boundaries = ({"group_sizes": counts} if by == "sizes"
+                  else {"offsets": counts.cumsum(0, dtype=counts.dtype)})
+    return {"x": x[:, ::2] if stride == "sparse" else x, "weights": weights.mT if transposed
+            else weights,
             **{name: t.to(device) for name, t in boundaries.items()}}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"by": "offsets"}, {"index": "int64"}, {"index": "int64", "by": "offsets"}, {"sizes": (7,)},
-    {"sizes": (0, 0, 3)}, {"sizes": (0, 0)}, {"spare": 4}, {"sizes": (1,) * 8}, {"sizes": (64, 64, 0, 64)},
-    {"sizes": (40, 1, 17), "k": 64, "n": 96}, {"k": 17, "n": 33}, {"k": 40, "n": 24, "sizes": (3, 3)}, {"k": 1, "n": 1},
+    {"sizes": (0, 0, 3)}, {"sizes": (0, 0)}, {"spare": 4}, {"sizes": (1,) * 8},
+    {"sizes": (64, 64, 0, 64)}, {"sizes": (40, 1, 17), "k": 64, "n": 96}, {"k": 17, "n": 33},
+    {"k": 40, "n": 24, "sizes": (3, 3)}, {"k": 1, "n": 1},
     {"stride": "sparse"}, {"transposed": True}, {"transposed": True, "k": 64, "sizes": (33, 2)},
 )
 
@@ -79,11 +86,13 @@ CASES: tuple[dict[str, Any], ...] = (
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     if (values["group_sizes"] is None) == (values["offsets"] is None):
         raise InvalidCall.of("grouped_gemm", Reason(
-            Code.MISSING_METADATA, "give group_sizes or offsets, one of the two", None, "group_sizes"))
+            Code.MISSING_METADATA, "give group_sizes or offsets, one of the two", None,
+            "group_sizes"))
 
 
 OP = Op(
-    name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES,
     reference_kernel=READS_ON_HOST,
     # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
     # tighter bound.

@@ -1,4 +1,7 @@
-"""Layer norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype."""
+"""Layer norm over the last dimension.
+
+Accumulates in float32 or wider; the result has the input's dtype.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from .formulas.mistakes import NORM, change_results, drop_argument
 from .formulas.norm import NORM_STRESS
 
 
-def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+              eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
@@ -26,25 +30,30 @@ def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = Non
     return (wide if bias is None else wide + bias.to(wide.dtype)).to(x.dtype)
 
 
-def meta(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def meta(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+         eps: float = 1e-5) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-5, stride: str = "",
-           weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-5,
+           stride: str = "", weight_dtype: str = "", extreme: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
            seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
     parameter_dtype = getattr(torch, weight_dtype or str(dtype)[6:])
-    weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype) for _ in range(2))
-    return {"x": x, "weight": weight if affine else None, "bias": bias if affine else None, "eps": eps}
+    weight, bias = (torch.randn(hidden, generator=gen).to(device=device, dtype=parameter_dtype)
+                    for _ in range(2))
+    return {"x": x, "weight": weight if affine else None, "bias": bias if affine else None,
+            "eps": eps}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 5), "hidden": 96},
-    {"hidden": 1}, {"hidden": 17}, {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"eps": 1e-3},
-    {"extreme": True},
+    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
+    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
+    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
+    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
+    {"eps": 1e-3}, {"extreme": True},
 )
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
@@ -71,9 +80,11 @@ OP = Op(
     reference_kernel={"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
-    shapes={"x": "*rows hidden", "weight": "hidden", "bias": "hidden"}, returns=("*rows hidden",), exact=("hidden",),
+    shapes={"x": "*rows hidden", "weight": "hidden", "bias": "hidden"}, returns=("*rows hidden",),
+    exact=("hidden",),
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               one_of("bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               at_least("hidden", 1), at_least("eps", 0.0, Code.VALUE_OUT_OF_RANGE)),
-    flops="8 * rows * hidden", bytes="2 * itemsize * rows * hidden", differentiable=("x", "weight", "bias"),
+    flops="8 * rows * hidden", bytes="2 * itemsize * rows * hidden",
+    differentiable=("x", "weight", "bias"),
 )

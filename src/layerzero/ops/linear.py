@@ -1,4 +1,6 @@
-"""A linear layer: y = activation(x W^T + bias), weight (out_features, in_features) as in torch.nn.Linear."""
+"""A linear layer: y = activation(x W^T + bias), weight (out_features, in_features) as in
+torch.nn.Linear.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,36 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None,
     return out if activation is None else activate(out, activation)
 
 
-def meta(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+def meta(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+         activation: str | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def inputs(rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, bias: bool = True, activation: str | None = None,
-           stride: str = "", transposed: bool = False, extreme: bool = False, dtype: torch.dtype = torch.float32,
+def inputs(rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, bias: bool = True,
+           activation: str | None = None, stride: str = "", transposed: bool = False,
+           extreme: bool = False, dtype: torch.dtype = torch.float32,
            device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, k, stride, dtype, device) * (100 if extreme else 1)
     shape = (k, n) if transposed else (n, k)
-    weight = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device, dtype=dtype)
+    weight = (torch.randn(shape, generator=gen) / math.sqrt(max(k, 1))).to(device=device,
+                                                                           dtype=dtype)
     bias_values = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
-    return {"x": x, "weight": weight.t() if transposed else weight, "bias": bias_values, "activation": activation}
+    return {"x": x, "weight": weight.t() if transposed else weight, "bias": bias_values,
+            "activation": activation}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"bias": False}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 33), "k": 96},
-    {"k": 1, "n": 1}, {"k": 17, "n": 33}, {"k": 17, "n": 33, "rows": (1,)}, {"k": 576, "n": 1536, "rows": (4,)},
+    {}, {"bias": False}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
+    {"rows": (3, 2, 33), "k": 96}, {"k": 1, "n": 1}, {"k": 17, "n": 33},
+    {"k": 17, "n": 33, "rows": (1,)}, {"k": 576, "n": 1536, "rows": (4,)},
     {"k": 1536, "n": 576, "rows": (1,), "bias": False}, {"k": 0, "n": 8}, {"n": 0},
-    {"rows": (130,), "k": 256, "n": 128}, {"activation": "gelu"}, {"activation": "gelu_tanh"}, {"activation": "silu"},
-    {"activation": "relu", "bias": False}, {"activation": "silu", "rows": (40,), "k": 256, "n": 64},
-    {"stride": "padded"}, {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"transposed": True},
-    {"transposed": True, "rows": (8,), "k": 128}, {"extreme": True}, {"extreme": True, "activation": "gelu"},
+    {"rows": (130,), "k": 256, "n": 128}, {"activation": "gelu"}, {"activation": "gelu_tanh"},
+    {"activation": "silu"}, {"activation": "relu", "bias": False},
+    {"activation": "silu", "rows": (40,), "k": 256, "n": 64},
+    {"stride": "padded"}, {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)},
+    {"transposed": True}, {"transposed": True, "rows": (8,), "k": 128}, {"extreme": True},
+    {"extreme": True, "activation": "gelu"},
 )
 
 ALTERATIONS: tuple[Alteration, ...] = (
@@ -62,8 +71,9 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows in_features", "weight": "out_features in_features", "bias": "out_features"},
-    returns=("*rows out_features",), same_dtype=("x", "weight", "bias"), exact=("in_features", "out_features"),
-    requires=(dtypes(*FLOATS),), flops="2 * rows * in_features * out_features",
+    returns=("*rows out_features",), same_dtype=("x", "weight", "bias"),
+    exact=("in_features", "out_features"), requires=(dtypes(*FLOATS),),
+    flops="2 * rows * in_features * out_features",
     bytes="itemsize * (rows * (in_features + out_features) + in_features * out_features)",
     differentiable=("x", "weight", "bias"), autocast="lower",
 )

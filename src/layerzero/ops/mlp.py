@@ -48,16 +48,17 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def meta(
-    x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *, weight_up: Tensor | None = None,
-    bias_in: Tensor | None = None, bias_up: Tensor | None = None, bias_down: Tensor | None = None,
+    x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
+    weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_down.shape[0]))
 
 
 def inputs(
-    rows: tuple[int, ...] = (5,), hidden: int = 32, inner: int = 48, out: int = 0, activation: str = "swiglu",
-    separate: bool = False, bias: bool = False, stride: str = "", extreme: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    rows: tuple[int, ...] = (5,), hidden: int = 32, inner: int = 48, out: int = 0,
+    activation: str = "swiglu", separate: bool = False, bias: bool = False, stride: str = "",
+    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
 
@@ -72,18 +73,20 @@ def inputs(
         "x": random_rows(gen, rows, hidden, stride, dtype, device) * (20 if extreme else 1),
         "weight_in": rand(wide, hidden, by=weight_scale),
         "weight_up": rand(inner, hidden, by=weight_scale) if has_up else None,
-        "weight_down": rand(out or hidden, inner, by=1 / math.sqrt(inner)), "activation": activation,
-        "bias_in": rand(wide) if bias else None, "bias_up": rand(inner) if bias and has_up else None,
+        "weight_down": rand(out or hidden, inner, by=1 / math.sqrt(inner)),
+        "activation": activation, "bias_in": rand(wide) if bias else None, "bias_up": rand(inner)
+        if bias and has_up else None,
         "bias_down": rand(out or hidden) if bias else None}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     *({"activation": a} for a in (*GATED, *PLAIN)),
     *({"activation": a, "bias": True} for a in ("swiglu", "gelu")),
-    {"separate": True}, {"separate": True, "bias": True, "activation": "geglu"}, {"rows": (1,)}, {"rows": (2, 7)},
-    {"rows": ()}, {"rows": (0,)}, {"hidden": 17, "inner": 33}, {"hidden": 1, "inner": 1}, {"out": 20},
-    {"hidden": 576, "inner": 1536, "rows": (1,)}, {"hidden": 96, "inner": 256, "rows": (40,)},
-    {"stride": "padded"}, {"stride": "sparse", "activation": "gelu_tanh"}, {"extreme": True},
+    {"separate": True}, {"separate": True, "bias": True, "activation": "geglu"}, {"rows": (1,)},
+    {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"hidden": 17, "inner": 33},
+    {"hidden": 1, "inner": 1}, {"out": 20}, {"hidden": 576, "inner": 1536, "rows": (1,)},
+    {"hidden": 96, "inner": 256, "rows": (40,)}, {"stride": "padded"},
+    {"stride": "sparse", "activation": "gelu_tanh"}, {"extreme": True},
 )
 
 
@@ -92,8 +95,10 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     fused = values["activation"] in GATED and values["weight_up"] is None
     want = 2 * inner if fused else inner
     if wide != want:
-        layout = "rows of the gate, then of up" if fused else "one row for each column of weight_down"
-        raise InvalidCall.of("mlp", Reason(Code.DIM_MISMATCH, f"{want} ({layout})", wide, "weight_in.shape[0]"))
+        layout = ("rows of the gate, then of up" if fused
+                  else "one row for each column of weight_down")
+        raise InvalidCall.of("mlp", Reason(Code.DIM_MISMATCH, f"{want} ({layout})", wide,
+                                           "weight_in.shape[0]"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *ACTIVATIONS, *(Alteration("convention", f"{n} left out", drop_argument(n))
@@ -105,17 +110,19 @@ OP = Op(
     # Twice the tolerance of a linear layer: these are two in sequence.
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-10, 1e-10)}),
-    shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner", "weight_up": "inner hidden",
-            "bias_in": "wide", "bias_up": "inner", "bias_down": "out"},
+    shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner",
+            "weight_up": "inner hidden", "bias_in": "wide", "bias_up": "inner", "bias_down": "out"},
     returns=("*rows out",), exact=("hidden", "wide", "inner", "out"),
     same_dtype=("x", "weight_in", "weight_down", "weight_up", "bias_in", "bias_up", "bias_down"),
     requires=(
-        dtypes(*FLOATS), at_least("hidden", 1, Code.EMPTY_INPUT), at_least("inner", 1, Code.EMPTY_INPUT),
+        dtypes(*FLOATS), at_least("hidden", 1, Code.EMPTY_INPUT),
+        at_least("inner", 1, Code.EMPTY_INPUT),
         when(one_of("activation", *PLAIN), absent("weight_up.dtype")),
         when(absent("weight_up.dtype"), absent("bias_up.dtype")),
     ),
     flops="2 * rows * hidden * wide + 2 * rows * inner * out",
     bytes="itemsize * (hidden * wide + inner * out + rows * (hidden + out))",
-    differentiable=("x", "weight_in", "weight_down", "weight_up", "bias_in", "bias_up", "bias_down"),
+    differentiable=("x", "weight_in", "weight_down", "weight_up", "bias_in", "bias_up",
+                    "bias_down"),
     autocast="lower", extra_check=extra_check,
 )

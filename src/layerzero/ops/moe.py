@@ -1,6 +1,7 @@
 """A mixture of gated feed-forward experts: the weighted sum of the results of each token's experts.
 
-out[t] = sum over slots k of weight[t, k] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, k].
+out[t] = sum over slots k of weight[t, k] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t,
+k].
 
 `w_gate_up` is (experts, 2 * inner, hidden), the rows of the gate first, then those of up
 (gate_first=False: the other way round); `w_down` is (experts, hidden, inner). The routing is given
@@ -33,17 +34,19 @@ Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
 
 
 def reference(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None, topk_weights: Tensor | None = None, *,
-    logits: Tensor | None = None, top_k: int = 0, scoring: Literal["softmax", "sigmoid"] = "softmax",
-    normalize: bool = True, activation: Activation = "swiglu", gate_first: bool = True, expert_offset: int = 0,
-    capacity: int = 0, weight_on: Literal["output", "input"] = "output",
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True, activation: Activation = "swiglu", gate_first: bool = True,
+    expert_offset: int = 0, capacity: int = 0, weight_on: Literal["output", "input"] = "output",
 ) -> Tensor:
     """Runs each token through its experts and sums the results by weight."""
     if logits is not None:
         topk_ids, topk_weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     assert topk_ids is not None and topk_weights is not None
     experts, slots = w_gate_up.shape[0], topk_ids.shape[-1]
-    experts_of_slots = assign_experts(topk_ids, experts, expert_offset, capacity).reshape(-1, slots).tolist()
+    experts_of_slots = assign_experts(topk_ids, experts, expert_offset,
+                                      capacity).reshape(-1, slots).tolist()
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens, weights = x.reshape(-1, x.shape[-1]), topk_weights.reshape(-1, slots)
     rows = []
@@ -53,7 +56,8 @@ def reference(
             if e == experts:
                 continue
             weight = weights[t, slot].to(wide)
-            token = tokens[t] if weight_on == "output" else (tokens[t].to(wide) * weight).to(x.dtype)
+            token = (tokens[t] if weight_on == "output"
+                     else (tokens[t].to(wide) * weight).to(x.dtype))
             inner = activate_gated(w_gate_up[e] @ token, activation, gate_first)
             out = (w_down[e] @ inner).to(wide)
             row = row + (out * weight if weight_on == "output" else out)
@@ -62,8 +66,9 @@ def reference(
 
 
 def meta(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None, topk_weights: Tensor | None = None, *,
-    logits: Tensor | None = None, top_k: int = 0, scoring: str = "softmax", normalize: bool = True,
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None, *, logits: Tensor | None = None, top_k: int = 0,
+    scoring: str = "softmax", normalize: bool = True,
     activation: str = "swiglu", gate_first: bool = True, expert_offset: int = 0, capacity: int = 0,
     weight_on: str = "output",
 ) -> Tensor:
@@ -71,9 +76,10 @@ def meta(
 
 
 def inputs(
-    rows: tuple[int, ...] = (6,), experts: int = 4, hidden: int = 32, inner: int = 24, top_k: int = 2,
-    activation: str = "swiglu", gate_first: bool = True, by: str = "ids", scoring: str = "softmax",
-    normalize: bool = True, offset: int = 0, others: int = 0, capacity: int = 0, weight_on: str = "output",
+    rows: tuple[int, ...] = (6,), experts: int = 4, hidden: int = 32, inner: int = 24,
+    top_k: int = 2, activation: str = "swiglu", gate_first: bool = True, by: str = "ids",
+    scoring: str = "softmax", normalize: bool = True, offset: int = 0, others: int = 0,
+    capacity: int = 0, weight_on: str = "output",
     favourite: bool = False, index: str = "int64", weight_dtype: str = "", stride: str = "",
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
@@ -91,9 +97,11 @@ def inputs(
     arguments: dict[str, Any] = {
         "x": x, "w_gate_up": rand(experts, 2 * inner, hidden, by=1 / math.sqrt(hidden)),
         "w_down": rand(experts, hidden, inner, by=1 / math.sqrt(inner)), "activation": activation,
-        "gate_first": gate_first, "expert_offset": offset, "capacity": capacity, "weight_on": weight_on}
+        "gate_first": gate_first, "expert_offset": offset, "capacity": capacity,
+        "weight_on": weight_on}
     if by == "logits":
-        return {**arguments, "logits": logits.to(device), "top_k": top_k, "scoring": scoring, "normalize": normalize}
+        return {**arguments, "logits": logits.to(device), "top_k": top_k, "scoring": scoring,
+                "normalize": normalize}
     ids, weights = route(logits, top_k, scoring, normalize, 1, 1, None, 1.0)
     weights = weights.to(getattr(torch, weight_dtype)) if weight_dtype else weights
     return {**arguments, "topk_ids": ids.to(device=device, dtype=getattr(torch, index)),
@@ -101,15 +109,18 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"top_k": 1}, {"top_k": 4}, {"experts": 1, "top_k": 1}, {"experts": 16, "rows": (3,)}, {"rows": (1,)},
-    {"rows": ()}, {"rows": (0,)}, {"rows": (2, 5)}, {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
-    {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True}, {"activation": "geglu"},
-    {"activation": "geglu_tanh"}, {"activation": "reglu"}, {"gate_first": False}, {"index": "int32"},
-    {"offset": 2, "others": 4}, {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
+    {}, {"top_k": 1}, {"top_k": 4}, {"experts": 1, "top_k": 1}, {"experts": 16, "rows": (3,)},
+    {"rows": (1,)}, {"rows": ()}, {"rows": (0,)}, {"rows": (2, 5)},
+    {"rows": (40,), "experts": 8, "top_k": 3}, {"by": "logits"},
+    {"by": "logits", "scoring": "sigmoid", "normalize": False}, {"favourite": True},
+    {"activation": "geglu"}, {"activation": "geglu_tanh"}, {"activation": "reglu"},
+    {"gate_first": False}, {"index": "int32"}, {"offset": 2, "others": 4},
+    {"offset": 4, "others": 4, "rows": (9,)}, {"capacity": 1},
     {"capacity": 3, "rows": (12,)}, {"capacity": 2, "favourite": True},
     {"capacity": 2, "others": 4, "offset": 1, "top_k": 3}, {"weight_on": "input", "top_k": 1},
     {"weight_on": "input", "scoring": "sigmoid", "normalize": False},
-    {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9}, {"hidden": 64, "inner": 128},
+    {"weight_dtype": "bfloat16"}, {"stride": "sparse"}, {"hidden": 17, "inner": 9},
+    {"hidden": 64, "inner": 128},
 )
 
 
@@ -117,20 +128,26 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     check_routing("moe", values["topk_ids"], values["topk_weights"], values["logits"])
     if values["logits"] is not None and not 1 <= values["top_k"] <= facts["routed"]:
         raise InvalidCall.of("moe", Reason(
-            Code.VALUE_OUT_OF_RANGE, f"between 1 and {facts['routed']}, the experts that logits speak of",
+            Code.VALUE_OUT_OF_RANGE,
+            f"between 1 and {facts['routed']}, the experts that logits speak of",
             values["top_k"], "top_k"))
     if facts["wide"] != 2 * facts["inner"]:
         raise InvalidCall.of("moe", Reason(
-            Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"], "w_gate_up.shape[1]"))
+            Code.DIM_MISMATCH, f"{2 * facts['inner']} (the rows of gate and up)", facts["wide"],
+            "w_gate_up.shape[1]"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("capacity", "the capacity ignored", "capacity", 0),
-    replace_argument("capacity", "one token more than the capacity", "capacity", off_by("capacity", 1)),
-    replace_argument("capacity", "one token fewer than the capacity", "capacity", off_by("capacity", -1)),
-    replace_argument("convention", "gate and up exchanged", "gate_first", lambda v: not v["gate_first"]),
+    replace_argument("capacity", "one token more than the capacity", "capacity",
+                     off_by("capacity", 1)),
+    replace_argument("capacity", "one token fewer than the capacity", "capacity",
+                     off_by("capacity", -1)),
+    replace_argument("convention", "gate and up exchanged", "gate_first",
+                     lambda v: not v["gate_first"]),
     replace_argument("head map", "expert_offset ignored", "expert_offset", 0), *ROUTED[:2],
     *ROUTED[3:], *ACTIVATIONS[4:],
-    replace_argument("scale", "the weight on the other side of the expert", "weight_on", lambda v: "input"
+    replace_argument("scale", "the weight on the other side of the expert", "weight_on",
+                     lambda v: "input"
     if v["weight_on"] == "output" else "output"))
 
 OP = Op(
@@ -139,19 +156,24 @@ OP = Op(
     reference_kernel=READS_ON_HOST,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-6, 1e-6)}),       # routing weights are float32
-    shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden", "w_down": "experts hidden inner",
-            "topk_ids": "*rows slots", "topk_weights": "*rows slots", "logits": "*rows routed"},
+    shapes={"x": "*rows hidden", "w_gate_up": "experts wide hidden",
+            "w_down": "experts hidden inner", "topk_ids": "*rows slots",
+            "topk_weights": "*rows slots", "logits": "*rows routed"},
     returns=("*rows hidden",), same_dtype=("x", "w_gate_up", "w_down"),
     exact=("hidden", "wide", "inner", "experts", "slots", "routed", "top_k"),
     ranges={"top_k": INT32, "expert_offset": INT32, "capacity": INT32},
     requires=(
-        dtypes(*FLOATS), at_least("experts", 1, Code.EMPTY_INPUT), at_least("inner", 1, Code.EMPTY_INPUT),
+        dtypes(*FLOATS), at_least("experts", 1, Code.EMPTY_INPUT),
+        at_least("inner", 1, Code.EMPTY_INPUT),
         one_of("topk_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),
         one_of("topk_weights.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
         one_of("logits.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
-        at_least("capacity", 0, Code.VALUE_OUT_OF_RANGE), at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("capacity", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
     ),
     derived={"pairs": "rows * max(top_k, 1)"},
-    flops="6 * pairs * hidden * inner", bytes="itemsize * (3 * experts * hidden * inner + 2 * rows * hidden)",
-    differentiable=("x", "w_gate_up", "w_down", "topk_weights"), extra_check=extra_check, autocast="lower",
+    flops="6 * pairs * hidden * inner",
+    bytes="itemsize * (3 * experts * hidden * inner + 2 * rows * hidden)",
+    differentiable=("x", "w_gate_up", "w_down", "topk_weights"), extra_check=extra_check,
+    autocast="lower",
 )

@@ -27,8 +27,9 @@ from .formulas.moe import route
 
 
 def reference(
-    logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax", normalize: bool = True, *,
-    n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
+    logits: Tensor, top_k: int, scoring: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True, *, n_group: int = 1, topk_group: int = 1,
+    e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns (ids int64, weights float32), both (..., top_k), for logits (..., experts)."""
@@ -37,17 +38,19 @@ def reference(
 
 
 def meta(
-    logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *, n_group: int = 1,
-    topk_group: int = 1, e_score_correction_bias: Tensor | None = None, routed_scaling_factor: float = 1.0,
+    logits: Tensor, top_k: int, scoring: str = "softmax", normalize: bool = True, *,
+    n_group: int = 1, topk_group: int = 1, e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 
 
 def inputs(
-    rows: tuple[int, ...] = (9,), experts: int = 16, top_k: int = 4, scoring: str = "softmax", normalize: bool = True,
-    n_group: int = 1, topk_group: int = 1, bias: bool = False, scale: float = 1.0, special: str = "",
-    stride: str = "", dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    rows: tuple[int, ...] = (9,), experts: int = 16, top_k: int = 4, scoring: str = "softmax",
+    normalize: bool = True, n_group: int = 1, topk_group: int = 1, bias: bool = False,
+    scale: float = 1.0, special: str = "", stride: str = "", dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     logits = random_rows(gen, rows, experts, stride, dtype, "cpu")
@@ -66,11 +69,15 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"scoring": "sigmoid"}, {"normalize": False}, {"normalize": False, "scoring": "sigmoid", "scale": 2.5},
-    {"top_k": 1}, {"top_k": 16}, {"experts": 1, "top_k": 1}, {"rows": ()}, {"rows": (0,)}, {"rows": (2, 3)},
-    {"experts": 128, "top_k": 8, "rows": (33,)}, {"bias": True}, {"bias": True, "scoring": "sigmoid", "scale": 2.5},
-    {"n_group": 4, "topk_group": 2}, {"n_group": 4, "topk_group": 2, "bias": True, "scoring": "sigmoid"},
-    {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {}, {"scoring": "sigmoid"}, {"normalize": False},
+    {"normalize": False, "scoring": "sigmoid", "scale": 2.5},
+    {"top_k": 1}, {"top_k": 16}, {"experts": 1, "top_k": 1}, {"rows": ()}, {"rows": (0,)},
+    {"rows": (2, 3)}, {"experts": 128, "top_k": 8, "rows": (33,)}, {"bias": True},
+    {"bias": True, "scoring": "sigmoid", "scale": 2.5},
+    {"n_group": 4, "topk_group": 2}, {"n_group": 4, "topk_group": 2, "bias": True,
+                                      "scoring": "sigmoid"},
+    {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "bias": True, "scoring": "sigmoid",
+     "scale": 2.5},
     {"n_group": 16, "topk_group": 5}, {"n_group": 16, "topk_group": 5, "bias": True},
     *({"special": s} for s in ("ties", "equal", "extreme", "masked")),
     *({"special": s, "scoring": "sigmoid"} for s in ("ties", "extreme", "masked")),
@@ -79,19 +86,23 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
-    experts, top_k, n_group, kept = (facts[n] for n in ("experts", "top_k", "n_group", "topk_group"))
+    experts, top_k, n_group, kept = (facts[n]
+                                     for n in ("experts", "top_k", "n_group", "topk_group"))
     if experts % n_group:
         raise InvalidCall.of("moe_gate", Reason(
             Code.VALUE_OUT_OF_RANGE, f"a divisor of the {experts} experts", n_group, "n_group"))
     if kept > n_group:
-        raise InvalidCall.of("moe_gate", Reason(Code.VALUE_OUT_OF_RANGE, f"<= n_group ({n_group})", kept, "topk_group"))
+        raise InvalidCall.of("moe_gate", Reason(Code.VALUE_OUT_OF_RANGE, f"<= n_group ({n_group})",
+                                                kept, "topk_group"))
     allowed = experts if n_group == 1 else kept * (experts // n_group)
     if top_k > allowed:
         raise InvalidCall.of("moe_gate", Reason(
-            Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k, "top_k"))
+            Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k,
+            "top_k"))
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *ROUTED, Alteration("distribution", "the correction bias left out", drop_argument("e_score_correction_bias")),
+    *ROUTED, Alteration("distribution", "the correction bias left out",
+                        drop_argument("e_score_correction_bias")),
     replace_argument("distribution", "groups ignored", "n_group", 1))
 
 OP = Op(
@@ -103,8 +114,10 @@ OP = Op(
     ranges={"top_k": INT32, "n_group": INT32, "topk_group": INT32},
     requires=(
         dtypes(*FLOATS), at_least("top_k", 1, Code.VALUE_OUT_OF_RANGE),
-        at_least("n_group", 1, Code.VALUE_OUT_OF_RANGE), at_least("topk_group", 1, Code.VALUE_OUT_OF_RANGE),
+        at_least("n_group", 1, Code.VALUE_OUT_OF_RANGE),
+        at_least("topk_group", 1, Code.VALUE_OUT_OF_RANGE),
         one_of("e_score_correction_bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
     ),
-    flops="20 * rows * experts", bytes="itemsize * rows * experts", extra_check=extra_check, outputs="Tensor[]",
+    flops="20 * rows * experts", bytes="itemsize * rows * experts", extra_check=extra_check,
+    outputs="Tensor[]",
 )

@@ -1,16 +1,16 @@
 """Attention over a paged KV cache: one ragged batch that may mix prefill and decode.
 
-The query is packed, (tokens, heads, dim); `cu_seqlens_q` divides it into sequences, and without it every sequence has
-one query (decode). The cache is a pool of pages: `kv_layout="NHD"` is (pages, page_size, kv_heads, dim), "HND" is
-(pages, kv_heads, page_size, dim). Row i of `block_table` lists the pages of sequence i, `context_lens[i]` counts all
-its keys, those of its own queries included: the last query is aligned with the last key, and
-causality and the window are relative to that. A slot beyond context_lens may hold anything, even
-NaN, and is never read; nor are table entries.
+The query is packed, (tokens, heads, dim); `cu_seqlens_q` divides it into sequences, and without it
+every sequence has one query (decode). The cache is a pool of pages: `kv_layout="NHD"` is (pages,
+page_size, kv_heads, dim), "HND" is (pages, kv_heads, page_size, dim). Row i of `block_table` lists
+the pages of sequence i, `context_lens[i]` counts all its keys, those of its own queries included:
+the last query is aligned with the last key, and causality and the window are relative to that. A
+slot beyond context_lens may hold anything, even NaN, and is never read; nor are table entries.
 
-A cache in another dtype than the query's (float8, int8, another float) needs `key_scale` and `value_scale`, one number
-or one per KV head: a key is the stored value times its scale. A scale of 1.0 is a plain cast; the
-setting allow_adaptation inserts it for a cache of another float dtype without a scale. A query row
-that sees no key gives zeros, and -inf as its log-sum-exp.
+A cache in another dtype than the query's (float8, int8, another float) needs `key_scale` and
+`value_scale`, one number or one per KV head: a key is the stored value times its scale. A scale of
+1.0 is a plain cast; the setting allow_adaptation inserts it for a cache of another float dtype
+without a scale. A query row that sees no key gives zeros, and -inf as its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -44,30 +44,39 @@ STORED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, window_left: int = -1,
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: Literal["NHD", "HND"] = "NHD",
+    max_seqlen_q: int | None = None, return_lse: bool = False,
+    kv_layout: Literal["NHD", "HND"] = "NHD",
 ) -> Any:
     """Attention over a paged KV cache; see lz.attention for the shared arguments.
 
-    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys, new ones included.
+    block_table: (batch, max_pages), the pages of each sequence. context_lens: (batch,), its keys,
+    new ones included.
     cu_seqlens_q: (batch + 1,), where each sequence's queries begin; None for one query each.
     is_causal and window_left are relative to the last query, which is aligned with the last key.
     key_scale, value_scale: factors of the stored values, one number or one per KV head.
     max_seqlen_q: the longest query; some kernels need it on the host.
-    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2 for base 2).
+    return_lse: also the log-sum-exp of each query row, (tokens, heads), natural log (divide by ln 2
+    for base 2).
     """
     if kv_layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     outs = [query.new_empty((0, query.shape[1], value_cache.shape[3]))]
-    lses = [query.new_empty((0, query.shape[1]), dtype=torch.promote_types(query.dtype, torch.float32))]
-    for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens, cu_seqlens_q,
+    lses = [query.new_empty((0, query.shape[1]),
+                            dtype=torch.promote_types(query.dtype, torch.float32))]
+    for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
+                                     cu_seqlens_q,
                                      key_cache.shape[1], max_seqlen_q)):
-        key = dequantize_cache(gather_pages(key_cache, block_table[i], s.length), key_scale, query.dtype)
-        value = dequantize_cache(gather_pages(value_cache, block_table[i], s.length), value_scale, query.dtype)
+        key = dequantize_cache(gather_pages(key_cache, block_table[i], s.length), key_scale,
+                               query.dtype)
+        value = dequantize_cache(gather_pages(value_cache, block_table[i], s.length), value_scale,
+                                 query.dtype)
         q, k, v = (t.transpose(0, 1)[None] for t in (query[s.first:s.last], key, value))
-        out, lse = attend(q, k, v, None, 0.0, is_causal, scale, "bottom_right", window_left, -1, None, softcap)
+        out, lse = attend(q, k, v, None, 0.0, is_causal, scale, "bottom_right", window_left, -1,
+                          None, softcap)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
     return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
@@ -81,29 +90,34 @@ def dequantize_cache(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -
     return (stored.to(wide) * scale.to(wide).reshape(-1, 1)).to(dtype)
 
 
-def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, return_lse: bool = False,
+def meta(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any,
+         return_lse: bool = False,
          **kwargs: Any) -> Any:
     out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
     if not return_lse:
         return out
-    return out, query.new_empty(out.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    return out, query.new_empty(out.shape[:2],
+                                dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def inputs(
-    context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4, hkv: int = 2, d: int = 32,
-    dv: int = 0, page_size: int = 16, causal: bool = True, window: int = -1, softcap: float = 0.0,
-    scale: float | None = None, stored: str = "", scales: str = "", lse: bool = False, layout: str = "NHD",
+    context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), hq: int = 4,
+    hkv: int = 2, d: int = 32, dv: int = 0, page_size: int = 16, causal: bool = True,
+    window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
+    scales: str = "", lse: bool = False, layout: str = "NHD",
     table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.
 
-    `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows "padded" or "sparse".
+    `stored`: the cache's dtype, with `scales` "one" or per "head". `stride`: query and cache rows
+    "padded" or "sparse".
     """
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
-    block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device, order)
+    block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,
+                                                          order)
 
     def strided(t: Tensor) -> Tensor:
         if not stride:
@@ -113,7 +127,8 @@ def inputs(
 
     def cache(dim: int) -> tuple[Tensor, Tensor | None]:
         t = torch.randn((pages, page_size, hkv, dim), generator=gen) * (3 if extreme else 1)
-        factor = torch.rand(hkv if scales == "head" else (), generator=gen) + 0.5 if scales else torch.ones(())
+        factor = (torch.rand(hkv if scales == "head" else (), generator=gen) + 0.5 if scales
+                  else torch.ones(()))
         if stored == "int8" or stored.startswith("float8"):
             factor = factor / (30 if stored == "int8" else 2)
         t = t / factor.reshape(-1, 1)
@@ -129,28 +144,37 @@ def inputs(
     return {"query": query, "key_cache": keys, "value_cache": values, "block_table": block_table,
             "context_lens": context_lens, "cu_seqlens_q": cu_seqlens(lengths_q, integers,
                                                                      device) if lengths_q else None,
-            "is_causal": causal, "scale": scale, "window_left": window, "softcap": softcap, "key_scale": key_scale,
-            "value_scale": value_scale, "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse,
+            "is_causal": causal, "scale": scale, "window_left": window, "softcap": softcap,
+            "key_scale": key_scale, "value_scale": value_scale,
+            "max_seqlen_q": max(lengths_q, default=1), "return_lse": lse,
             "kv_layout": layout}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     {"context": (70, 9), "lengths_q": (9, 1), "d": 128},
-    {}, {"lse": True}, {"layout": "HND"}, {"layout": "HND", "lse": True, "page_size": 4}, {"page_size": 1},
-    {"page_size": 64, "context": (130, 64)}, {"page_size": 256, "context": (3, 300), "layout": "HND"},
-    {"hkv": 1}, {"hkv": 4, "d": 72}, {"context": (24, 24, 24)}, {"context": (24, 24), "layout": "HND", "window": 9},
-    {"window": 6}, {"window": 0, "lse": True}, {"softcap": 5.0}, {"softcap": 8.0, "lse": True, "lengths_q": (3, 1, 5)},
-    {"scale": 0.3, "table": "int64"}, {"context": (0, 7, 33), "lse": True}, {"context": (1,), "page_size": 1},
-    {"context": ()}, {"context": (90, 50), "order": "neighbours", "lse": True},
-    {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True}, {"lengths_q": (2, 5, 1), "causal": False},
+    {}, {"lse": True}, {"layout": "HND"}, {"layout": "HND", "lse": True, "page_size": 4},
+    {"page_size": 1}, {"page_size": 64, "context": (130, 64)},
+    {"page_size": 256, "context": (3, 300), "layout": "HND"},
+    {"hkv": 1}, {"hkv": 4, "d": 72}, {"context": (24, 24, 24)},
+    {"context": (24, 24), "layout": "HND", "window": 9},
+    {"window": 6}, {"window": 0, "lse": True}, {"softcap": 5.0},
+    {"softcap": 8.0, "lse": True, "lengths_q": (3, 1, 5)},
+    {"scale": 0.3, "table": "int64"}, {"context": (0, 7, 33), "lse": True},
+    {"context": (1,), "page_size": 1}, {"context": ()},
+    {"context": (90, 50), "order": "neighbours", "lse": True},
+    {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True},
+    {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},
-    {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (6, 3, 9), "window": 4, "causal": False, "lse": True},
+    {"lengths_q": (6, 3, 9), "window": 4}, {"lengths_q": (6, 3, 9), "window": 4, "causal": False,
+                                            "lse": True},
     {"lengths_q": (5, 4), "context": (3, 0), "lse": True},
     {"lengths_q": (4, 40), "context": (20, 50), "hq": 6, "hkv": 1},
-    {"d": 40, "dv": 24}, {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)}, {"extreme": True},
-    {"stored": "float8_e4m3fn", "scales": "one"}, {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
-    {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True}, {"stored": "int8", "scales": "one"},
-    {"stored": "float16", "scales": "one"}, {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128},
+    {"d": 40, "dv": 24}, {"stride": "padded"}, {"stride": "sparse", "lengths_q": (4, 1, 2)},
+    {"extreme": True}, {"stored": "float8_e4m3fn", "scales": "one"},
+    {"stored": "float8_e5m2", "scales": "head", "layout": "HND"},
+    {"stored": "int8", "scales": "head", "lengths_q": (4, 1, 9), "lse": True},
+    {"stored": "int8", "scales": "one"}, {"stored": "float16", "scales": "one"},
+    {"context": (700, 9), "hq": 16, "hkv": 8, "d": 128},
 )
 
 
@@ -160,7 +184,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         swapped = heads % page_size == 0
         raise InvalidCall.of("paged_attention", Reason(
             Code.KV_CACHE_LAYOUT_MISMATCH, f"one whose KV heads divide the query's {heads}",
-            f"{kv_heads} KV heads and pages of {page_size} by kv_layout={facts['kv_layout']!r} of key_cache"
+            f"{kv_heads} KV heads and pages of {page_size} by kv_layout={facts['kv_layout']!r} of "
+            "key_cache"
             + (": it looks like the other layout" if swapped else ""), "key_cache"))
     check_metadata("paged_attention", values, facts)
 
@@ -179,8 +204,8 @@ def canonical(values: dict[str, Any]) -> Redirect | None:
 
 
 def adapt(values: dict[str, Any]) -> Adaptation | None:
-    """Reads a cache of another float dtype through a scale of 1, which casts the pages in the table,
-    not the pool.
+    """Reads a cache of another float dtype through a scale of 1, which casts the pages in the
+    table, not the pool.
 
     A quantized cache cannot be read without its own scales.
     """
@@ -202,7 +227,8 @@ def _cache_dtype_rules(cache: str, scale: str) -> tuple[Condition, ...]:
     with constants."""
     return (one_of(f"{cache}.dtype", *STORED, code=Code.KV_CACHE_DTYPE_MISMATCH),
             *(when(equals("dtype", d), any_of(present(f"{scale}.dtype"),
-                                              one_of(f"{cache}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH)))
+                                              one_of(f"{cache}.dtype", d,
+                                                     code=Code.KV_CACHE_DTYPE_MISMATCH)))
               for d in FLOATS),
             one_of(f"{scale}.dtype", None, *FLOATS, code=Code.SCALE_LAYOUT_MISMATCH))
 
@@ -212,24 +238,27 @@ _SHARED = {"block_table": "batch max_pages", "context_lens": "batch", "cu_seqlen
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"context": (16, 32, 48)}, {"context": (15, 33, 1)}, {"page_size": 5, "context": (21, 4, 5)},
-    {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3}, {"context": (33,) * 9, "order": "neighbours"},
+    {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3},
+    {"context": (33,) * 9, "order": "neighbours"},
     {"softcap": 3.0, "scale": 0.7}, {"window": 1, "lengths_q": (3, 2, 5)}, {"window": 0},
     {"lengths_q": (3, 0, 9), "causal": False, "hkv": 4}, {"context": (2000, 3), "page_size": 16},
     {"layout": "HND", "hkv": 4, "page_size": 4, "lengths_q": (2, 5, 7)},
     {"stored": "int8", "scales": "head", "layout": "HND", "hkv": 4, "hq": 8})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
-    {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6}, {"softcap": 5.0},
-    {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
+    {}, {"lse": True}, {"layout": "HND"}, {"lengths_q": (17, 1, 40)}, {"window": 6},
+    {"softcap": 5.0}, {"lse": True, "lengths_q": (2, 5, 1)}, {"d": 40, "dv": 24})
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *SCORES, *SOFTCAP, *WINDOW[:2], *WINDOW[4:5], *PAGES, *LSE,
-    replace_argument("scale", "key_scale ignored", "key_scale", lambda v: torch.ones_like(v["key_scale"])),
-    replace_argument("scale", "value_scale ignored", "value_scale", lambda v: torch.ones_like(v["value_scale"])))
+    replace_argument("scale", "key_scale ignored", "key_scale",
+                     lambda v: torch.ones_like(v["key_scale"])),
+    replace_argument("scale", "value_scale ignored", "value_scale",
+                     lambda v: torch.ones_like(v["value_scale"])))
 
 OP = Op(
-    name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    name="paged_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * tokens * seq_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
@@ -240,17 +269,21 @@ OP = Op(
         "HND": {"query": "tokens heads head_dim", "key_cache": "pages kv_heads page_size head_dim",
                 "value_cache": "pages kv_heads page_size head_dim_v", **_SHARED},
     },
-    returns={"NHD": ("tokens heads head_dim_v", "tokens heads"), "HND": ("tokens heads head_dim_v", "tokens heads")},
+    returns={"NHD": ("tokens heads head_dim_v", "tokens heads"),
+             "HND": ("tokens heads head_dim_v", "tokens heads")},
     derived={**DERIVED, "group": "heads // kv_heads", "head_dim_gap": "head_dim - head_dim_v"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v", "page_size"),
     ranges={"window_left": INT32, "max_seqlen_q": INT32},
     requires=(
         dtypes(*FLOATS), at_least("kv_heads", 1, Code.EMPTY_INPUT), *METADATA_RULES,
-        *_cache_dtype_rules("key_cache", "key_scale"), *_cache_dtype_rules("value_cache", "value_scale"),
-        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
+        *_cache_dtype_rules("key_cache", "key_scale"),
+        *_cache_dtype_rules("value_cache", "value_scale"),
+        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
     ),
     flops="2 * tokens * heads * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens * heads + batch * kv_heads * seq_k)",
-    differentiable=("query", "key_cache", "value_cache"), canonical=canonical, extra_check=extra_check,
+    differentiable=("query", "key_cache", "value_cache"), canonical=canonical,
+    extra_check=extra_check,
     adapt=adapt, outputs="Tensor[]",
 )

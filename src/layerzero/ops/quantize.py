@@ -26,8 +26,8 @@ FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nv
 
 def reference(
     x: Tensor, format: FormatName, granularity: Literal["tensor", "channel", "block"] | None = None,
-    block_size: int = 0, symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
-    zeros: Tensor | None = None, global_scale: Tensor | None = None,
+    block_size: int = 0, symmetric: bool = True, *, block_rows: int = 1,
+    scales: Tensor | None = None, zeros: Tensor | None = None, global_scale: Tensor | None = None,
 ) -> Any:
     """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
 
@@ -47,10 +47,12 @@ def reference(
             finite, fmt, grain, block_size, block_rows, symmetric, global_scale)
     else:
         check_given_scales(x, grain, block_size, block_rows, scales, zeros, global_scale)
-        scales, zeros, global_scale = scales.clone(), clone_optional(zeros), clone_optional(global_scale)
+        scales, zeros, global_scale = scales.clone(), clone_optional(zeros), clone_optional(
+            global_scale)
     factors = scales.float() if global_scale is None else scales.float() * global_scale.float()
     spread_zeros = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
-    codes = encode(wide / expand_scales(factors, x.shape, block_size, block_rows), fmt, spread_zeros)
+    codes = encode(wide / expand_scales(factors, x.shape, block_size, block_rows), fmt,
+                   spread_zeros)
     return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
 
 
@@ -66,20 +68,23 @@ def check_given_scales(x: Tensor, granularity: str, block_size: int, block_rows:
     for name, tensor in (("scales", scales), ("zeros", zeros)):
         if tensor is not None and tensor.shape != want:
             raise InvalidCall.of("quantize", Reason(
-                Code.SCALE_LAYOUT_MISMATCH, f"{name} of shape {want} (granularity {granularity}, block_size "
-                f"{block_size}, block_rows {block_rows}) for x of shape {tuple(x.shape)}", str(tuple(tensor.shape)),
+                Code.SCALE_LAYOUT_MISMATCH,
+                f"{name} of shape {want} (granularity {granularity}, block_size "
+                f"{block_size}, block_rows {block_rows}) for x of shape {tuple(x.shape)}",
+                str(tuple(tensor.shape)),
                 name))
     if global_scale is not None:
         check_scales("quantize", "global_scale", global_scale, torch.Size((1,) * x.dim()), 1, 1)
 
 
 def meta(
-    x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, symmetric: bool = True, *,
-    block_rows: int = 1, scales: Tensor | None = None, zeros: Tensor | None = None,
-    global_scale: Tensor | None = None,
+    x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
+    symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
+    zeros: Tensor | None = None, global_scale: Tensor | None = None,
 ) -> Any:
     fmt = FORMATS[format]
-    layout = scale_shape(x.shape, granularity or fmt.granularity, block_size or fmt.block_size, block_rows)
+    layout = scale_shape(x.shape, granularity or fmt.granularity, block_size or fmt.block_size,
+                         block_rows)
     width = x.shape[-1] if fmt.bits == 8 else (x.shape[-1] + 1) // 2
     results = [x.new_empty((*x.shape[:-1], width), dtype=fmt.storage),
                x.new_empty(layout, dtype=fmt.scale if scales is None else scales.dtype)]
@@ -91,8 +96,9 @@ def meta(
 
 
 def inputs(
-    format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64, granularity: str | None = None,
-    block_size: int = 0, block_rows: int = 1, symmetric: bool = True, stride: str = "", special: str = "",
+    format: str = "int8", rows: tuple[int, ...] = (5,), width: int = 64,
+    granularity: str | None = None, block_size: int = 0, block_rows: int = 1,
+    symmetric: bool = True, stride: str = "", special: str = "",
     given: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -111,11 +117,14 @@ def inputs(
     elif special == "huge":
         x = x / x.abs().amax() * torch.finfo(dtype).max
     values: dict[str, Any] = {"x": x.to(device), "format": format, "granularity": granularity,
-                              "block_size": block_size, "block_rows": block_rows, "symmetric": symmetric}
+                              "block_size": block_size, "block_rows": block_rows,
+                              "symmetric": symmetric}
     if given:
         other = torch.randn(x.shape, generator=gen).to(dtype)
-        quantized = reference(other, format, granularity, block_size, symmetric, block_rows=block_rows)  # type: ignore[arg-type]
-        names = ["scales", *([] if symmetric else ["zeros"]), *(["global_scale"] if format == "nvfp4" else [])]
+        quantized = reference(other, format, granularity, block_size, symmetric,
+                              block_rows=block_rows)  # type: ignore[arg-type]
+        names = ["scales", *([] if symmetric else ["zeros"]),
+                 *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})
     return values
 
@@ -125,14 +134,21 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "width": 37, "rows": (2, 3)} for f in FORMATS),
     *({"format": f, "special": s} for f in FORMATS for s in ("zeros", "broken")),
     *({"format": f, "given": True} for f in ("int8", "fp8_e4m3", "mxfp4", "nvfp4")),
-    *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4") for g in ("tensor", "block")),
-    *({"special": s, "symmetric": y} for s in ("constant", "denormal", "huge") for y in (True, False)),
-    {"granularity": "tensor", "rows": (2, 3)}, {"format": "fp8_e4m3", "granularity": "tensor", "rows": ()},
+    *({"format": f, "symmetric": False, "granularity": g} for f in ("int8", "int4")
+      for g in ("tensor", "block")),
+    *({"special": s, "symmetric": y} for s in ("constant", "denormal", "huge")
+      for y in (True, False)),
+    {"granularity": "tensor", "rows": (2, 3)},
+    {"format": "fp8_e4m3", "granularity": "tensor", "rows": ()},
     {"granularity": "block", "block_size": 16}, {"format": "int4", "block_size": 32, "width": 100},
-    {"format": "fp8_e4m3", "granularity": "block", "block_size": 32, "block_rows": 4, "rows": (2, 9), "width": 70},
-    {"format": "int8", "granularity": "block", "block_size": 8, "block_rows": 2, "symmetric": False, "rows": (6,)},
-    {"format": "int4", "given": True, "symmetric": False}, {"special": "integers"}, {"stride": "sparse"},
-    {"format": "nf4", "stride": "padded"}, {"format": "int8", "rows": (0,)}, {"format": "mxfp4", "width": 1},
+    {"format": "fp8_e4m3", "granularity": "block", "block_size": 32, "block_rows": 4,
+     "rows": (2, 9), "width": 70},
+    {"format": "int8", "granularity": "block", "block_size": 8, "block_rows": 2, "symmetric": False,
+     "rows": (6,)},
+    {"format": "int4", "given": True, "symmetric": False}, {"special": "integers"},
+    {"stride": "sparse"},
+    {"format": "nf4", "stride": "padded"}, {"format": "int8", "rows": (0,)},
+    {"format": "mxfp4", "width": 1},
 )
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
@@ -142,26 +158,34 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     needed = {"zeros": not values["symmetric"], "global_scale": values["format"] == "nvfp4"}
     for name, is_needed in needed.items():
         if is_needed and values[name] is None:
-            raise InvalidCall.of("quantize", Reason(Code.MISSING_METADATA, "it goes with the given scales", None, name))
+            raise InvalidCall.of("quantize",
+                                 Reason(Code.MISSING_METADATA, "it goes with the given scales",
+                                        None, name))
 
 
 _MICROSCALED = ("mxfp4", "nvfp4")
 
 OP = Op(
-    name="quantize", family="quantization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="quantize", family="quantization", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES,
     # Codes and scales must equal the reference's.
     tolerance=Tolerance({"float32": (0.0, 0.0)}),
     shapes={"x": "*rows width"}, exact=("block_size", "block_rows"),
     ranges={"block_size": INT32, "block_rows": INT32},
     requires=(
-        dtypes(*FLOATS), at_least("width", 1, Code.EMPTY_INPUT), at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE),
+        dtypes(*FLOATS), at_least("width", 1, Code.EMPTY_INPUT),
+        at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE),
         at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),
-        when(one_of("format", *_MICROSCALED), one_of("granularity", None, "block", code=Code.SCALE_LAYOUT_MISMATCH)),
+        when(one_of("format", *_MICROSCALED),
+             one_of("granularity", None, "block", code=Code.SCALE_LAYOUT_MISMATCH)),
         when(one_of("format", *_MICROSCALED), equals("block_rows", 1, Code.SCALE_LAYOUT_MISMATCH)),
-        when(one_of("format", "mxfp4"), one_of("block_size", 0, 32, code=Code.SCALE_LAYOUT_MISMATCH)),
-        when(one_of("format", "nvfp4"), one_of("block_size", 0, 16, code=Code.SCALE_LAYOUT_MISMATCH)),
+        when(one_of("format", "mxfp4"),
+             one_of("block_size", 0, 32, code=Code.SCALE_LAYOUT_MISMATCH)),
+        when(one_of("format", "nvfp4"),
+             one_of("block_size", 0, 16, code=Code.SCALE_LAYOUT_MISMATCH)),
         when(one_of("format", *(f for f in FORMATS if not f.startswith("int"))), on("symmetric")),
-        when(absent("scales.dtype"), absent("zeros.dtype")), when(on("symmetric"), absent("zeros.dtype")),
+        when(absent("scales.dtype"), absent("zeros.dtype")),
+        when(on("symmetric"), absent("zeros.dtype")),
         when(one_of("format", *(f for f in FORMATS if f != "nvfp4")), absent("global_scale.dtype")),
     ),
     flops="4 * rows * width", bytes="2 * itemsize * rows * width", extra_check=extra_check,

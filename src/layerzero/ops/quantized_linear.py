@@ -32,8 +32,9 @@ FormatName = Literal["int8", "int4", "fp8_e4m3"]
 
 
 def reference(
-    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
-    format: FormatName, group_size: int = 0, activations: Literal["none", "int8"] = "none",
+    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, format: FormatName, group_size: int = 0,
+    activations: Literal["none", "int8"] = "none",
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias."""
     out_features, in_features = weight_q.shape[0], x.shape[-1]
@@ -51,16 +52,17 @@ def reference(
 
 
 def meta(
-    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *,
-    format: str, group_size: int = 0, activations: str = "none",
+    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *, format: str, group_size: int = 0, activations: str = "none",
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
 
 
 def inputs(
-    format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0, bias: bool = False,
-    symmetric: bool = True, share: int = 1, scale_dtype: str = "", stride: str = "", activations: str = "none",
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    format: str = "int8", rows: tuple[int, ...] = (5,), k: int = 64, n: int = 48, group: int = 0,
+    bias: bool = False, symmetric: bool = True, share: int = 1, scale_dtype: str = "",
+    stride: str = "", activations: str = "none", dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`share`: number of rows of the weight that share a scale, 0 for all."""
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -73,8 +75,8 @@ def inputs(
     scales = scales.to(getattr(torch, scale_dtype)) if scale_dtype else scales
     bias_values = torch.randn(n, generator=gen).to(device=device, dtype=dtype) if bias else None
     return {"x": x, "weight_q": q.to(device), "scales": scales.to(device),
-            "zeros": None if zeros is None else zeros.to(device), "bias": bias_values, "format": format,
-            "group_size": group, "activations": activations}
+            "zeros": None if zeros is None else zeros.to(device), "bias": bias_values,
+            "format": format, "group_size": group, "activations": activations}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -85,9 +87,10 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),
     {"format": "int4", "group": 64, "k": 256, "n": 64},
     {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},
-    {"format": "int4", "group": 16}, {"format": "int4", "group": 32, "k": 100}, {"k": 4096, "n": 16, "rows": (2,)},
-    {"format": "int4", "group": 32, "scale_dtype": "bfloat16"}, {"scale_dtype": "bfloat16", "bias": True},
-    {"format": "fp8_e4m3", "share": 16, "group": 32}, {"format": "fp8_e4m3", "share": 0}, {"stride": "sparse"},
+    {"format": "int4", "group": 16}, {"format": "int4", "group": 32, "k": 100},
+    {"k": 4096, "n": 16, "rows": (2,)}, {"format": "int4", "group": 32, "scale_dtype": "bfloat16"},
+    {"scale_dtype": "bfloat16", "bias": True}, {"format": "fp8_e4m3", "share": 16, "group": 32},
+    {"format": "fp8_e4m3", "share": 0}, {"stride": "sparse"},
     {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"},
     {"k": 33, "n": 7, "activations": "int8"},
     {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
@@ -100,29 +103,34 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     stored = k if fmt.bits == 8 else (k + 1) // 2
     if facts["packed"] != stored:
         raise InvalidCall.of("quantized_linear", Reason(
-            Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {fmt.name}", facts["packed"], "weight_q.shape[-1]"))
+            Code.DIM_MISMATCH, f"{stored} bytes for {k} inputs in {fmt.name}", facts["packed"],
+            "weight_q.shape[-1]"))
     groups = math.ceil(k / values["group_size"]) if values["group_size"] else 1
     rows, got = facts["scale_rows"], facts["groups"]
     if got != groups or not rows or n % rows:
         raise InvalidCall.of("quantized_linear", Reason(
-            Code.SCALE_LAYOUT_MISMATCH, f"scales of shape ({n}, {groups}), or with a divisor of {n} rows "
+            Code.SCALE_LAYOUT_MISMATCH,
+            f"scales of shape ({n}, {groups}), or with a divisor of {n} rows "
             f"(group_size {values['group_size']})", f"({rows}, {got})", "scales"))
 
 STRESS: tuple[dict[str, Any], ...] = (
-    {"n": 64, "k": 64, "group": 1, "rows": (3,)}, {"n": 32, "k": 512, "group": 16, "format": "int4"})
+    {"n": 64, "k": 64, "group": 1, "rows": (3,)},
+    {"n": 32, "k": 512, "group": 16, "format": "int4"})
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("weight_q")),
+    *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged",
+                           swap_nibbles("weight_q")),
     Alteration("convention", "the bias left out", drop_argument("bias")))
 
 OP = Op(
-    name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    stress=STRESS, alterations=ALTERATIONS,
+    name="quantized_linear", family="linear", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
     # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
     # tighter bound.
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32
-    shapes={"x": "*rows in_features", "weight_q": "out_features packed", "scales": "scale_rows groups",
+    shapes={"x": "*rows in_features", "weight_q": "out_features packed",
+            "scales": "scale_rows groups",
             "zeros": "scale_rows groups", "bias": "out_features"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
     derived={"shared_rows": "out_features - scale_rows"},

@@ -1,4 +1,5 @@
-"""RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's dtype.
+"""RMS norm over the last dimension. Accumulates in float32 or wider; the result has the input's
+dtype.
 
 `offset` is added to the weight, in float32 or wider: Gemma stores its weights minus 1 (offset=1.0).
 QK-norm, the norm of each head's queries and keys, is this op over (..., head_dim).
@@ -20,39 +21,46 @@ from .formulas.mistakes import NORM, change_results, eps_outside_sqrt
 from .formulas.norm import NORM_STRESS
 
 
-def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+              offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
     if weight is not None and offset != 0.0:
         weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + offset
     return rms_normalize(x, weight, eps)
 
 
-def meta(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+def meta(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+         offset: float = 0.0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6, stride: str = "",
-           offset: float = 0.0, weight_dtype: str = "", extreme: bool = False, dtype: torch.dtype = torch.float32,
-           device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, eps: float = 1e-6,
+           stride: str = "", offset: float = 0.0, weight_dtype: str = "", extreme: bool = False,
+           dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     x = random_rows(gen, rows, hidden, stride, dtype, device) * (100 if extreme else 1)
-    weight = torch.randn(hidden, generator=gen).to(device=device, dtype=getattr(torch, weight_dtype or str(dtype)[6:]))
+    weight = torch.randn(hidden, generator=gen).to(device=device,
+                                                   dtype=getattr(torch, weight_dtype
+                                                                 or str(dtype)[6:]))
     return {"x": x, "weight": weight if affine else None, "eps": eps, "offset": offset}
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)}, {"rows": (3, 2, 5), "hidden": 96},
-    {"hidden": 1}, {"hidden": 17}, {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"eps": 1e-3},
-    {"extreme": True},
+    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
+    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
+    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
+    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
+    {"eps": 1e-3}, {"extreme": True},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (
     *NORM_STRESS, {"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32", "rows": (3, 2)})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "transposed", "rows": (6, 4)},
-    {"weight_dtype": "float32"}, {"rows": (0,)}, {"eps": 1.0})
+    {}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False},
+    {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"}, {"rows": (0,)},
+    {"eps": 1.0})
 
 
 # Mistakes that a kernel for this op could make.

@@ -1,4 +1,5 @@
-"""Rotary position embedding of queries and keys. Computed in float32 or wider; results have the inputs' dtypes.
+"""Rotary position embedding of queries and keys. Computed in float32 or wider; results have the
+inputs' dtypes.
 
 - `style` says which elements form a pair. It has no default, as weights fit one of the two; see
   formulas/rope.py.
@@ -6,8 +7,8 @@
   (seq, half) or (batch, seq, half); with `position_ids` they are tables, (max_positions, half),
   that the ids index.
 - With `rotary_dim` only the first rotary_dim elements of each head are rotated, the rest is copied.
-- layout="bhsd" is (batch, heads, seq, head_dim), "bshd" is (batch, seq, heads, head_dim). Without a batch they are
-  (heads, seq, head_dim) and packed tokens, (tokens, heads, head_dim).
+- layout="bhsd" is (batch, heads, seq, head_dim), "bshd" is (batch, seq, heads, head_dim). Without
+  a batch they are (heads, seq, head_dim) and packed tokens, (tokens, heads, head_dim).
 - An id outside the table is the caller's error. It is detected in every call on the CPU, and on a
   GPU when a shape is first seen; later it triggers the device's own assertion.
 """
@@ -46,19 +47,23 @@ def reference(
     return rotated_q if k is None else (rotated_q, rotate(k, cos, sin, style))
 
 
-def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-         style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+def meta(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None,
+         *, style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
     rotated_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return rotated_q if k is None else (rotated_q, torch.empty_like(k, memory_format=torch.contiguous_format))
+    return (rotated_q if k is None
+            else (rotated_q, torch.empty_like(k, memory_format=torch.contiguous_format)))
 
 
 def inputs(
-    b: int = 2, hq: int = 4, hkv: int = 2, s: int = 9, d: int = 64, rotary: int = 0, style: str = "rotate_half",
-    layout: str = "bhsd", ids: str = "", batched: bool = False, packed: bool = False, alone: bool = False,
-    stride: str = "", table_dtype: str = "float32", far: bool = False, dtype: torch.dtype = torch.float32,
+    b: int = 2, hq: int = 4, hkv: int = 2, s: int = 9, d: int = 64, rotary: int = 0,
+    style: str = "rotate_half", layout: str = "bhsd", ids: str = "", batched: bool = False,
+    packed: bool = False, alone: bool = False, stride: str = "", table_dtype: str = "float32",
+    far: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
-    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of the batch."""
+    """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of
+    the batch.
+    """
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:
@@ -76,8 +81,9 @@ def inputs(
 
     rotary = rotary or d
     rows = s + 13 if ids else s
-    positions = torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far else (
-        torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None])
+    positions = (torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far
+                 else (
+         torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None]))
     angles = positions / 10000.0 ** (torch.arange(0, rotary, 2) / rotary)
     angles = angles if batched else angles[0]
     angle_dtype = dtype if table_dtype == "like" else getattr(torch, table_dtype)
@@ -87,20 +93,23 @@ def inputs(
     if shape is not None:
         position_ids = torch.randint(0, rows, shape, generator=gen).to(
             device=device, dtype=torch.int32 if ids == "int32" else torch.int64)
-    return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin, "position_ids": position_ids,
-            "style": style, "layout": layout, "rotary_dim": None if rotary == d else rotary}
+    return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin,
+            "position_ids": position_ids, "style": style, "layout": layout, "rotary_dim": None
+            if rotary == d else rotary}
 
 
 _PLAIN: tuple[dict[str, Any], ...] = (
-    {}, {"alone": True}, {"s": 1}, {"s": 0}, {"b": 0}, {"b": 1, "hq": 1, "hkv": 1, "s": 1, "d": 2}, {"d": 6, "s": 33},
-    {"rotary": 16}, {"rotary": 62, "layout": "bshd"}, {"layout": "bshd"}, {"layout": "bshd", "ids": "int64"},
-    {"packed": True, "layout": "bshd", "ids": "int64", "d": 128, "rotary": 64}, {"packed": True},
-    {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0}, {"batched": True},
-    {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"},
-    {"table_dtype": "like", "ids": "int64"}, {"stride": "transposed"}, {"stride": "padded"}, {"stride": "sparse"},
-    {"far": True, "s": 40},
+    {}, {"alone": True}, {"s": 1}, {"s": 0}, {"b": 0}, {"b": 1, "hq": 1, "hkv": 1, "s": 1, "d": 2},
+    {"d": 6, "s": 33}, {"rotary": 16}, {"rotary": 62, "layout": "bshd"}, {"layout": "bshd"},
+    {"layout": "bshd", "ids": "int64"}, {"packed": True, "layout": "bshd", "ids": "int64", "d": 128,
+                                         "rotary": 64}, {"packed": True},
+    {"ids": "int64"}, {"ids": "int32"}, {"ids": "shared"}, {"ids": "int64", "s": 0},
+    {"batched": True}, {"batched": True, "layout": "bshd", "alone": True}, {"table_dtype": "like"},
+    {"table_dtype": "like", "ids": "int64"}, {"stride": "transposed"}, {"stride": "padded"},
+    {"stride": "sparse"}, {"far": True, "s": 40},
 )
-CASES: tuple[dict[str, Any], ...] = (*_PLAIN, *({**case, "style": "interleaved"} for case in _PLAIN))
+CASES: tuple[dict[str, Any], ...] = (*_PLAIN,
+                                     *({**case, "style": "interleaved"} for case in _PLAIN))
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
@@ -109,7 +118,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
     head_dim, half, rotary_dim = facts["head_dim"], facts["half"], facts["rotary_dim"]
     if rotary_dim is not None and (rotary_dim > head_dim or rotary_dim % 2):
-        raise wrong("rotary_dim", f"even and at most {head_dim}, the head_dim", rotary_dim, Code.VALUE_OUT_OF_RANGE)
+        raise wrong("rotary_dim", f"even and at most {head_dim}, the head_dim", rotary_dim,
+                    Code.VALUE_OUT_OF_RANGE)
     if 2 * half != (head_dim if rotary_dim is None else rotary_dim):
         want = f"{(head_dim if rotary_dim is None else rotary_dim) // 2}, one for each pair"
         hint = ""
@@ -122,7 +132,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     ids = values["position_ids"]
     if ids is None:
         if facts["positions"] != facts["seq"]:
-            raise wrong("cos.shape[-2]", f"{facts['seq']}, one row for each token; to use a table pass position_ids",
+            raise wrong("cos.shape[-2]",
+                        f"{facts['seq']}, one row for each token; to use a table pass position_ids",
                         facts["positions"])
         _fits_batch("cos", tuple(values["cos"].shape[:-2]), batch_shape)
         return
@@ -130,20 +141,25 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         raise wrong("cos", "a table (max_positions, half) where position_ids are given",
                     str(tuple(values["cos"].shape)))
     _fits_batch("position_ids", tuple(ids.shape[:-1]), batch_shape)
-    if facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"] and ids.numel():
+    if (facts["tensor_kind"] == "plain" and ids.device.type != "meta" and not facts["graph"]
+        and ids.numel()):
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= facts["positions"]:
-            raise wrong("position_ids", f"between 0 and {facts['positions'] - 1}, the last row of cos",
+            raise wrong("position_ids",
+                        f"between 0 and {facts['positions'] - 1}, the last row of cos",
                         f"{low} to {high}", Code.VALUE_OUT_OF_RANGE)
 
 
 def _fits_batch(name: str, lead: tuple[int, ...], batch_shape: tuple[int, ...]) -> None:
     if lead not in ((), batch_shape) and not (batch_shape and lead == (1,)):
-        want = f"{batch_shape} like q's batch, (1,) or none" if batch_shape else "empty, as q has no batch"
-        raise InvalidCall.of("rope", Reason(Code.DIM_MISMATCH, want, str(lead), f"{name}'s leading shape"))
+        want = (f"{batch_shape} like q's batch, (1,) or none" if batch_shape
+                else "empty, as q has no batch")
+        raise InvalidCall.of("rope",
+                             Reason(Code.DIM_MISMATCH, want, str(lead), f"{name}'s leading shape"))
 
 STRESS: tuple[dict[str, Any], ...] = (
-    {"far": True, "s": 3, "ids": "int64"}, {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
+    {"far": True, "s": 3, "ids": "int64"},
+    {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
     {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2})
 
 
@@ -152,7 +168,8 @@ STRESS: tuple[dict[str, Any], ...] = (
 def _no_ids(op: Any, v: Values) -> Values | None:
     if v["position_ids"] is None:
         return None
-    return {**v, "position_ids": torch.arange(v["position_ids"].shape[-1], device=v["q"].device).expand(
+    return {**v, "position_ids": torch.arange(v["position_ids"].shape[-1],
+                                              device=v["q"].device).expand(
         v["position_ids"].shape)}
 
 def _other_style(op: Any, v: Values) -> Values:
@@ -160,10 +177,13 @@ def _other_style(op: Any, v: Values) -> Values:
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "the other convention of pairs (rotate_half or interleaved)", _other_style),
-    replace_argument("convention", "the rotation in the other direction", "sin", lambda v: -v["sin"]),
+    Alteration("convention", "the other convention of pairs (rotate_half or interleaved)",
+               _other_style),
+    replace_argument("convention", "the rotation in the other direction", "sin",
+                     lambda v: -v["sin"]),
     Alteration("alignment", "position_ids ignored", _no_ids),
-    change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"]) if len(out) > 1 else None))
+    change_results("scale", "the keys left as they are", lambda v, out: (out[0], v["k"])
+                   if len(out) > 1 else None))
 
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
@@ -184,11 +204,13 @@ OP = Op(
     same_dtype=("q", "k"), exact=("head_dim", "half", "rotary_dim"),
     ranges={"rotary_dim": INT32},
     requires=(
-        dtypes(*FLOATS), one_of("q.ndim", 3, 4, code=Code.WRONG_NDIM), one_of("cos.ndim", 2, 3, code=Code.WRONG_NDIM),
+        dtypes(*FLOATS), one_of("q.ndim", 3, 4, code=Code.WRONG_NDIM),
+        one_of("cos.ndim", 2, 3, code=Code.WRONG_NDIM),
         one_of("position_ids.ndim", None, 1, 2, code=Code.WRONG_NDIM),
         dtypes(*FLOATS, of="cos.dtype"), dtypes(*FLOATS, of="sin.dtype"),
         one_of("position_ids.dtype", None, "int32", "int64", code=Code.DTYPE_UNSUPPORTED),
-        at_least("half", 1, Code.VALUE_OUT_OF_RANGE), at_least("rotary_dim", 2, Code.VALUE_OUT_OF_RANGE),
+        at_least("half", 1, Code.VALUE_OUT_OF_RANGE),
+        at_least("rotary_dim", 2, Code.VALUE_OUT_OF_RANGE),
     ),
     # Counts q alone: k may be absent, and has fewer heads otherwise.
     flops="6 * batch * heads * seq * half", bytes="2 * itemsize * batch * heads * seq * head_dim",

@@ -61,16 +61,19 @@ from .formulas.sampling import (
 
 INTEGERS = ("int32", "int64")
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-FLOAT_ROWS = ("temperature_rows", "top_p_rows", "min_p_rows", *(f"{name}_rows" for name in PENALTIES))
+FLOAT_ROWS = ("temperature_rows", "top_p_rows", "min_p_rows",
+              *(f"{name}_rows" for name in PENALTIES))
 
 
 def reference(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
-    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-    history: Tensor | None = None, token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
-    top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None, min_p_rows: Tensor | None = None,
-    repetition_penalty_rows: Tensor | None = None, presence_penalty_rows: Tensor | None = None,
-    frequency_penalty_rows: Tensor | None = None, uniforms: Tensor | None = None, seed: int | None = None,
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, *, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0, history: Tensor | None = None,
+    token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
+    top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None,
+    min_p_rows: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
+    presence_penalty_rows: Tensor | None = None, frequency_penalty_rows: Tensor | None = None,
+    uniforms: Tensor | None = None, seed: int | None = None,
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
     from_probs: bool = False, return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,7 +95,8 @@ def reference(
 
     weights = torch.where(rank < filters.top_k, weights, 0.0)
     cumulative = weights.gather(1, order).cumsum(-1)
-    before = torch.nn.functional.pad(cumulative, (1, -1)).gather(1, rank)  # the mass of all that rank higher
+    # the mass of all that rank higher
+    before = torch.nn.functional.pad(cumulative, (1, -1)).gather(1, rank)
     weights = torch.where((before < filters.top_p * cumulative[:, -1:]) | (rank == 0), weights, 0.0)
     weights = torch.where(weights >= filters.min_p * largest, weights, 0.0)
 
@@ -101,27 +105,31 @@ def reference(
     tokens = torch.where(total > 0, column, -1)[:, 0]
     if not return_logprobs:
         return tokens
-    return tokens, torch.where(total > 0, chosen.log() - total.log(), -torch.inf)[:, 0].to(scores.dtype)
+    return tokens, torch.where(total > 0, chosen.log() - total.log(),
+                               -torch.inf)[:, 0].to(scores.dtype)
 
 
 def meta(logits: Tensor, *args: Any, return_logprobs: bool = False, **kwargs: Any) -> Any:
     tokens = logits.new_empty(logits.shape[:1], dtype=torch.int64)
     if not return_logprobs:
         return tokens
-    return tokens, logits.new_empty(logits.shape[:1], dtype=torch.promote_types(logits.dtype, torch.float32))
+    return tokens, logits.new_empty(logits.shape[:1],
+                                    dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def inputs(
-    batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-    penalties: str = "", rows: bool = False, random: str = "uniforms", probs: bool = False, logprobs: bool = True,
-    special: str = "", scale: float = 3.0, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    batch: int = 4, vocab: int = 257, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, penalties: str = "", rows: bool = False, random: str = "uniforms",
+    probs: bool = False, logprobs: bool = True, special: str = "", scale: float = 3.0,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def rand(low: float, high: float) -> Tensor:
         return (torch.rand(batch, generator=gen) * (high - low) + low).to(device)
 
-    logits = torch.randn((batch, vocab * 2 if special == "sparse" else vocab), generator=gen) * scale
+    logits = torch.randn((batch, vocab * 2 if special == "sparse" else vocab),
+                         generator=gen) * scale
     if special == "ties":
         logits = (logits / 2).round()
     elif special == "extreme":
@@ -134,15 +142,17 @@ def inputs(
         logits = logits.softmax(-1).nan_to_num()
     logits = logits.to(device=device, dtype=dtype)
     arguments: dict[str, Any] = {
-        "logits": logits[:, ::2] if special == "sparse" else logits, "temperature": temperature, "top_k": top_k,
-        "top_p": top_p, "min_p": min_p, "from_probs": probs, "return_logprobs": logprobs}
+        "logits": logits[:, ::2] if special == "sparse" else logits, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "from_probs": probs,
+        "return_logprobs": logprobs}
     if penalties:
         arguments |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
         tokens = torch.randint(-1, vocab, (batch, 33), generator=gen).to(device)
         if "history" in penalties:
             arguments["history"] = tokens
         if "counts" in penalties:
-            arguments["token_counts"] = torch.randint(0, 3, (batch, vocab), generator=gen).to(device)
+            arguments["token_counts"] = torch.randint(0, 3, (batch, vocab),
+                                                      generator=gen).to(device)
     if rows:
         ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
         arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
@@ -162,36 +172,44 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"batch": 1}, {"batch": 0}, {"vocab": 1}, {"vocab": 2, "top_k": 1}, {"logprobs": False, "random": "seed"},
-    {"temperature": 0.0}, {"temperature": 0.7, "random": "seed"}, {"temperature": 1e-4, "random": "seed_rows"},
-    {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05}, {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8}, {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
+    {}, {"batch": 1}, {"batch": 0}, {"vocab": 1}, {"vocab": 2, "top_k": 1},
+    {"logprobs": False, "random": "seed"}, {"temperature": 0.0},
+    {"temperature": 0.7, "random": "seed"}, {"temperature": 1e-4, "random": "seed_rows"},
+    {"top_k": 5}, {"top_k": 1}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.05},
+    {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8},
+    {"top_p": 0.95, "min_p": 0.01}, {"rows": True},
     {"rows": True, "batch": 9, "vocab": 5000}, {"penalties": "history", "top_k": 10},
-    {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True}, {"probs": True},
-    {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9}, {"probs": True, "rows": True, "random": "seed"},
+    {"penalties": "counts", "top_p": 0.9}, {"penalties": "history counts", "rows": True},
+    {"probs": True}, {"probs": True, "top_k": 10}, {"probs": True, "top_p": 0.9},
+    {"probs": True, "rows": True, "random": "seed"},
     {"special": "ties", "top_k": 7, "scale": 2.0}, {"special": "ties", "top_p": 0.8, "scale": 1.0},
-    {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0}, {"special": "masked"},
-    {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9}, {"special": "masked", "temperature": 0.0},
-    {"special": "masked", "probs": True, "top_p": 0.5}, {"special": "infinite", "top_k": 5},
-    {"special": "infinite", "temperature": 0.0}, {"special": "infinite"}, {"special": "sparse", "top_p": 0.9},
-    {"batch": 2, "vocab": 9001, "top_p": 0.9}, {"batch": 2, "vocab": 9001, "top_p": 0.9, "scale": 0.3},
-    {"batch": 2, "vocab": 9001, "top_p": 0.7, "probs": True, "scale": 0.3}, {"batch": 2, "vocab": 9001, "top_k": 40},
-    {"batch": 2, "vocab": 9001, "min_p": 0.1}, {"batch": 2, "vocab": 9001, "min_p": 0.01, "scale": 0.3},
+    {"special": "extreme", "top_p": 0.9}, {"special": "extreme", "temperature": 0.0},
+    {"special": "masked"}, {"special": "masked", "top_k": 5}, {"special": "masked", "top_p": 0.9},
+    {"special": "masked", "temperature": 0.0}, {"special": "masked", "probs": True, "top_p": 0.5},
+    {"special": "infinite", "top_k": 5}, {"special": "infinite", "temperature": 0.0},
+    {"special": "infinite"}, {"special": "sparse", "top_p": 0.9},
+    {"batch": 2, "vocab": 9001, "top_p": 0.9},
+    {"batch": 2, "vocab": 9001, "top_p": 0.9, "scale": 0.3},
+    {"batch": 2, "vocab": 9001, "top_p": 0.7, "probs": True, "scale": 0.3},
+    {"batch": 2, "vocab": 9001, "top_k": 40}, {"batch": 2, "vocab": 9001, "min_p": 0.1},
+    {"batch": 2, "vocab": 9001, "min_p": 0.01, "scale": 0.3},
     {"batch": 2, "vocab": 9001, "temperature": 0.0}, {"batch": 2, "vocab": 9001},
 )
 
 # from_probs excludes everything that acts on logits.
 _LOGITS_ONLY: tuple[Condition, ...] = (
-    equals("temperature", 1.0, Code.VALUE_OUT_OF_RANGE), absent("temperature_rows.dtype"), absent("history.dtype"),
-    absent("token_counts.dtype"), *(equals(name, off, Code.VALUE_OUT_OF_RANGE) for name, off in PENALTIES.items()),
+    equals("temperature", 1.0, Code.VALUE_OUT_OF_RANGE), absent("temperature_rows.dtype"),
+    absent("history.dtype"), absent("token_counts.dtype"),
+    *(equals(name, off, Code.VALUE_OUT_OF_RANGE) for name, off in PENALTIES.items()),
     *(absent(f"{name}_rows.dtype") for name in PENALTIES))
 
 STRESS: tuple[dict[str, Any], ...] = (
-    {"random": "generator"}, {"random": "generator", "top_k": 5}, {"random": "generator", "top_p": 0.9},
-    {"batch": 64, "vocab": 33, "top_p": 0.5, "scale": 1.0},
+    {"random": "generator"}, {"random": "generator", "top_k": 5},
+    {"random": "generator", "top_p": 0.9}, {"batch": 64, "vocab": 33, "top_p": 0.5, "scale": 1.0},
     {"batch": 64, "vocab": 33, "top_k": 3}, {"batch": 200, "vocab": 12, "scale": 1.0},
-    {"batch": 200, "vocab": 12, "scale": 1.0, "random": "generator"}, {"batch": 64, "vocab": 50, "min_p": 0.3},
-    {"batch": 64, "vocab": 33, "temperature": 2.5}, {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
+    {"batch": 200, "vocab": 12, "scale": 1.0, "random": "generator"},
+    {"batch": 64, "vocab": 50, "min_p": 0.3}, {"batch": 64, "vocab": 33, "temperature": 2.5},
+    {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
     {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
     {"vocab": 9001, "top_p": 0.9, "penalties": "history"})
 
@@ -200,7 +218,8 @@ STRESS: tuple[dict[str, Any], ...] = (
 
 def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
     """Applies top-p without the token whose mass reaches p."""
-    if v["top_p"] >= 1.0 or v["top_p_rows"] is not None or v["token_counts"] is not None or v["history"] is not None:
+    if (v["top_p"] >= 1.0 or v["top_p_rows"] is not None or v["token_counts"] is not None
+        or v["history"] is not None):
         return None
     scores = rank_scores(v["logits"], v["temperature"], v["temperature_rows"], v["from_probs"])
     filters = make_filters(scores.shape[-1], v["temperature"], v["top_k"], v["top_p"], v["min_p"],
@@ -212,7 +231,8 @@ def _drop_last_of_top_p(op: Any, v: Values) -> Results | None:
     count = keep.sum(-1, keepdim=True)
     keep = keep & ((torch.arange(keep.shape[1]) < count - 1) | (torch.arange(keep.shape[1]) == 0))
     weights = torch.zeros_like(ranked).scatter(1, order, torch.where(keep, ranked, 0.0))
-    uniform = random_numbers(scores.shape[0], 1, scores.device, v["uniforms"], v["seed"], v["seed_rows"], v["offset"],
+    uniform = random_numbers(scores.shape[0], 1, scores.device, v["uniforms"], v["seed"],
+                             v["seed_rows"], v["offset"],
                              v["generator"])
     column = draw(weights, uniform)
     chosen, total = weights.gather(1, column), weights.sum(-1, keepdim=True)
@@ -229,8 +249,10 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("distribution", "one token more in top_k", "top_k", off_by("top_k", 1)),
     replace_argument("distribution", "one token fewer in top_k", "top_k", off_by("top_k", -1)),
     Alteration("distribution", "top_p without the token that reaches it", _drop_last_of_top_p),
-    replace_argument("distribution", "1 - u in place of u", "uniforms", lambda v: 1.0 - v["uniforms"]),
-    replace_argument("distribution", "the square of u in place of u", "uniforms", lambda v: v["uniforms"] ** 2),
+    replace_argument("distribution", "1 - u in place of u", "uniforms",
+                     lambda v: 1.0 - v["uniforms"]),
+    replace_argument("distribution", "the square of u in place of u", "uniforms",
+                     lambda v: v["uniforms"] ** 2),
     replace_argument("distribution", "penalties ignored", "repetition_penalty", 1.0),
     replace_argument("convention", "offset ignored", "offset", 0))
 
@@ -242,25 +264,31 @@ OP = Op(
     # Tokens must be equal; the tolerance is for the log-probabilities, which are at least float32.
     tolerance=Tolerance({"float16": (1e-5, 1e-5), "bfloat16": (1e-5, 1e-5), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
-    shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab", "top_k_rows": "batch",
-            **dict.fromkeys(FLOAT_ROWS, "batch"), "uniforms": "batch", "seed_rows": "batch"},
+    shapes={"logits": "batch vocab", "history": "batch seen", "token_counts": "batch vocab",
+            "top_k_rows": "batch", **dict.fromkeys(FLOAT_ROWS, "batch"), "uniforms": "batch",
+            "seed_rows": "batch"},
     returns=("batch", "batch"),
     ranges={"top_k": INT32, "seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),
-        at_least("temperature", 0.0, Code.VALUE_OUT_OF_RANGE), at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
-        at_least("top_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("top_p", 1.0, Code.VALUE_OUT_OF_RANGE),
-        at_least("min_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("min_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("temperature", 0.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("top_k", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("top_p", 0.0, Code.VALUE_OUT_OF_RANGE),
+        at_most("top_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("min_p", 0.0, Code.VALUE_OUT_OF_RANGE),
+        at_most("min_p", 1.0, Code.VALUE_OUT_OF_RANGE),
         at_least("repetition_penalty", 0.0, Code.VALUE_OUT_OF_RANGE),
         differs("repetition_penalty", 0.0, Code.VALUE_OUT_OF_RANGE),
-        *(one_of(f"{name}.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED) for name in (*FLOAT_ROWS, "uniforms")),
+        *(one_of(f"{name}.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED)
+          for name in (*FLOAT_ROWS, "uniforms")),
         *(one_of(f"{name}.dtype", None, *INTEGERS, code=Code.DTYPE_UNSUPPORTED)
           for name in ("top_k_rows", "seed_rows", "history")),
         one_of("token_counts.dtype", None, *INTEGERS, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
         # A penalty without history or token_counts is a mistake.
         *(any_of(equals(name, off), present("token_counts.dtype"), present("history.dtype"))
           for name, off in PENALTIES.items()),
-        *(any_of(absent(f"{name}_rows.dtype"), present("token_counts.dtype"), present("history.dtype"))
+        *(any_of(absent(f"{name}_rows.dtype"), present("token_counts.dtype"),
+                 present("history.dtype"))
           for name in PENALTIES),
         *(when(on("from_probs"), rule) for rule in _LOGITS_ONLY),
     ),

@@ -1,5 +1,5 @@
-"""Tree speculation: the path through a tree of drafted tokens that the target model accepts, and the
-token after it.
+"""Tree speculation: the path through a tree of drafted tokens that the target model accepts, and
+the token after it.
 
 Multi-round rejection sampling, as in SpecInfer: at a node with the target's distribution p and
 children drafted from q, one child after another, in the order of their index, is accepted with
@@ -18,8 +18,8 @@ and its rejection removes x from p.
 - Node i has the parent parents[i] < i; -1 is the root, the last accepted token. A node whose parent
   does not come before it, or whose token is outside the vocabulary, is never accepted, so trees of
   one batch may be padded.
-- Row 0 of target_probs and draft_probs (batch, nodes + 1, vocab) belongs to the root, row i + 1 to node i: the
-  distribution of the token after it. Rows of leaves in draft_probs are not read.
+- Row 0 of target_probs and draft_probs (batch, nodes + 1, vocab) belongs to the root, row i + 1
+  to node i: the distribution of the token after it. Rows of leaves in draft_probs are not read.
 - Random numbers as in lz.sample, nodes + 1 per row: one per node, and the last for the draw.
 
 Returns the accepted tokens (batch, nodes) padded with -1, their nodes likewise, their number, and
@@ -37,7 +37,14 @@ from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
-from .formulas.sampling import clean_probs, draw, normalize, one_hot, random_numbers, residual_weights
+from .formulas.sampling import (
+    clean_probs,
+    draw,
+    normalize,
+    one_hot,
+    random_numbers,
+    residual_weights,
+)
 
 INTEGERS = ("int32", "int64")
 
@@ -50,7 +57,8 @@ def reference(
     """Returns (accepted tokens, their nodes, their number, the token after them) for each row."""
     batch, count = draft_tokens.shape
     vocab = target_probs.shape[-1]
-    uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows, offset, generator)
+    uniform = random_numbers(batch, count + 1, draft_tokens.device, uniforms, seed, seed_rows,
+                             offset, generator)
     tokens = torch.full_like(draft_tokens, -1, dtype=torch.int64)
     nodes = tokens.clone()
     number = torch.zeros((batch, 1), dtype=torch.int64, device=draft_tokens.device)
@@ -71,7 +79,8 @@ def reference(
             remaining = normalize(q.scatter(1, column, 0.0)) if without_replacement else q
             q = torch.where(accept, normalize(clean_probs(draft_probs[:, i + 1], uniform.dtype)),
                             torch.where(reject, remaining, q))
-        slot = torch.where(accept, number, count)                         # an extra column takes rejected tokens
+        # an extra column takes rejected tokens
+        slot = torch.where(accept, number, count)
         tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, slot, token)[:, :count]
         nodes = torch.nn.functional.pad(nodes, (0, 1)).scatter(1, slot, i)[:, :count]
         number = number + accept.to(torch.int64)
@@ -81,20 +90,23 @@ def reference(
 
 
 def meta(draft_tokens: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = torch.empty_like(draft_tokens, dtype=torch.int64, memory_format=torch.contiguous_format)
+    tokens = torch.empty_like(draft_tokens, dtype=torch.int64,
+                              memory_format=torch.contiguous_format)
     per_row = tokens.new_empty(len(tokens))
     return tokens, torch.empty_like(tokens), per_row, torch.empty_like(per_row)
 
 
 TREES: dict[str, tuple[int, ...]] = {
-    "two_by_two": (-1, -1, 0, 0, 1, 1), "chain": (-1, 0, 1, 2), "fan": (-1, -1, -1, -1, -1), "none": (), "one": (-1,),
-    "mixed": (-1, 0, -1, 0, 1, 1, 2, 4, 4, 7), "disordered": (-1, 3, 0, -1, 2, 9),
+    "two_by_two": (-1, -1, 0, 0, 1, 1), "chain": (-1, 0, 1, 2), "fan": (-1, -1, -1, -1, -1),
+    "none": (), "one": (-1,), "mixed": (-1, 0, -1, 0, 1, 1, 2, 4, 4, 7),
+    "disordered": (-1, 3, 0, -1, 2, 9),
 }
 
 
 def inputs(
-    batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7, certain: bool = False,
-    without_replacement: bool = False, random: str = "uniforms", special: str = "", dtype: torch.dtype = torch.float32,
+    batch: int = 6, tree: str = "two_by_two", vocab: int = 13, alike: float = 0.7,
+    certain: bool = False, without_replacement: bool = False, random: str = "uniforms",
+    special: str = "", dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -121,7 +133,8 @@ def inputs(
     arguments: dict[str, Any] = {
         "draft_tokens": tokens.to(device), "parents": parent_row.expand(batch, -1),
         "draft_probs": None if certain else draft.to(device=device, dtype=dtype),
-        "target_probs": target.to(device=device, dtype=dtype), "without_replacement": without_replacement}
+        "target_probs": target.to(device=device, dtype=dtype),
+        "without_replacement": without_replacement}
     if random == "uniforms":
         arguments["uniforms"] = torch.rand((batch, count + 1), generator=gen).to(device)
     else:
@@ -130,19 +143,23 @@ def inputs(
 
 
 CASES: tuple[dict[str, Any], ...] = (
-    {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"}, {"tree": "chain", "alike": 1.0}, {"tree": "fan"},
-    {"tree": "fan", "without_replacement": True}, {"tree": "mixed", "alike": 0.95, "batch": 16}, {"tree": "disordered"},
-    {"certain": True, "batch": 16}, {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
-    {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"}, {"vocab": 5003, "batch": 2},
-    {"without_replacement": True, "alike": 0.9, "batch": 16},
+    {}, {"batch": 1}, {"batch": 0}, {"tree": "none"}, {"tree": "one"},
+    {"tree": "chain", "alike": 1.0}, {"tree": "fan"},
+    {"tree": "fan", "without_replacement": True}, {"tree": "mixed", "alike": 0.95, "batch": 16},
+    {"tree": "disordered"}, {"certain": True, "batch": 16},
+    {"tree": "mixed", "certain": True, "vocab": 5, "batch": 16}, {"special": "padded"},
+    {"special": "masked"}, {"special": "greedy", "alike": 0.9}, {"random": "seed"},
+    {"vocab": 5003, "batch": 2}, {"without_replacement": True, "alike": 0.9, "batch": 16},
 )
 
 OP = Op(
-    name="speculative_verify_tree", family="sampling", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,
+    inputs=inputs, cases=CASES,
     tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
-    shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes", "parents": "batch nodes",
-            "draft_probs": "batch positions vocab", "uniforms": "batch positions", "seed_rows": "batch"},
+    shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes",
+            "parents": "batch nodes", "draft_probs": "batch positions vocab",
+            "uniforms": "batch positions", "seed_rows": "batch"},
     returns=("batch nodes", "batch nodes", "batch", "batch"),
     derived={"target_positions_beyond_nodes": "positions - nodes"},
     ranges={"seed": SEED},
@@ -154,5 +171,6 @@ OP = Op(
         one_of("draft_probs.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
         one_of("uniforms.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
         one_of("seed_rows.dtype", None, *INTEGERS, code=Code.DTYPE_UNSUPPORTED)),
-    flops="8 * batch * positions * vocab", bytes="2 * itemsize * batch * positions * vocab", outputs="Tensor[]",
+    flops="8 * batch * positions * vocab", bytes="2 * itemsize * batch * positions * vocab",
+    outputs="Tensor[]",
 )

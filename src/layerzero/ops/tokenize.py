@@ -1,8 +1,9 @@
 """Text to token ids, exactly as the tokenizer's own library does it.
 
-- `tokenizer` is a `tokenizers.Tokenizer`, a fast tokenizer of transformers, a `tiktoken.Encoding`, a
-  `sentencepiece.SentencePieceProcessor`, the path of a tokenizer.json, *.model or *.tiktoken file or of a folder with
-  one, or the result of `lz.tokens.load_tokenizer`, which saves identifying the tokenizer in every call.
+- `tokenizer` is a `tokenizers.Tokenizer`, a fast tokenizer of transformers, a
+  `tiktoken.Encoding`, a `sentencepiece.SentencePieceProcessor`, the path of a tokenizer.json,
+  *.model or *.tiktoken file or of a folder with one, or the result of `lz.tokens.load_tokenizer`,
+  which saves identifying the tokenizer in every call.
 - Special tokens are added as the library adds them: by the post-processor, or by add_bos and
   add_eos of a SentencePieceProcessor; tiktoken adds none. `parse_special` says whether special
   tokens written in the text become special tokens (True) or stay text (False); None leaves it to
@@ -10,8 +11,8 @@
 - `truncation` and `padding` default to the tokenizer's own settings; False turns them off.
   `padding` is True or "longest", or "max_length". Truncation keeps the added special tokens, as the
   libraries do.
-- Offsets are half-open ranges of characters (code points) of the text; a character that several tokens share is in the
-  range of each. Added special tokens have (0, 0).
+- Offsets are half-open ranges of characters (code points) of the text; a character that several
+  tokens share is in the range of each. Added special tokens have (0, 0).
 - `cache_prefix` keeps the tokens of a long text and reuses them for texts with the same beginning,
   such as a system prompt. The result is the same.
 - A text with a lone surrogate is an InvalidCall: it is not Unicode text, and the libraries disagree
@@ -37,7 +38,14 @@ from ..spec.rules import at_least, present
 from .formulas.bpe import BYTE_LEVEL_BPE, ByteLevelBPE, tiny_tokenizer
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
-from .formulas.tokenization import EncodedText, Request, Tokens, check_texts, make_kernel, resolve_lengths
+from .formulas.tokenization import (
+    EncodedText,
+    Request,
+    Tokens,
+    check_texts,
+    make_kernel,
+    resolve_lengths,
+)
 from .formulas.tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
 
 Side = Literal["left", "right"]
@@ -46,24 +54,27 @@ Side = Literal["left", "right"]
 def _encode(handle: TokenizerHandle, texts: Sequence[str], request: Request) -> list[EncodedText]:
     bpe: ByteLevelBPE = handle.built("formula", lambda h: ByteLevelBPE(json.loads(h.payload)))
     before, after = bpe.added_ids() if request.add_special_tokens else ([], [])
-    return [EncodedText(*bpe.encode(text, bool(request.parse_special)), before, after) for text in texts]
+    return [EncodedText(*bpe.encode(text, bool(request.parse_special)), before, after)
+            for text in texts]
 
 
 _run = make_kernel(_encode)
 
 
 def reference(
-    text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True, parse_special: bool | None = None,
-    truncation: bool | None = None, padding: bool | str | None = None, max_length: int | None = None,
-    truncation_side: Side | None = None, padding_side: Side | None = None, pad_id: int | None = None,
-    pad_to_multiple_of: int | None = None, return_offsets: bool = False, return_attention_mask: bool = True,
-    cache_prefix: bool = False,
+    text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True,
+    parse_special: bool | None = None, truncation: bool | None = None,
+    padding: bool | str | None = None, max_length: int | None = None,
+    truncation_side: Side | None = None, padding_side: Side | None = None,
+    pad_id: int | None = None, pad_to_multiple_of: int | None = None, return_offsets: bool = False,
+    return_attention_mask: bool = True, cache_prefix: bool = False,
 ) -> Tokens:
     """Returns the ids of one or several texts, their attention mask and, on request, offsets."""
     return _run(text, tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special,
-                truncation=truncation, padding=padding, max_length=max_length, truncation_side=truncation_side,
-                padding_side=padding_side, pad_id=pad_id, pad_to_multiple_of=pad_to_multiple_of,
-                return_offsets=return_offsets, return_attention_mask=return_attention_mask)
+                truncation=truncation, padding=padding, max_length=max_length,
+                truncation_side=truncation_side, padding_side=padding_side, pad_id=pad_id,
+                pad_to_multiple_of=pad_to_multiple_of, return_offsets=return_offsets,
+                return_attention_mask=return_attention_mask)
 
 
 def meta(text: str | list[str], tokenizer: Any, **options: Any) -> None:
@@ -76,11 +87,14 @@ def read(values: dict[str, Any]) -> dict[str, Any]:
     texts = check_texts(values["text"])
     if not isinstance(values["padding"], (bool, str, NoneType)):
         raise InvalidCall.of("tokenize", Reason(
-            Code.WRONG_TYPE, "a bool, 'longest', 'max_length' or None", type(values["padding"]).__name__, "padding"))
+            Code.WRONG_TYPE, "a bool, 'longest', 'max_length' or None",
+            type(values["padding"]).__name__, "padding"))
     handle = identify(values["tokenizer"])
     lengths = resolve_lengths(handle.settings, *(values[name] for name in (
-        "truncation", "padding", "max_length", "truncation_side", "padding_side", "pad_id", "pad_to_multiple_of")))
-    return {**handle.facts, "texts": bucket_top(len(texts)), "characters": bucket_top(sum(map(len, texts))),
+        "truncation", "padding", "max_length", "truncation_side", "padding_side", "pad_id",
+        "pad_to_multiple_of")))
+    return {**handle.facts, "texts": bucket_top(len(texts)),
+            "characters": bucket_top(sum(map(len, texts))),
             "padded": lengths.pad is not None, "truncated": lengths.limit is not None}
 
 
@@ -91,8 +105,8 @@ _TEXTS = ("", "the", "hello the world and 12 more", "it's  the\n\n end ", "<s>he
 
 
 def inputs(
-    *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False, seed: int = 0,
-    dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
+    *, text: int | tuple[int, ...] = 2, random: int = 0, template: bool = False, pad: bool = False,
+    seed: int = 0, dtype: torch.dtype = torch.int64, device: str = "cpu", **options: Any,
 ) -> dict[str, Any]:
     """Returns the texts with these indices, or `random` random ones, and a small tokenizer."""
     tokenizer = from_json(json.dumps(tiny_tokenizer(template, pad)), "tiny_tokenizer")
@@ -109,18 +123,23 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"text": 0}, {"text": 6}, {"text": _ALL, "return_offsets": True}, {"text": ()},
     {"text": _ALL, "template": True, "return_offsets": True},
     {"text": _ALL, "template": True, "add_special_tokens": False},
-    {"text": _ALL, "parse_special": False, "return_offsets": True}, {"text": _ALL, "return_attention_mask": False},
+    {"text": _ALL, "parse_special": False, "return_offsets": True},
+    {"text": _ALL, "return_attention_mask": False},
     {"text": _ALL, "template": True, "truncation": True, "max_length": 7, "return_offsets": True},
     {"text": _ALL, "template": True, "truncation": True, "max_length": 5, "truncation_side": "left",
      "return_offsets": True},
-    {"text": (1, 2), "padding": "longest", "pad_id": 3}, {"text": (1, 2, 5), "pad": True, "pad_to_multiple_of": 8},
-    {"text": (1, 2, 5), "pad": True, "padding": False}, {"text": (1, 2), "padding": "max_length", "max_length": 64,
-                                                        "pad_id": 0, "padding_side": "left", "return_offsets": True},
+    {"text": (1, 2), "padding": "longest", "pad_id": 3},
+    {"text": (1, 2, 5), "pad": True, "pad_to_multiple_of": 8},
+    {"text": (1, 2, 5), "pad": True, "padding": False},
+    {"text": (1, 2), "padding": "max_length", "max_length": 64,
+                                                        "pad_id": 0, "padding_side": "left",
+     "return_offsets": True},
     {"text": (7, 7), "cache_prefix": True, "return_offsets": True},
 )
 
 STRESS: tuple[dict[str, Any], ...] = (
-    {"random": 40, "return_offsets": True}, {"random": 40, "parse_special": False, "return_offsets": True})
+    {"random": 40, "return_offsets": True},
+    {"random": 40, "parse_special": False, "return_offsets": True})
 
 
 # Mistakes that a kernel for this op could make.
@@ -142,18 +161,20 @@ def _change_offsets(
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("convention", "offsets one too far", _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
+    Alteration("convention", "offsets one too far",
+               _change_offsets(lambda t, s: (s[0] + 1, s[1] + 1))),
     Alteration("convention", "offsets in bytes, not characters", _change_offsets(
         lambda t, s: (len(t[:s[0]].encode()), len(t[:s[1]].encode())))),
     replace_argument("convention", "special tokens not added", "add_special_tokens", False),
-    replace_argument("convention", "truncated on the other side", "truncation_side", lambda v: "left"
+    replace_argument("convention", "truncated on the other side", "truncation_side",
+                     lambda v: "left"
     if v["truncation_side"] != "left" else "right"),
     replace_argument("convention", "padded on the other side", "padding_side", lambda v: "left"
     if v["padding_side"] != "left" else "right"))
 
 OP = Op(
-    name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    stress=STRESS, alterations=ALTERATIONS,
+    name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
     reference_kernel={**READS_ON_HOST, "overhead_us": 5000.0, "requires": BYTE_LEVEL_BPE},
     tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),

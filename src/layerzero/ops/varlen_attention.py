@@ -21,10 +21,10 @@ from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, flip_alignment
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
-    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, dropout_p: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention over packed sequences; see lz.attention for the shared arguments."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -32,7 +32,8 @@ def reference(
     for i in range(len(starts_q) - 1):
         rows_q, rows_k = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
         q, k, v = (t.transpose(0, 1)[None] for t in (query[rows_q], key[rows_k], value[rows_k]))
-        out, _ = attend(q, k, v, None, dropout_p, is_causal, scale, causal_align, window_left, window_right,
+        out, _ = attend(q, k, v, None, dropout_p, is_causal, scale, causal_align, window_left,
+                        window_right,
                         None, softcap)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else query.new_empty((0, query.shape[1], value.shape[2]))
@@ -43,9 +44,10 @@ def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -
 
 
 def inputs(
-    lengths_q: tuple[int, ...] = (5, 33, 1, 16), lengths_k: tuple[int, ...] = (), hq: int = 4, hkv: int = 4,
-    d: int = 64, causal: bool = False, align: str | None = None, window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, scale: float | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    lengths_q: tuple[int, ...] = (5, 33, 1, 16), lengths_k: tuple[int, ...] = (), hq: int = 4,
+    hkv: int = 4, d: int = 64, causal: bool = False, align: str | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
@@ -58,17 +60,20 @@ def inputs(
         return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
     return {"query": rand(sum(lengths_q), hq, d), "key": rand(sum(lengths_k), hkv, d),
-            "value": rand(sum(lengths_k), hkv, d), "cu_seqlens_q": starts(lengths_q), "cu_seqlens_k": starts(lengths_k),
-            "max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0), "is_causal": causal,
-            "scale": scale, "causal_align": align, "window_left": window[0], "window_right": window[1],
-            "softcap": softcap}
+            "value": rand(sum(lengths_k), hkv, d), "cu_seqlens_q": starts(lengths_q),
+            "cu_seqlens_k": starts(lengths_k), "max_seqlen_q": max(lengths_q, default=0),
+            "max_seqlen_k": max(lengths_k, default=0), "is_causal": causal,
+            "scale": scale, "causal_align": align, "window_left": window[0],
+            "window_right": window[1], "softcap": softcap}
 
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True, "align": "top_left"}, {"causal": True, "align": "bottom_right", "hkv": 2},
-    {"lengths_q": (1, 1, 1), "lengths_k": (64, 7, 130), "causal": True, "align": "bottom_right", "hkv": 1},
+    {"lengths_q": (1, 1, 1), "lengths_k": (64, 7, 130), "causal": True, "align": "bottom_right",
+     "hkv": 1},
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "causal": True, "align": "bottom_right"},
-    {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72}, {"window": (8, 0), "causal": True, "align": "top_left"},
+    {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72},
+    {"window": (8, 0), "causal": True, "align": "top_left"},
     {"softcap": 10.0}, {"scale": 0.5, "hkv": 2},
 )
 
@@ -76,17 +81,22 @@ CASES: tuple[dict[str, Any], ...] = (
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if facts[f"{name}.dtype"] not in ("int32", "int64"):
-            raise InvalidCall.of("varlen_attention", Reason(Code.WRONG_TYPE, "int32", facts[f"{name}.dtype"], name))
+            raise InvalidCall.of("varlen_attention",
+                                 Reason(Code.WRONG_TYPE, "int32", facts[f"{name}.dtype"], name))
     uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0
     if uses_diagonal and facts["causal_align"] is None:
-        warn_caller("lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a KV cache "
-                      "wants causal_align='bottom_right'.", CausalAlignmentWarning)
+        warn_caller(
+            "lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a "
+              "KV cache wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
 STRESS: tuple[dict[str, Any], ...] = (
-    {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)}, {"lengths_q": (3,), "lengths_k": (0,)},
-    {"lengths_q": (64, 192), "causal": True, "align": "top_left"}, {"lengths_q": (1,) * 40, "hkv": 1},
-    {"lengths_q": (4, 9), "lengths_k": (9, 4), "causal": True, "align": "bottom_right"},
-    {"softcap": 3.0, "scale": 0.7, "hkv": 2}, {"window": (2, 1), "lengths_q": (9, 20), "lengths_k": (30, 20),
+    {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)},
+    {"lengths_q": (3,), "lengths_k": (0,)},
+    {"lengths_q": (64, 192), "causal": True, "align": "top_left"},
+    {"lengths_q": (1,) * 40, "hkv": 1}, {"lengths_q": (4, 9), "lengths_k": (9, 4), "causal": True,
+                                         "align": "bottom_right"},
+    {"softcap": 3.0, "scale": 0.7, "hkv": 2},
+    {"window": (2, 1), "lengths_q": (9, 20), "lengths_k": (30, 20),
     "align": "bottom_right"})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
@@ -102,32 +112,40 @@ def _merge_sequences(op: Any, v: Values) -> Values:
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
-    Alteration("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP, *WINDOW,
-    Alteration("mask", "all sequences taken for one", _merge_sequences))
+    Alteration("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP,
+    *WINDOW, Alteration("mask", "all sequences taken for one", _merge_sequences))
 
 OP = Op(
-    name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
-    reference_kernel={**READS_ON_HOST, "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
+    name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    reference_kernel={**READS_ON_HOST,
+                      "workspace": "3 * itemsize * heads * max_seqlen_q * max_seqlen_k"},
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     shapes={"query": "tokens_q heads head_dim", "key": "tokens_k kv_heads head_dim",
-            "value": "tokens_k kv_heads head_dim_v", "cu_seqlens_q": "boundaries", "cu_seqlens_k": "boundaries"},
+            "value": "tokens_k kv_heads head_dim_v", "cu_seqlens_q": "boundaries",
+            "cu_seqlens_k": "boundaries"},
     returns=("tokens_q heads head_dim_v",), same_dtype=("query", "key", "value"),
-    derived={"batch": "boundaries - 1", "group": "heads // kv_heads", "group_rest": "heads % kv_heads",
+    derived={"batch": "boundaries - 1", "group": "heads // kv_heads",
+             "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v",
              "seq_q": "max_seqlen_q", "seq_k": "max_seqlen_k"},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
-    ranges={"max_seqlen_q": INT32, "max_seqlen_k": INT32, "window_left": INT32, "window_right": INT32},
+    ranges={"max_seqlen_q": INT32, "max_seqlen_k": INT32, "window_left": INT32,
+            "window_right": INT32},
     requires=(
         dtypes(*FLOATS), equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
         at_least("boundaries", 1, Code.VALUE_OUT_OF_RANGE),
-        at_least("max_seqlen_q", 0, Code.VALUE_OUT_OF_RANGE), at_least("max_seqlen_k", 0, Code.VALUE_OUT_OF_RANGE),
-        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE), at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
-        at_least("dropout_p", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("dropout_p", 1.0, Code.VALUE_OUT_OF_RANGE),
+        at_least("max_seqlen_q", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("max_seqlen_k", 0, Code.VALUE_OUT_OF_RANGE),
+        at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
+        at_least("dropout_p", 0.0, Code.VALUE_OUT_OF_RANGE),
+        at_most("dropout_p", 1.0, Code.VALUE_OUT_OF_RANGE),
         at_least("softcap", 0.0, Code.VALUE_OUT_OF_RANGE),
     ),
     flops="2 * tokens_q * heads * max_seqlen_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens_q * heads + tokens_k * kv_heads)",
-    differentiable=("query", "key", "value"), autocast="lower", sdpa_switches=True, extra_check=extra_check,
+    differentiable=("query", "key", "value"), autocast="lower", sdpa_switches=True,
+    extra_check=extra_check,
 )

@@ -34,12 +34,15 @@ def export_lines(store: Store, path: Path) -> int:
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
     rows, environments, rates = list(store.rows()), store.environments(), store.timed_rates()
-    lines: list[dict[str, Any]] = [{"environment": i, "data": data} for i, data in environments.items()]
-    lines += [{"rates": place, "flops_per_us": r.flops_per_us, "bytes_per_us": r.bytes_per_us, "at": at}
+    lines: list[dict[str, Any]] = [{"environment": i, "data": data}
+                                   for i, data in environments.items()]
+    lines += [{"rates": place, "flops_per_us": r.flops_per_us, "bytes_per_us": r.bytes_per_us,
+               "at": at}
               for place, (r, at) in rates.items()]
     lines += [{"measurement": m._asdict()} for m in rows]
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as out:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False,
+                                         encoding="utf-8") as out:
             try:
                 for line in ({"schema": SCHEMA, "lines": len(lines)}, *lines):
                     out.write(json.dumps(line, sort_keys=True) + "\n")
@@ -78,8 +81,9 @@ def read_lines(path: Path) -> FileContent:
     lines = _lines(path)
     _, head = next(lines, (0, {}))
     if head.get("schema") not in (SCHEMA, SCHEMA_WITHOUT_MODE):
-        raise DataError(f"{path}: wanted a file of lz perf export, which begins with the schema {SCHEMA!r}; "
-                        f"got {head.get('schema')!r}")
+        raise DataError(
+            f"{path}: wanted a file of lz perf export, which begins with the schema {SCHEMA!r}; "
+            f"got {head.get('schema')!r}")
     number = 1
     for number, line in lines:
         try:
@@ -92,13 +96,16 @@ def read_lines(path: Path) -> FileContent:
             elif "rates" in line:
                 rates[_checked_place(line)] = _rates(line)
             else:
-                raise DataError(f"wanted a measurement, an environment or rates, got {', '.join(line) or 'nothing'}")
+                raise DataError(
+                    "wanted a measurement, an environment or rates, got "
+                    f"{', '.join(line) or 'nothing'}")
         except (DataError, KeyError, OverflowError, RecursionError) as e:
             why = f"{e} is missing" if isinstance(e, KeyError) else e
             raise DataError(f"{path}:{number}: {why}; nothing of this file was taken over") from e
     if number - 1 != head.get("lines"):
-        raise DataError(f"{path}: wanted {head.get('lines')} lines after the first, got {number - 1}; the file was cut "
-                        "off, nothing of it was taken over")
+        raise DataError(
+            f"{path}: wanted {head.get('lines')} lines after the first, got {number - 1}; the file "
+            "was cut off, nothing of it was taken over")
     return rows, environments, rates
 
 

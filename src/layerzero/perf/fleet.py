@@ -1,4 +1,7 @@
-"""The store of a fleet: the same tables in PostgreSQL, through SQLAlchemy Core. Needs the extra `layerzero[fleet]`."""
+"""The store of a fleet: the same tables in PostgreSQL, through SQLAlchemy Core.
+
+Needs the extra `layerzero[fleet]`.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,15 @@ class FleetStore(Store):
         try:
             address = self._sa.make_url(url)
         except (self._sa.exc.ArgumentError, ValueError) as e:
-            raise StoreError("perfdb: wanted postgresql://user:password@host:port/database, got an address that "
-                             "cannot be read") from e
+            raise StoreError(
+                "perfdb: wanted postgresql://user:password@host:port/database, got an address that "
+                "cannot be read") from e
         if "+" not in address.drivername:
             address = address.set(drivername=f"postgresql+{_driver()}")
         self.name = address.render_as_string(hide_password=True)
         self._tables()
-        connect_args = {"timeout" if address.drivername.endswith("pg8000") else "connect_timeout": max(1, int(timeout))}
+        connect_args = {"timeout" if address.drivername.endswith("pg8000")
+                        else "connect_timeout": max(1, int(timeout))}
         with self._store_errors():
             self._engine = self._sa.create_engine(address, poolclass=self._sa.pool.StaticPool,
                                                   connect_args=connect_args)
@@ -58,17 +63,22 @@ class FleetStore(Store):
     def _tables(self) -> None:
         sa = self._sa
         self._meta = sa.MetaData()
-        kinds = {name: sa.Text if name in TEXTS else sa.BigInteger if name == "samples" else sa.Double
+        kinds = {name: sa.Text if name in TEXTS else sa.BigInteger if name == "samples"
+                 else sa.Double
                  for name in COLUMNS}
         self._measurements = sa.Table("layerzero_measurements", self._meta, *(
-            sa.Column(name, kind, nullable=False, primary_key=name in KEY) for name, kind in kinds.items()))
+            sa.Column(name, kind, nullable=False, primary_key=name in KEY)
+            for name, kind in kinds.items()))
         self._environments = sa.Table(
             "layerzero_environments", self._meta, sa.Column("id", sa.Text, primary_key=True),
             sa.Column("data", sa.JSON, nullable=False))
-        self._rates = sa.Table("layerzero_rates", self._meta, sa.Column("place", sa.Text, primary_key=True), *(
-            sa.Column(name, sa.Double, nullable=False) for name in ("flops_per_us", "bytes_per_us", "at")))
+        self._rates = sa.Table("layerzero_rates", self._meta,
+                               sa.Column("place", sa.Text, primary_key=True), *(
+            sa.Column(name, sa.Double, nullable=False)
+            for name in ("flops_per_us", "bytes_per_us", "at")))
         self._schema = sa.Table("layerzero_schema", self._meta,
-                                sa.Column("version", sa.Integer, primary_key=True, autoincrement=False))
+                                sa.Column("version", sa.Integer, primary_key=True,
+                                          autoincrement=False))
 
     def _prepare(self) -> None:
         sa = self._sa
@@ -107,7 +117,8 @@ class FleetStore(Store):
         unknown."""
         for statement in (
                 "DELETE FROM layerzero_measurements WHERE place !~ '-[0-9]+t$'",
-                f"ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT '{EAGER}'",
+                "ALTER TABLE layerzero_measurements ADD COLUMN mode TEXT NOT NULL DEFAULT "
+                f"'{EAGER}'",
                 "ALTER TABLE layerzero_measurements DROP CONSTRAINT layerzero_measurements_pkey",
                 f"ALTER TABLE layerzero_measurements ADD PRIMARY KEY ({', '.join(KEY)})"):
             connection.execute(self._sa.text(statement))
@@ -119,7 +130,8 @@ class FleetStore(Store):
         except (self._sa.exc.SQLAlchemyError, OSError, UnicodeError) as e:
             lines = str(getattr(e, "orig", None) or e).strip().splitlines()
             text = lines[0] if lines else type(e).__name__
-            raise StoreError(f"{self.name}: {text}; measurements cannot be read or kept there now") from e
+            raise StoreError(
+                f"{self.name}: {text}; measurements cannot be read or kept there now") from e
 
     def write(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
               rates: Mapping[str, tuple[Rates, float]]) -> None:
@@ -141,8 +153,10 @@ class FleetStore(Store):
             >= self._sa.tuple_(c.spread <= QUIET_SPREAD, self._known_time(c.at, now)))
         upsert_rates = insert(self._rates)
         upsert_rates = upsert_rates.on_conflict_do_update(
-            index_elements=("place",), where=upsert_rates.excluded.at >= self._known_time(self._rates.c.at, now),
-            set_={name: upsert_rates.excluded[name] for name in ("flops_per_us", "bytes_per_us", "at")})
+            index_elements=("place",),
+            where=upsert_rates.excluded.at >= self._known_time(self._rates.c.at, now),
+            set_={name: upsert_rates.excluded[name]
+                  for name in ("flops_per_us", "bytes_per_us", "at")})
         with self._store_errors(), self._engine.begin() as connection:
             for i in sorted(environments):
                 connection.execute(insert(self._environments).on_conflict_do_nothing(),
@@ -150,7 +164,8 @@ class FleetStore(Store):
             for batch in _batches([best[key]._asdict() for key in sorted(best)]):
                 connection.execute(upsert, batch)
             for place, (rate, at) in sorted(rates.items()):
-                connection.execute(upsert_rates, {"place": place, "flops_per_us": float(rate.flops_per_us),
+                connection.execute(upsert_rates,
+                                   {"place": place, "flops_per_us": float(rate.flops_per_us),
                                                   "bytes_per_us": float(rate.bytes_per_us),
                                                   "at": min(float(at), now)})
 
@@ -175,7 +190,8 @@ class FleetStore(Store):
         if self._missing:
             return None
         with self._store_errors(), self._engine.connect() as connection:
-            row = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(1)).first()
+            row = connection.execute(self._select(*conditions).order_by(c.at.desc()).limit(
+                1)).first()
         return None if row is None else self._checked_row(row)
 
     def _rows(self) -> Iterator[Measurement]:
@@ -226,9 +242,11 @@ class FleetStore(Store):
             raise StoreError(f"{self.name} was opened to be read; nothing was removed")
         sa, c = self._sa, self._measurements.c
         columns = (*KEY, "at")
-        deletion = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}") for name in columns))
+        deletion = self._measurements.delete().where(*(c[name] == sa.bindparam(f"_{name}")
+                                                       for name in columns))
         keys = [{f"_{name}": getattr(m, name) for name in columns} for m in rows]
-        unused = self._environments.delete().where(self._environments.c.id.not_in(sa.select(c.environment)))
+        unused = self._environments.delete().where(
+            self._environments.c.id.not_in(sa.select(c.environment)))
         with self._store_errors(), self._engine.begin() as connection:
             for batch in _batches(keys):
                 connection.execute(deletion, batch)

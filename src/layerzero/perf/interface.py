@@ -113,11 +113,13 @@ class Store(ABC):
                  trace: TracebackType | None) -> None:
         self.close()
 
-    def put(self, rows: Iterable[Measurement], environment: Mapping[str, Any] | None = None) -> None:
+    def put(self, rows: Iterable[Measurement],
+            environment: Mapping[str, Any] | None = None) -> None:
         """Adds measurements; `environment` is for those that name none."""
         environments = {environment_id(environment): environment} if environment is not None else {}
         default = next(iter(environments), "")
-        self.write((m if m.environment else m._replace(environment=default) for m in rows), environments, {})
+        self.write((m if m.environment else m._replace(environment=default) for m in rows),
+                   environments, {})
 
     def put_rates(self, rates: Mapping[str, Rates], at: float | None = None) -> None:
         measured_at = time.time() if at is None else at
@@ -129,10 +131,12 @@ class Store(ABC):
     def rows(self, *, kernel: str = "*", op: str = "*", place: str = "*") -> Iterator[Measurement]:
         """Yields the rows whose kernel, op and place match these patterns."""
         for m in self._rows():
-            if fnmatchcase(m.kernel, kernel) and fnmatchcase(m.op, op) and fnmatchcase(m.place, place):
+            if (fnmatchcase(m.kernel, kernel) and fnmatchcase(m.op, op)
+                and fnmatchcase(m.place, place)):
                 yield m
 
-    def prune(self, unwanted: Callable[[Measurement], bool] = lambda m: True, *, before: float | None = None) -> int:
+    def prune(self, unwanted: Callable[[Measurement], bool] = lambda m: True, *,
+              before: float | None = None) -> int:
         """Removes the `unwanted` rows, optionally only those measured `before` a time. Returns how
         many."""
         rows = [m for m in self._rows() if (before is None or m.at < before) and unwanted(m)]

@@ -97,8 +97,9 @@ def _inspect(path: Path) -> FileInfo:
     except FileNotFoundError:                  # removed meanwhile
         return FileInfo("missing")
     except (OSError, ValueError) as e:
-        raise StoreError(f"{path}: cannot look at the measurements: {_error_text(e)}; set perfdb to a "
-                         "file that can be read, or to off") from e
+        raise StoreError(
+            f"{path}: cannot look at the measurements: {_error_text(e)}; set perfdb to a "
+            "file that can be read, or to off") from e
 
 
 def _inspect_file(path: Path) -> FileInfo:
@@ -147,7 +148,8 @@ def _check_side_files(path: Path, info: FileInfo) -> None:
             continue
         if suffix == "-journal" and head and not head.startswith(_JOURNAL):
             raise ForeignFile(side_file, "another kind of file")
-        if suffix == "-wal" and info.kind != "ours" and _inspect_file(path).kind != "ours":  # nor made by now
+        # nor made by now
+        if suffix == "-wal" and info.kind != "ours" and _inspect_file(path).kind != "ours":
             raise ForeignFile(side_file, "the log of a database that is not there",
                               "move it away, or delete it")
         if suffix == "-wal" and len(head) == 32 and struct.unpack(">I", head[:4])[0] not in _WAL:
@@ -157,7 +159,8 @@ def _check_side_files(path: Path, info: FileInfo) -> None:
 def _read_head(path: Path, count: int) -> bytes:
     """Returns the first bytes of a file; never blocks, should a device or FIFO have taken its
     place."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+                         | getattr(os, "O_BINARY", 0))
     try:
         return os.read(descriptor, count)
     finally:

@@ -2,8 +2,8 @@
 
 A *kind of call* is what the cache key tells apart for speed: dtype and switches (its `family`), and
 its sizes on the grid of spec/grid.py. `place` is where it was measured: the device's signature, and
-for a CPU the number of threads, since the winner depends on it. `mode` is how: eagerly, captured in a
-CUDA graph, or compiled by torch.compile. The three have different winners, and a measurement says
+for a CPU the number of threads, since the winner depends on it. `mode` is how: eagerly, captured in
+a CUDA graph, or compiled by torch.compile. The three have different winners, and a measurement says
 nothing about another mode than its own.
 """
 
@@ -30,7 +30,8 @@ MAX_DISTANCE = 4.0     # octaves, summed over all sizes, at which a measurement 
 NEIGHBOURS = 4
 QUIET_SPREAD = 0.25    # a measurement with at most this spread is never replaced by a noisier one
 MAX_TRUSTED_SAMPLES = 16  # more samples add no trust
-OVERHEAD_US = 2.0      # added to the roofline before calls of different sizes are compared: no call is free
+# added to the roofline before calls of different sizes are compared: no call is free
+OVERHEAD_US = 2.0
 
 EAGER, CAPTURED, COMPILED = MODES = ("eager", "captured", "compiled")
 
@@ -47,7 +48,8 @@ class Measurement(NamedTuple):
 
     kernel: str
     op: str
-    bucket: str                                # family and sizes, as text: the name of the kind of call
+    # family and sizes, as text: the name of the kind of call
+    bucket: str
     place: str
     median_us: float
     spread: float = 0.0                        # relative: (p90 - p10) / median
@@ -58,7 +60,8 @@ class Measurement(NamedTuple):
     bytes: float = 0.0
     p95_us: float = 0.0
     p99_us: float = 0.0
-    compile_us: float = 0.0                    # paid once before the first call, not part of the others
+    # paid once before the first call, not part of the others
+    compile_us: float = 0.0
     build: str = ""                            # which build of the kernel's library
     at: float = 0.0                            # seconds since 1970
     environment: str = ""                      # id of the whole environment it was measured in
@@ -76,13 +79,16 @@ class Measurement(NamedTuple):
         for name, value in zip(self._fields, given):
             if name in TEXTS:
                 if not is_text(value) or (name in _REQUIRED and not value):
-                    raise DataError(f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")
+                    raise DataError(
+                        f"measurement of {self.kernel!r}: {name} must be text, got {value!r}")
                 if name == "mode" and value not in MODES:
-                    raise DataError(f"measurement of {self.kernel!r}: mode must be one of {', '.join(MODES)}, "
-                                    f"got {value!r}")
+                    raise DataError(
+                        f"measurement of {self.kernel!r}: mode must be one of {', '.join(MODES)}, "
+                        f"got {value!r}")
                 if name == "sizes" and not all(_SIZE.fullmatch(part) for part in value.split()):
-                    raise DataError(f"measurement of {self.kernel!r}: sizes must be like 'batch=1 seq_k=4096', "
-                                    f"got {value!r}")
+                    raise DataError(
+                        f"measurement of {self.kernel!r}: sizes must be like 'batch=1 seq_k=4096', "
+                        f"got {value!r}")
                 values.append(value)
                 continue
             low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
@@ -100,7 +106,8 @@ class Measurement(NamedTuple):
 
         Only up to MAX_TRUSTED_SAMPLES: what disturbed one sample may have disturbed them all.
         """
-        return 1.0 / (1.0 + (self.spread / QUIET_SPREAD) ** 2 / min(self.samples, MAX_TRUSTED_SAMPLES))
+        return 1.0 / (1.0 + (self.spread / QUIET_SPREAD) ** 2
+                      / min(self.samples, MAX_TRUSTED_SAMPLES))
 
     def supersedes(self, other: Measurement) -> bool:
         """Does this row replace `other`? Quiet before noisy, then the newer: the order of merging
@@ -108,7 +115,8 @@ class Measurement(NamedTuple):
         return (self.spread <= QUIET_SPREAD, self.at) >= (other.spread <= QUIET_SPREAD, other.at)
 
 
-TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment", "mode"))
+TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build", "environment",
+                   "mode"))
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
 _LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
@@ -159,7 +167,8 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
     for p in op.params:
         if p.kind == "tensor":
             dtype = facts.get(f"{p.name}.dtype")
-            if dtype is not None and (p.optional or (dtype != main_dtype and p.name not in op.same_dtype)):
+            if (dtype is not None
+                and (p.optional or (dtype != main_dtype and p.name not in op.same_dtype))):
                 family.append(f"{p.name}={dtype}")
         elif p.kind in ("bool", "str"):
             if facts[p.name] != p.default:
@@ -173,7 +182,8 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
             if bool(facts[p.name]) != bool(p.default):
                 family.append(p.name)
             elif facts[p.name] != p.default and p.default == _limits(op).get(p.name):
-                family.append(f"{p.name}<{p.default:g}")       # top_p = 1 is off: another amount of work
+                # top_p = 1 is off: another amount of work
+                family.append(f"{p.name}<{p.default:g}")
     if facts["grad"]:
         family.append("grad")
     sizes = tuple((dim, facts[dim]) for dim in op.dims if facts[dim] is not None)
@@ -199,7 +209,8 @@ def _limits(op: Op) -> Mapping[str, Any]:
 
 
 def place_of(device: Device, threads: int = 0) -> str:
-    return f"{device.signature}-{threads}t" if device.type == "cpu" and threads else device.signature
+    return (f"{device.signature}-{threads}t" if device.type == "cpu" and threads
+            else device.signature)
 
 
 def is_cpu_place(place: str) -> bool:
@@ -234,10 +245,12 @@ class PerfView:
 
     __slots__ = ("_extra", "_index", "_rows", "_source", "rates")
 
-    def __init__(self, measurements: Iterable[Measurement] = (), rates: Mapping[str, Rates] | None = None,
+    def __init__(self, measurements: Iterable[Measurement] = (),
+                 rates: Mapping[str, Rates] | None = None,
                  source: Source | None = None) -> None:
         self._source = source
-        self._rows: dict[str, Rows] = {}       # of kernels that were read, or differ from the source
+        # of kernels that were read, or differ from the source
+        self._rows: dict[str, Rows] = {}
         self._index: dict[str, SizeIndex] = {}
         self._extra = 0                        # rows that the source does not have
         self.rates: Mapping[str, Rates] = MappingProxyType(dict(rates or {}))
@@ -265,22 +278,26 @@ class PerfView:
         rows = self._rows.get(kernel)
         if rows is None:                       # two threads may both do this, with equal results
             source = self._source
-            measured = source.rows_of(kernel) if source is not None and kernel in source.kernels else ()
+            measured = (source.rows_of(kernel) if source is not None and kernel in source.kernels
+                        else ())
             rows = self._rows[kernel] = {(m.bucket, m.place, m.mode): m for m in measured}
         return rows
 
     def get(self, kernel: str, bucket: str, place: str, mode: str = EAGER) -> Measurement | None:
         return self._rows_of(kernel).get((bucket, place, mode))
 
-    def near(self, kernel: str, kind: Kind, place: str, mode: str = EAGER) -> list[tuple[float, Measurement]]:
+    def near(self, kernel: str, kind: Kind, place: str,
+             mode: str = EAGER) -> list[tuple[float, Measurement]]:
         """Returns the nearest measurements of a kernel in the same family with their distances,
         nearest first."""
         index = self._index.get(kernel)
         if index is None:
             index = self._index[kernel] = _build_index(self._rows_of(kernel))
         octaves = {name: _octave(n) for name, n in kind.sizes}
-        candidates = ((_distance(octaves, sizes), m) for sizes, m in index.get((place, kind.family, mode), ()))
-        return sorted((pair for pair in candidates if pair[0] <= MAX_DISTANCE), key=lambda pair: pair[0])[:NEIGHBOURS]
+        candidates = ((_distance(octaves, sizes), m)
+                      for sizes, m in index.get((place, kind.family, mode), ()))
+        return sorted((pair for pair in candidates if pair[0] <= MAX_DISTANCE),
+                      key=lambda pair: pair[0])[:NEIGHBOURS]
 
     def estimate(self, kernel: str, kind: Kind, place: str, rates: Rates, roofline_us: float,
                  mode: str = EAGER) -> Estimate | None:
@@ -292,12 +309,14 @@ class PerfView:
         log_slowdown = weight = trust = 0.0
         for distance, m in near:
             w = m.trust / (0.25 + distance * distance)
-            log_slowdown += w * math.log(m.median_us / (OVERHEAD_US + rates.roofline_us(m.flops, m.bytes)))
+            log_slowdown += w * math.log(m.median_us
+                                         / (OVERHEAD_US + rates.roofline_us(m.flops, m.bytes)))
             trust += w * m.trust
             weight += w
         nearest = near[0][0]
         us = (OVERHEAD_US + roofline_us) * math.exp(log_slowdown / weight)
-        return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near), nearest)
+        return Estimate(us, trust / weight / (1.0 + nearest / 2), sum(m.samples for _, m in near),
+                        nearest)
 
     def relative(self, kernel: str, near: list[tuple[float, Measurement]]) -> float | None:
         """Returns the mean ratio of the kernel's times to those in `near`, at the same kinds of
@@ -324,10 +343,12 @@ class PerfView:
         return self._extra > 0 or (self._source is not None and bool(self._source.kernels))
 
     def __iter__(self) -> Iterator[Measurement]:
-        for kernel in sorted({*self._rows, *(self._source.kernels if self._source is not None else ())}):
+        for kernel in sorted({*self._rows,
+                              *(self._source.kernels if self._source is not None else ())}):
             yield from self._rows_of(kernel).values()
 
-    def including(self, measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None,
+    def including(self, measurements: Iterable[Measurement],
+                  rates: Mapping[str, Rates] | None = None,
                   builds: Mapping[str, str] | None = None) -> PerfView:
         """Returns this view with more rows. Rows of other builds of the kernels in `builds` are
         left out."""
@@ -346,7 +367,8 @@ def _build_index(rows: Rows) -> SizeIndex:
     index: dict[Key, list[tuple[dict[str, float], Measurement]]] = {}
     for m in rows.values():
         if m.median_us > 0 and m.sizes:
-            sizes = {name: _octave(int(n)) for name, _, n in (part.partition("=") for part in m.sizes.split())}
+            sizes = {name: _octave(int(n))
+                     for name, _, n in (part.partition("=") for part in m.sizes.split())}
             index.setdefault((m.place, m.family, m.mode), []).append((sizes, m))
     return index
 

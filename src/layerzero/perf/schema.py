@@ -61,8 +61,9 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
          flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
          compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
          crc INTEGER NOT NULL, PRIMARY KEY (kernel, bucket, place, build)) WITHOUT ROWID"""),
-    ("CREATE TABLE rates (place TEXT PRIMARY KEY, flops_per_us REAL NOT NULL, bytes_per_us REAL NOT NULL, "
-     "at REAL NOT NULL) WITHOUT ROWID",),
+    (
+        "CREATE TABLE rates (place TEXT PRIMARY KEY, flops_per_us REAL NOT NULL, bytes_per_us REAL "
+        "NOT NULL, at REAL NOT NULL) WITHOUT ROWID",),
     ("ALTER TABLE measurements RENAME TO measurements_2",
      """CREATE TABLE measurements (
          kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
@@ -76,12 +77,14 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
 VERSION = len(MIGRATIONS)
 
 ALL_COLUMNS = ", ".join(COLUMNS)
-UPSERT = (f"INSERT INTO measurements ({ALL_COLUMNS}, crc) VALUES ({', '.join('?' * (len(COLUMNS) + 1))}) "
+UPSERT = (
+    f"INSERT INTO measurements ({ALL_COLUMNS}, crc) VALUES ({', '.join('?' * (len(COLUMNS) + 1))}) "
         f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET "
         + ", ".join(f"{c} = excluded.{c}" for c in (*COLUMNS, "crc") if c not in KEY)
         + f" WHERE (excluded.spread <= {QUIET_SPREAD}, excluded.at) >= "
         # the last parameter is now: see `normalized`
         f"(measurements.spread <= {QUIET_SPREAD}, measurements.at * (measurements.at <= ?))")
-UPSERT_RATES = ("INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDATE SET flops_per_us = "
+UPSERT_RATES = (
+    "INSERT INTO rates VALUES (?, ?, ?, ?) ON CONFLICT (place) DO UPDATE SET flops_per_us = "
               "excluded.flops_per_us, bytes_per_us = excluded.bytes_per_us, at = excluded.at "
               "WHERE excluded.at >= rates.at * (rates.at <= ?)")

@@ -61,23 +61,27 @@ class ShippedTable:
         if measured_threads != threads:
             return f"measured on {measured_threads} threads, here are {threads}"
         installed = {"torch": device.torch_version, "driver": device.driver_version}
-        return "; ".join(f"measured with {name} {self.versions[name]}, here is {version or 'an unknown one'}"
-                         for name, version in installed.items()
-                         if name in self.versions and not satisfies(version, self.versions[name]))
+        return "; ".join(
+            f"measured with {name} {self.versions[name]}, here is {version or 'an unknown one'}"
+            for name, version in installed.items()
+            if name in self.versions and not satisfies(version, self.versions[name]))
 
     def view(self, place: str, kernels: Collection[str]) -> PerfView:
         """Returns the rows of these kernels as measurements at this place."""
-        return PerfView((m._replace(place=place) for m in self.rows if m.kernel in kernels), {place: self.rates})
+        return PerfView((m._replace(place=place) for m in self.rows if m.kernel in kernels),
+                        {place: self.rates})
 
     def libraries(self) -> Mapping[str, str]:
-        return {name: versions for name, versions in self.versions.items() if name not in ("torch", "driver")}
+        return {name: versions for name, versions in self.versions.items()
+                if name not in ("torch", "driver")}
 
 
 def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
     """Reads such a file; DataError says what is wrong. Rows of unknown ops are skipped."""
     data = read_json(path, "a table of measurements that comes with the package")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or sorted(data) != sorted(_HEAD):
-        raise DataError(f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
+        raise DataError(
+            f"{path.name}: wanted an object of {', '.join(_HEAD)} with the schema {SCHEMA!r}")
     device, versions, kernels = data["device"], data["versions"], data["kernels"]
     if not isinstance(device, dict) or not all(
             isinstance(device.get(name), str) for name in ("type", "name")):
@@ -95,11 +99,14 @@ def read(path: Path, ops: Mapping[str, Op]) -> ShippedTable:
             raise ValueError(f"rates must be numbers > 0, got {data['rates']!r}")
         rows = tuple(m.checked() for row in data["rows"] for m in _measurements(row, kernels, ops))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
-        raise DataError(f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
-    return ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]), rates, rows)
+        raise DataError(
+            f"{path.name}: a row is not as it should be: {type(e).__name__}: {e}") from e
+    return ShippedTable(path.stem, device, versions, str(data["date"]), str(data["command"]), rates,
+                        rows)
 
 
-def _measurements(row: list[Any], kernels: list[str], ops: Mapping[str, Op]) -> Iterable[Measurement]:
+def _measurements(row: list[Any], kernels: list[str],
+                  ops: Mapping[str, Op]) -> Iterable[Measurement]:
     op, mode, family, sizes, flops, moved, times = row
     if op not in ops:
         return
@@ -116,7 +123,8 @@ def _measurements(row: list[Any], kernels: list[str], ops: Mapping[str, Op]) -> 
                           float(flops), float(moved), mode=mode)
 
 
-def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, command: str, rates: Rates,
+def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, command: str,
+            rates: Rates,
             measurements: Iterable[Measurement], baselines: Collection[str]) -> str:
     """Returns the text of a file, equal for equal measurements. One row per line, for readable
     diffs."""
@@ -131,13 +139,15 @@ def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, c
         if len(useful) > 1:                    # a choice of one needs no evidence
             kept[kind] = useful
     names = sorted({kernel for by_kernel in kept.values() for kernel in by_kernel})
-    head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date, "command": command,
+    head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date,
+            "command": command,
             "rates": [_rounded(r) for r in rates], "kernels": names}
     lines = []
     for (op, mode, family, sizes), by_kernel in kept.items():
         any_row = next(iter(by_kernel.values()))
         times = {str(names.index(k)): _rounded(m.median_us) for k, m in sorted(by_kernel.items())}
-        lines.append(json.dumps([op, mode, family, sizes, _rounded(any_row.flops), _rounded(any_row.bytes), times],
+        lines.append(json.dumps([op, mode, family, sizes, _rounded(any_row.flops),
+                                 _rounded(any_row.bytes), times],
                                 separators=(",", ":")))
     return json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
 

@@ -35,7 +35,8 @@ class Group(NamedTuple):
 def open_copy(path: Path, timeout: float = 5.0) -> Iterator[sqlite3.Connection]:
     """Opens a consistent copy of the file in memory, migrated to the current schema."""
     if path.is_file() and not path.stat().st_size:
-        raise StoreError(f"{path}: the file is empty; delete it, it is begun anew when something is measured")
+        raise StoreError(
+            f"{path}: the file is empty; delete it, it is begun anew when something is measured")
     with SqliteStore(path, timeout, read_only=True) as store, store.reading() as copy:
         yield copy
 
@@ -44,14 +45,16 @@ def summary(path: Path, timeout: float = 5.0) -> StoreSummary:
     """Summarizes the file; every row is checked by its checksum."""
     with open_copy(path, timeout) as copy:
         rows = copy.execute(f"SELECT {ALL_COLUMNS}, crc FROM measurements").fetchall()
-        return StoreSummary(VERSION, len(rows), sum(row_of(row) is None for row in rows), path.stat().st_size)
+        return StoreSummary(VERSION, len(rows), sum(row_of(row) is None for row in rows),
+                            path.stat().st_size)
 
 
 def groups(path: Path, timeout: float = 5.0) -> list[Group]:
     """Counts the measurements of each kernel, build and place."""
     with open_copy(path, timeout) as copy:
         return [Group(*row) for row in copy.execute(
-            "SELECT kernel, build, place, count(*), max(at) FROM measurements GROUP BY kernel, build, place")]
+            "SELECT kernel, build, place, count(*), max(at) FROM measurements GROUP BY kernel, "
+            "build, place")]
 
 
 def write_copy(path: Path, target: Path, timeout: float = 5.0) -> None:

@@ -27,11 +27,12 @@ from .schema import ALL_COLUMNS, MIGRATIONS, UPSERT, UPSERT_RATES, VERSION, chec
 
 # SQLite's errors about the file's environment. Any other operational error ("no such column",
 # "table exists already") means that the file is damaged.
-_ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to open", "out of memory",
-                       "busy", "locking protocol", "interrupted", "permission denied", "not authorized",
-                       "file support is disabled")
+_ENVIRONMENT_ERRORS = ("locked", "is full", "readonly", "disk I/O", "unable to open",
+                       "out of memory", "busy", "locking protocol", "interrupted",
+                       "permission denied", "not authorized", "file support is disabled")
 
-_reading = threading.Lock()                    # serializes threads that read a view; held during a fork
+# serializes threads that read a view; held during a fork
+_reading = threading.Lock()
 
 
 def _before_fork() -> None:
@@ -43,7 +44,8 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork,
+                        after_in_child=_after_fork)
 
 
 class CopySource:
@@ -54,7 +56,8 @@ class CopySource:
         self._connection, self._since, self._now = connection, since, time.time()
         self._count, self._on_damage = -1, on_damage
         self._builds = {kernel: build for kernel, build in builds.items() if connection.execute(
-            "SELECT 1 FROM measurements WHERE kernel = ? AND build = ? LIMIT 1", (kernel, build)).fetchone()}
+            "SELECT 1 FROM measurements WHERE kernel = ? AND build = ? LIMIT 1",
+            (kernel, build)).fetchone()}
         self.kernels: Collection[str] = self._builds.keys()
 
     def rows_of(self, kernel: str) -> list[Measurement]:
@@ -90,7 +93,8 @@ class SqliteStore(Store):
     permission is opened as with `read_only`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], timeout: float = 10.0, read_only: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], timeout: float = 10.0,
+                 read_only: bool = False) -> None:
         self.path = Path(path)
         self.name = str(path)
         self.timeout = timeout
@@ -129,7 +133,8 @@ class SqliteStore(Store):
         try:
             connection.execute("PRAGMA schema_version").fetchall()  # opens the file
             connection.execute("PRAGMA cell_size_check = ON")      # damage is noticed, not followed
-            connection.execute("PRAGMA synchronous = NORMAL")      # in WAL mode no crash can tear the file
+            # in WAL mode no crash can tear the file
+            connection.execute("PRAGMA synchronous = NORMAL")
             return connection
         except BaseException:                  # as above
             connection.close()
@@ -221,8 +226,9 @@ class SqliteStore(Store):
         if version < 0:
             raise self._corrupt(f"it has schema {version}")
         if version > VERSION:
-            raise NewerStore(f"{self.path} has schema {version}; this release knows schemas up to {VERSION}. Nothing "
-                             "of it was touched: upgrade layerzero, or set perfdb to another file")
+            raise NewerStore(
+                f"{self.path} has schema {version}; this release knows schemas up to {VERSION}. "
+                "Nothing of it was touched: upgrade layerzero, or set perfdb to another file")
         return version
 
     def _use_wal(self) -> None:
@@ -289,9 +295,11 @@ class SqliteStore(Store):
         values = [(*m, checksum(tuple(m)), time.time()) for m in normalized(rows)]
         env_values = [(i, json.dumps(data, sort_keys=True)) for i, data in environments.items()]
         now = time.time()
-        rate_values = [(place, *map(float, r), min(at, now), now) for place, (r, at) in rates.items()]
+        rate_values = [(place, *map(float, r), min(at, now), now)
+                       for place, (r, at) in rates.items()]
         with self._store_errors(), self._transaction():
-            self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)", env_values)
+            self._connection.executemany("INSERT OR IGNORE INTO environments VALUES (?, ?)",
+                                         env_values)
             self._connection.executemany(UPSERT, values)
             self._connection.executemany(UPSERT_RATES, rate_values)
 
@@ -326,7 +334,8 @@ class SqliteStore(Store):
     def timed_rates(self) -> dict[str, tuple[Rates, float]]:
         by_place: dict[str, tuple[Rates, float]] = {}
         with self._store_errors():
-            for place, *numbers in self._connection.execute("SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
+            for place, *numbers in self._connection.execute(
+                    "SELECT place, flops_per_us, bytes_per_us, at FROM rates"):
                 if not isinstance(place, str) or not all(
                         isinstance(n, float) and 0 < n < math.inf for n in numbers):
                     raise self._corrupt(f"the rates of {place!r} are damaged")
@@ -367,7 +376,8 @@ class SqliteStore(Store):
         keys = [(*(getattr(m, name) for name in KEY), m.at) for m in rows]
         with self._store_errors(), self._transaction():
             self._connection.executemany(
-                f"DELETE FROM measurements WHERE {' AND '.join(f'{c} = ?' for c in (*KEY, 'at'))}", keys)
+                f"DELETE FROM measurements WHERE {' AND '.join(f'{c} = ?' for c in (*KEY, 'at'))}",
+                keys)
             self._connection.execute(
                 "DELETE FROM environments WHERE id NOT IN (SELECT environment FROM measurements)")
 
@@ -431,7 +441,8 @@ def _file_lock(path: Path) -> Iterator[None]:
     """Holds a lock file, where the system has file locks: one process at a time."""
     try:
         import fcntl
-    except ImportError:                        # Windows: a file that is in use cannot be renamed there anyway
+    # Windows: a file that is in use cannot be renamed there anyway
+    except ImportError:
         yield
         return
     # the lock file is never truncated or followed

@@ -1,8 +1,10 @@
-"""Kernels bound ahead of time: for one call (`bind`), or for all calls of a model (`compile_model`).
+"""Kernels bound ahead of time: for one call (`bind`), or for all calls of a model
+(`compile_model`).
 
-`bind` returns the kernel for one kind of call as a plain function of its tensors: no lookup, no check.
-`compile_model` (lz.compile) lets Dynamo find the lz calls of a model and replaces each with a bound kernel.
-Dynamo's guards notice a call of another kind; its kernel is then selected anew, with the event plan_missed.
+`bind` returns the kernel for one kind of call as a plain function of its tensors: no lookup, no
+check. `compile_model` (lz.compile) lets Dynamo find the lz calls of a model and replaces each with
+a bound kernel. Dynamo's guards notice a call of another kind; its kernel is then selected anew,
+with the event plan_missed.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ class BoundKernel(Protocol):
     def __call__(self, *tensors: Tensor) -> Any: ...
 
 
-def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> BoundKernel:
-    """Return the kernel for calls like this one, as a function of the tensors given here, in their order.
+def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
+         **kwargs: Any) -> BoundKernel:
+    """Return the kernel for calls like this one, as a function of the tensors given here, in their
+    order.
 
-    All other arguments are fixed. The function checks nothing: it is right for the calls that its `row` describes.
-    `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)` asks that each time and lets the op
-    itself serve other calls, with the event plan_missed. The function follows neither policy nor breakers.
+    All other arguments are fixed. The function checks nothing: it is right for the calls that its
+    `row` describes. `covers(*tensors)` tells whether a call is one of them; `checked(*tensors)`
+    asks that each time and lets the op itself serve other calls, with the event plan_missed. The
+    function follows neither policy nor breakers.
     """
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
@@ -70,16 +75,18 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
     tensors = reading.check_types(dispatcher.op, named)
     if not tensors:
         raise ConfigError(
-            f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you would make it"
+            f"lz.tables.bind: lz.{dispatcher.op.name} was given no tensor; give the call as you "
+            "would make it"
         )
     if casting.autocast(dispatcher.op, named, next(iter(tensors.values()))) is not None:
         raise ConfigError(
-            f"lz.tables.bind: lz.{dispatcher.op.name} under autocast: cast the tensors, then bind outside of "
-                          "it")
+            f"lz.tables.bind: lz.{dispatcher.op.name} under autocast: cast the tensors, then bind "
+                          "outside of it")
     if dispatcher.op.canonical is not None and dispatcher.op.canonical(dict(named)) is not None:
         raise ConfigError(
-            f"lz.tables.bind: this call of lz.{dispatcher.op.name} is rewritten before it is served (its rank "
-            "or layout='auto'); give it in the op's own form: " + _own_form(dispatcher.op))
+            f"lz.tables.bind: this call of lz.{dispatcher.op.name} is rewritten before it is "
+            "served (its rank or layout='auto'); give it in the op's own form: "
+            + _own_form(dispatcher.op))
     facts = dispatcher.facts(values)
     while True:
         world = worlds.current()
@@ -92,17 +99,22 @@ def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None
             break
         except loading.LoadFailed as e:
             mark_unloadable(kernel, e.reason)
-    row = cell_of(world, dispatcher.op, facts, Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
+    row = cell_of(world, dispatcher.op, facts,
+                  Choice(kernel.id, tuple((t.kind, t.target) for t in step.transforms)))
     return _with_row(run, dispatcher, named, tuple(tensors), row)
 
 
 def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names: tuple[str, ...],
               row: Row) -> BoundKernel:
-    """Attach kernel, row, covers and checked to the function. An object in its place would cost one call more."""
+    """Attach kernel, row, covers and checked to the function.
+
+    An object in its place would cost one call more.
+    """
     def facts(tensors: Sequence[Tensor]) -> dict[str, Any]:
         if len(tensors) != len(names):
-            raise ConfigError(f"lz.tables.bind: lz.{dispatcher.op.name} was bound with {', '.join(names)}; "
-                              f"got {len(tensors)} tensors")
+            raise ConfigError(
+                f"lz.tables.bind: lz.{dispatcher.op.name} was bound with {', '.join(names)}; "
+                f"got {len(tensors)} tensors")
         values = {**named, **dict(zip(names, tensors))}
         return dispatcher.facts(tuple(values[n] for n in dispatcher.names))
 
@@ -125,17 +137,23 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
 
 def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
                named: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of the tensors in `named` that calls the kernel with all other arguments fixed."""
+    """Return a function of the tensors in `named` that calls the kernel with all other arguments
+    fixed.
+    """
     tensors = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
     fixed = {n: v for n, v in named.items() if n not in tensors}
-    binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed)
-    run = (binding.call and _with_defaults(binding.call, tensors, fixed)) or _generated(op, binding, tensors, fixed)
+    binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
+                        else "", fixed)
+    run = ((binding.call and _with_defaults(binding.call, tensors, fixed))
+           or _generated(op, binding, tensors, fixed))
     run.__doc__ = f"lz.{op.name} by {kernel.id}, bound."
     return run
 
 
-def _with_defaults(call: Direct, tensors: list[str], fixed: Mapping[str, Any]) -> FunctionType | None:
-    """Return a copy of the kernel's Python function with the fixed arguments as defaults; None if it takes others.
+def _with_defaults(call: Direct, tensors: list[str],
+                   fixed: Mapping[str, Any]) -> FunctionType | None:
+    """Return a copy of the kernel's Python function with the fixed arguments as defaults; None if
+    it takes others.
 
     Unlike a wrapper, the copy adds no frame to a call.
     """
@@ -156,17 +174,20 @@ def _with_defaults(call: Direct, tensors: list[str], fixed: Mapping[str, Any]) -
     names, own = fn.__code__.co_varnames[:fn.__code__.co_argcount], list(fn.__defaults__ or ())
     defaults = dict(zip(names[len(names) - len(own):], own))
     defaults.update(zip(names[len(tensors):], map(value, call.args[len(tensors):])))
-    keywords = {**(fn.__kwdefaults__ or {}), **{k: value(v) for k, v in call.kwargs.items() if k not in names}}
+    keywords = {**(fn.__kwdefaults__ or {}),
+                **{k: value(v) for k, v in call.kwargs.items() if k not in names}}
     defaults.update({k: value(v) for k, v in call.kwargs.items() if k in names})
     if any(n not in defaults for n in names[len(tensors):]):
         return None
-    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, tuple(defaults[n] for n in names[len(tensors):]),
+    copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__,
+                        tuple(defaults[n] for n in names[len(tensors):]),
                         fn.__closure__)
     copy.__kwdefaults__ = keywords or None
     return copy
 
 
-def _generated(op: Op, binding: Binding, tensors: list[str], fixed: Mapping[str, Any]) -> FunctionType:
+def _generated(op: Op, binding: Binding, tensors: list[str],
+               fixed: Mapping[str, Any]) -> FunctionType:
     """Generate a function of the tensors that calls the kernel: one frame more."""
     scope: dict[str, Any] = {}
 
@@ -184,7 +205,8 @@ def _generated(op: Op, binding: Binding, tensors: list[str], fixed: Mapping[str,
             return f"{value.param}.shape[-1:]"
         return str(value) if value in tensors else constant(fixed[value])
 
-    if binding.call is None:                      # the inputs are changed first: that is a Python function of its own
+    # the inputs are changed first: that is a Python function of its own
+    if binding.call is None:
         scope["FN"] = binding.run
         text = f"FN({', '.join(map(argument, (p.name for p in op.params)))})"
     else:
@@ -193,7 +215,8 @@ def _generated(op: Op, binding: Binding, tensors: list[str], fixed: Mapping[str,
         parts = [*map(argument, call.args), *(f"{k}={argument(v)}" for k, v in call.kwargs.items())]
         text = f"FN({', '.join(parts)})" + ("" if call.item is None else f"[{call.item}]")
         text += "" if call.first is None else f"[:{call.first}]"
-    source = f"def {op.name}({', '.join(tensors)}):\n    return {text}"        # made of declared names only
+    # made of declared names only
+    source = f"def {op.name}({', '.join(tensors)}):\n    return {text}"
     exec(codegen.compile(source, f"{op.name} bound"), scope)
     run: FunctionType = scope[op.name]
     run.__module__ = "layerzero"
@@ -202,7 +225,8 @@ def _generated(op: Op, binding: Binding, tensors: list[str], fixed: Mapping[str,
 
 def _own_form(op: Op) -> str:
     patterns = next(iter(op.patterns.values()))
-    return ", ".join(f"{n} ({' '.join(tokens)})" for n, tokens in patterns.items() if not op.by_name[n].optional)
+    return ", ".join(f"{n} ({' '.join(tokens)})" for n, tokens in patterns.items()
+                     if not op.by_name[n].optional)
 
 
 # a model
@@ -223,7 +247,8 @@ class Baked:
 
     model: Callable[..., Any]
     sites: list[Site] = field(default_factory=list)
-    missed: list[Site] = field(default_factory=list)       # chosen anew, because a call came that was not baked for
+    # chosen anew, because a call came that was not baked for
+    missed: list[Site] = field(default_factory=list)
     _run: Callable[..., Any] | None = None
     _first: bool = True
 
@@ -238,7 +263,8 @@ class Baked:
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that Dynamo hands a graph to, in which the lz calls are still whole."""
-        autocast = any(n.op == "call_function" and getattr(n.target, "__name__", "") == "_enter_autocast"
+        autocast = any(n.op == "call_function"
+                       and getattr(n.target, "__name__", "") == "_enter_autocast"
                        for n in graph.graph.nodes)
         for node in list(graph.graph.nodes):
             name = _op_name(node)
@@ -248,17 +274,21 @@ class Baked:
             self.sites.append(site)
             if not self._first:
                 self.missed.append(site)
-                events.emit(PlanMissed(site.op, site.kernel, Reason(Code.PLAN_BUCKET_MISS, "", site.calls)))
+                events.emit(PlanMissed(site.op, site.kernel,
+                                       Reason(Code.PLAN_BUCKET_MISS, "", site.calls)))
         graph.graph.lint()  # type: ignore[no-untyped-call]
         graph.recompile()
         return graph.forward
 
 
-def compile_model(model: Callable[..., Any], *example: Any, fullgraph: bool = False, dynamic: bool | None = None,
+def compile_model(model: Callable[..., Any], *example: Any, fullgraph: bool = False,
+                  dynamic: bool | None = None,
                   **named: Any) -> Baked:
-    """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a lookup.
+    """Bake the choices of a model: each lz call becomes a direct call of its kernel, without a
+    lookup.
 
-    With example arguments the model runs once now, and what it does is baked; else its first call does that.
+    With example arguments the model runs once now, and what it does is baked; else its first call
+    does that.
     """
     baked = Baked(model)
     baked._run = torch.compile(model, backend=baked._backend, fullgraph=fullgraph, dynamic=dynamic)
@@ -275,20 +305,26 @@ def _op_name(node: torch.fx.Node) -> str | None:
     return name if name in dispatchers else None
 
 
-def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, autocast: bool) -> Site:
-    """Replace the node with the bound kernel. Where that cannot be done, the node stays as it is."""
+def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher,
+          autocast: bool) -> Site:
+    """Replace the node with the bound kernel.
+
+    Where that cannot be done, the node stays as it is.
+    """
     op, target = dispatcher.op, node.target
     arguments = list(target._schema.arguments)  # type: ignore[union-attr]
     bound = {a.name: node.kwargs.get(a.name, a.default_value) for a in arguments}
     bound.update(zip((a.name for a in arguments), node.args))
     backend = bound.pop("backend", None)
-    values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v for n, v in bound.items()}
+    values = {n: v.meta.get("example_value") if isinstance(v, torch.fx.Node) else v
+              for n, v in bound.items()}
     override = context.override_for_call(backend, None)
     extend_keys(override)
     sizes = shapes(op, values)
     if autocast:
         return Site(op.name, sizes, "", "the graph switches autocast on")
-    if any(isinstance(v, torch.fx.Node) and not isinstance(values[n], Tensor) for n, v in bound.items()):
+    if any(isinstance(v, torch.fx.Node) and not isinstance(values[n], Tensor)
+           for n, v in bound.items()):
         return Site(op.name, sizes, "", "a parameter that is no tensor is computed by the graph")
     if op.canonical is not None and op.canonical(dict(values)) is not None:
         return Site(op.name, sizes, "", "the call is rewritten before it is served")
@@ -296,7 +332,8 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, au
     facts.update(assumed_alignment(values, facts))
     chosen = tracing.choose(worlds.current(), op, facts, override, opaque=True)
     if chosen is None:
-        return Site(op.name, sizes, "", "no kernel that is known to hold for all sizes of this graph")
+        return Site(op.name, sizes, "",
+                    "no kernel that is known to hold for all sizes of this graph")
     step, kernel = chosen
     try:
         with graph.inserting_before(node):
@@ -306,7 +343,8 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, au
         return Site(op.name, sizes, "", e.reason.message)
     direct.meta.update(node.meta)
     results = node.meta.get("example_value")
-    if isinstance(results, (list, tuple)) and len(results) == 1:       # a list of one, of which the one is taken
+    # a list of one, of which the one is taken
+    if isinstance(results, (list, tuple)) and len(results) == 1:
         for user in list(node.users):
             user.replace_all_uses_with(direct)
             graph.erase_node(user)
@@ -316,19 +354,25 @@ def _bake(graph: torch.fx.Graph, node: torch.fx.Node, dispatcher: Dispatcher, au
     return Site(op.name, sizes, kernel.id)
 
 
-def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step,
+                 facts: Mapping[str, Any],
                  values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
-    """Add the kernel to the graph: its own function where the graph can hold all arguments, else a wrapper."""
+    """Add the kernel to the graph: its own function where the graph can hold all arguments, else a
+    wrapper.
+    """
     tensors = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
     fixed = {n: v for n, v in values.items() if n not in tensors}
-    call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant else "", fixed).call
+    call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
+                     else "", fixed).call
     arguments = () if call is None else (*call.args, *call.kwargs.values())
-    sized = any(isinstance(a, LastSize) for a in arguments)    # a size is computed, which a node of the graph is not
+    # a size is computed, which a node of the graph is not
+    sized = any(isinstance(a, LastSize) for a in arguments)
     constants = [] if sized else [a.value if isinstance(a, Const) else fixed[a] for a in arguments
                                   if isinstance(a, Const) or a not in tensors]
     if call is None or sized or not hasattr(call.fn, "__name__") or not all(
             v is None or type(v) in (bool, int, float, str, torch.dtype) for v in constants):
-        return graph.call_function(specialize(op, kernel, step, facts, values), tuple(nodes[n] for n in tensors))
+        return graph.call_function(specialize(op, kernel, step, facts, values),
+                                   tuple(nodes[n] for n in tensors))
 
     def argument(a: Any) -> Any:
         return a.value if isinstance(a, Const) else nodes[a]
@@ -337,4 +381,5 @@ def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step, fact
     result = graph.call_function(call.fn, tuple(map(argument, call.args)), keywords)
     if call.item is None and call.first is None:
         return result
-    return graph.call_function(operator.getitem, (result, slice(call.first) if call.item is None else call.item))
+    return graph.call_function(operator.getitem,
+                               (result, slice(call.first) if call.item is None else call.item))

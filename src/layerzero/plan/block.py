@@ -4,9 +4,9 @@ A kernel that is the fastest for its own op may leave its result in a memory ord
 must copy first, or take an input only after a copy, or have a fused form beside which it loses.
 `plan_block` searches every path through the block: each kernel of each op, in each layout the op
 knows, in each dtype that is allowed between ops, and each of the alternatives where the block gives
-several (fused or not). A path costs the expected time of its kernels (measured here where tuning was
-done) plus the bytes its copies and casts move. The search is exact: of paths that meet in the same
-memory order and dtype, the cheapest is kept.
+several (fused or not). A path costs the expected time of its kernels (measured here where tuning
+was done) plus the bytes its copies and casts move. The search is exact: of paths that meet in the
+same memory order and dtype, the cheapest is kept.
 
 Kernels are run once while planning, on the inputs given: only that shows how each lays out its
 result. Nothing of this happens on a call path.
@@ -49,7 +49,8 @@ class BlockStep(Record, json="part kernel layout dtype kernel_us transform_us tr
     transform_us: float
     transforms: tuple[str, ...]
     source: str                                # of the time: measured | interpolated | prior
-    run: Callable[[dict[str, Any]], None] = field(repr=False, compare=False, default=lambda values: None)
+    run: Callable[[dict[str, Any]], None] = field(repr=False, compare=False,
+                                                  default=lambda values: None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class BlockPlan(SelectionReport, Record,
     signature: str
     steps: tuple[BlockStep, ...]
     results: tuple[str, ...]
-    fused: tuple[str, ...]                     # ops taken in place of several, as the block's alternatives name them
+    # ops taken in place of several, as the block's alternatives name them
+    fused: tuple[str, ...]
     ways_seen: int
 
     @property
@@ -82,18 +84,22 @@ class BlockPlan(SelectionReport, Record,
         return tuple(known[name] for name in self.results)
 
     def __str__(self) -> str:
-        lines = [f"{self.block}: {self.total_us:.1f} us expected, of it {self.transform_cost_total:.1f} us in copies"
-                 + (f"; fused: {', '.join(self.fused_ops)}" if self.fused_ops else "")]
+        lines = [
+            f"{self.block}: {self.total_us:.1f} us expected, of it {self.transform_cost_total:.1f} "
+            "us in copies"
+            + (f"; fused: {', '.join(self.fused_ops)}" if self.fused_ops else "")]
         for s in self.steps:
             after = f"  after {', '.join(s.transforms)}" if s.transforms else ""
-            lines.append(f"  {s.part:<18} {s.kernel:<28} {s.layout:<6} {s.kernel_us + s.transform_us:10.1f} us "
-                         f"{f'({s.source})' if s.source else '':<14}{after}")
+            lines.append(
+                f"  {s.part:<18} {s.kernel:<28} {s.layout:<6} {s.kernel_us + s.transform_us:10.1f} "
+                f"us {f'({s.source})' if s.source else '':<14}{after}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A partial path through the block: its cost, its steps, and the values as they lie in memory."""
+    """A partial path through the block: its cost, its steps, and the values as they lie in memory.
+    """
 
     cost: float
     steps: tuple[BlockStep, ...]
@@ -105,10 +111,11 @@ _plans: dict[tuple[int, str, bool], BlockPlan] = {}
 
 
 def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
-    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their signature.
+    """Find the cheapest path through `block` for inputs like `values`; plans are kept by their
+    signature.
 
-    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the first of every
-    set of alternatives.
+    `greedy` chooses op by op: the fastest kernel for each in the layout it is called in, and the
+    first of every set of alternatives.
     """
     world = worlds.current()
     signature = _signature(block, values, world.epoch)
@@ -118,7 +125,8 @@ def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
     _check(block.parts, set(values))
     search = _Search(block, greedy)
     with torch.no_grad():
-        paths = search.through(block.parts, [_Path(0.0, (), dict(values), ())], frozenset(block.results))
+        paths = search.through(block.parts, [_Path(0.0, (), dict(values), ())],
+                               frozenset(block.results))
     best = min(paths, key=lambda path: path.cost)
     plan = BlockPlan(block.name, signature, best.steps, block.results, best.fused, search.seen)
     for old in [k for k in _plans if k[0] == id(block) and not k[1].endswith(f"@{world.epoch}")]:
@@ -128,7 +136,8 @@ def plan_block(block: Block, values: Values, greedy: bool = False) -> BlockPlan:
 
 
 def _signature(block: Block, values: Values, epoch: int) -> str:
-    inputs = {n: [list(v.shape), list(v.stride()), str(v.dtype), v.device.type] if isinstance(v, Tensor) else repr(v)
+    inputs = {n: [list(v.shape), list(v.stride()), str(v.dtype), v.device.type]
+              if isinstance(v, Tensor) else repr(v)
               for n, v in sorted(values.items())}
     return hashlib.sha256(json.dumps([block.name, inputs]).encode()).hexdigest()[:16] + f"@{epoch}"
 
@@ -142,8 +151,9 @@ def _check(parts: Sequence[Part], known: set[str]) -> set[str]:
             continue
         missing = [n for n in part.reads if n not in known]
         if missing:
-            raise SpecError(f"{_name(part)} reads {', '.join(missing)}, which nothing before it gives; "
-                            f"there are {', '.join(sorted(known))}")
+            raise SpecError(
+                f"{_name(part)} reads {', '.join(missing)}, which nothing before it gives; "
+                f"there are {', '.join(sorted(known))}")
         known |= set(part.gives)
     return known
 
@@ -154,7 +164,8 @@ def _name(part: Stage | Glue) -> str:
 
 def _reads(parts: Sequence[Part]) -> frozenset[str]:
     return frozenset(n for part in parts for n in (
-        frozenset[str]().union(*(_reads(way) for way in part.ways)) if isinstance(part, Either) else part.reads))
+        frozenset[str]().union(*(_reads(way) for way in part.ways)) if isinstance(part, Either)
+        else part.reads))
 
 
 class _Search:
@@ -162,10 +173,12 @@ class _Search:
         self.dtypes, self.greedy, self.seen = block.dtypes, greedy, 0
         self.world = worlds.current()
 
-    def through(self, parts: Sequence[Part], paths: list[_Path], results: frozenset[str]) -> list[_Path]:
+    def through(self, parts: Sequence[Part], paths: list[_Path],
+                results: frozenset[str]) -> list[_Path]:
         for i, part in enumerate(parts):
             alive = results | _reads(parts[i + 1:])
-            paths = self.prune([new for path in paths for new in self.extend(part, path, alive)], alive)
+            paths = self.prune([new for path in paths for new in self.extend(part, path, alive)],
+                               alive)
         return paths
 
     def prune(self, paths: list[_Path], alive: frozenset[str]) -> list[_Path]:
@@ -173,11 +186,13 @@ class _Search:
         best: dict[Any, _Path] = {}
         for path in paths:
             values = {n: v for n, v in path.values.items() if n in alive}
-            key = tuple((n, v.dtype, v.stride()) for n, v in sorted(values.items()) if isinstance(v, Tensor))
+            key = tuple((n, v.dtype, v.stride()) for n, v in sorted(values.items())
+                        if isinstance(v, Tensor))
             if key not in best or path.cost < best[key].cost:
                 best[key] = replace(path, values=values)
         if not best:
-            raise NoKernelFoundError("no way through this part of the block: every kernel failed or was refused")
+            raise NoKernelFoundError(
+                "no way through this part of the block: every kernel failed or was refused")
         return list(best.values())
 
     def extend(self, part: Part, path: _Path, alive: frozenset[str]) -> Iterator[_Path]:
@@ -200,7 +215,8 @@ class _Search:
         out = part.run(*inputs)
         outs = out if isinstance(out, tuple) else (out,)
         kind = inputs[0].device.type
-        copied = sum(t.numel() * t.element_size() for t in outs if isinstance(t, Tensor) and not _is_view(t, inputs))
+        copied = sum(t.numel() * t.element_size() for t in outs if isinstance(t, Tensor)
+                     and not _is_view(t, inputs))
         spent = 2.0 * copied / self.rates(kind).bytes_per_us
 
         def run(values: dict[str, Any]) -> None:
@@ -210,22 +226,26 @@ class _Search:
         copies = (f"copy({', '.join(part.gives)})",) if copied and part.is_copy else ()
         kernel_us, transform_us = (0.0, spent) if part.is_copy else (spent, 0.0)
         step = BlockStep(part.name, "", "", "", kernel_us, transform_us, copies, "", run)
-        return _Path(path.cost + spent, (*path.steps, step), {**path.values, **dict(zip(part.gives, outs))}, path.fused)
+        return _Path(path.cost + spent, (*path.steps, step),
+                     {**path.values, **dict(zip(part.gives, outs))}, path.fused)
 
     def stage(self, part: Stage, path: _Path) -> Iterator[_Path]:
         op = self.world.catalog.ops.get(part.op)
         if op is None:
-            raise SpecError(f"there is no op {part.op!r}; there are {', '.join(self.world.catalog.ops)}")
+            raise SpecError(
+                f"there is no op {part.op!r}; there are {', '.join(self.world.catalog.ops)}")
         arguments = {p.name: p.default for p in op.params} | dict(part.fixed)
         arguments |= {param: path.values[name] for param, name in part.takes.items()}
         own = arguments[op.variant] if op.variant else ""
-        layouts = (own,) if self.greedy or not op.variant else tuple(n for n in op.patterns if _fits(op, n, arguments))
+        layouts = ((own,) if self.greedy or not op.variant
+                   else tuple(n for n in op.patterns if _fits(op, n, arguments)))
         now = arguments[op.main_tensor].dtype
         for dtype in dict.fromkeys((now,) if self.greedy else (now, *self.dtypes)):
             for layout in layouts:
                 yield from self.kernels(part, op, arguments, layout, dtype, path)
 
-    def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str, dtype: torch.dtype,
+    def kernels(self, part: Stage, op: Op, arguments: Mapping[str, Any], layout: str,
+                dtype: torch.dtype,
                 path: _Path) -> Iterator[_Path]:
         dispatch.public_function(op)
         owner, moved = dispatch.dispatchers[op.name], _Conversion(op, arguments, layout, dtype)
@@ -236,9 +256,11 @@ class _Search:
             facts = owner.facts(tuple(values[p.name] for p in op.params), self.world)
         except InvalidCall:
             if layout == (arguments[op.variant] if op.variant else "") and not moved.cast_bytes:
-                raise                          # as the block itself would call it: the block's mistake
+                # as the block itself would call it: the block's mistake
+                raise
             return
-        if moved.cast_bytes and not self.world.surroundings(kind, None).policy.setting("allow_adaptation"):
+        if (moved.cast_bytes
+            and not self.world.surroundings(kind, None).policy.setting("allow_adaptation")):
             return
         for step in self.world.plan(op, facts).steps:
             self.seen += 1
@@ -251,9 +273,10 @@ class _Search:
                 continue                       # it would fail when called, too
             spent = step.score.kernel_us
             copies = step.score.transform_us + cast_us
-            chosen = BlockStep(op.name, step.kernel, layout, str(values[op.main_tensor].dtype).removeprefix("torch."),
-                               spent, copies, (*moved.transforms, *_copies(step)), step.score.source,
-                               moved.runner(part, binding.run))
+            chosen = BlockStep(op.name, step.kernel, layout,
+                               str(values[op.main_tensor].dtype).removeprefix("torch."),
+                               spent, copies, (*moved.transforms, *_copies(step)),
+                               step.score.source, moved.runner(part, binding.run))
             yield _Path(path.cost + spent + copies, (*path.steps, chosen),
                         {**path.values, **dict(zip(part.gives, out))}, path.fused)
 
@@ -279,14 +302,19 @@ def _is_view(tensor: Tensor, of: Sequence[Any]) -> bool:
 
 
 class _Conversion:
-    """Views the inputs of a stage in another layout and dtype, and its results in the block's own again."""
+    """Views the inputs of a stage in another layout and dtype, and its results in the block's own
+    again.
+    """
 
-    def __init__(self, op: Op, arguments: Mapping[str, Any], layout: str, dtype: torch.dtype) -> None:
+    def __init__(self, op: Op, arguments: Mapping[str, Any], layout: str,
+                 dtype: torch.dtype) -> None:
         self.op, self.layout, self.dtype = op, layout, dtype
         self.own = arguments[op.variant] if op.variant else ""
         self.was = arguments[op.main_tensor].dtype
-        tensors = [arguments[n] for n in op.same_dtype or (op.main_tensor,) if arguments[n] is not None]
-        moved = 0 if dtype == self.was else sum(t.numel() * (t.element_size() + dtype.itemsize) for t in tensors)
+        tensors = [arguments[n] for n in op.same_dtype or (op.main_tensor,)
+                   if arguments[n] is not None]
+        moved = (0 if dtype == self.was else sum(t.numel() * (t.element_size() + dtype.itemsize)
+                                                 for t in tensors))
         self.cast_bytes = 2 * moved            # there, and the result back
         self.transforms = (f"cast({str(dtype).removeprefix('torch.')})",) if moved else ()
 
@@ -313,19 +341,23 @@ class _Conversion:
             outs = tuple(t.permute(moves[i]) if i < len(moves) and moves[i] is not None else t
                          for i, t in enumerate(outs))
         if self.dtype != self.was:
-            outs = tuple(t.to(self.was) if isinstance(t, Tensor) and t.dtype == self.dtype else t for t in outs)
+            outs = tuple(t.to(self.was) if isinstance(t, Tensor) and t.dtype == self.dtype else t
+                         for t in outs)
         return outs
 
     def runner(self, part: Stage, run: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
         op, plain = self.op, self.layout == self.own and self.dtype == self.was
-        order = [(p.name, part.takes.get(p.name), part.fixed.get(p.name, p.default)) for p in op.params]
+        order = [(p.name, part.takes.get(p.name), part.fixed.get(p.name, p.default))
+                 for p in op.params]
 
         def go(values: dict[str, Any]) -> None:
             if plain:
-                out = run(*(values[name] if name is not None else fixed for _, name, fixed in order))
+                out = run(*(values[name] if name is not None else fixed
+                            for _, name, fixed in order))
                 outs = out if isinstance(out, tuple) else (out,)
             else:
-                arguments = {param: values[name] if name is not None else fixed for param, name, fixed in order}
+                arguments = {param: values[name] if name is not None else fixed
+                             for param, name, fixed in order}
                 moved = self.inputs(arguments)
                 outs = self.outputs(run(*(moved[p.name] for p in op.params)))
             values.update(zip(part.gives, outs))

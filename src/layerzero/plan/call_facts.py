@@ -28,7 +28,8 @@ def facts_of(call: Call, world: World, kind: str) -> tuple[Op, dict[str, Any]]:
             redirect = dispatcher.op.canonical(dict(values))
             if redirect is not None:
                 dispatcher = inspection.dispatcher_of(redirect.op)
-                values = {p.name: redirect.values.get(p.name, p.default) for p in dispatcher.op.params}
+                values = {p.name: redirect.values.get(p.name, p.default)
+                          for p in dispatcher.op.params}
         facts = dispatcher.facts(tuple(values[n] for n in dispatcher.names), world)
     facts["device"] = kind
     facts.update(assumed_alignment(values, facts))
@@ -41,7 +42,8 @@ def assumed_alignment(values: Mapping[str, Any], facts: Facts) -> dict[str, int]
     for name, value in values.items():
         if isinstance(value, Tensor) and f"{name}.alignment" in facts:
             size = value.element_size()
-            strides = (value.shape[-1],) if value.is_contiguous() and value.dim() > 1 else value.stride()[:-1]
+            strides = ((value.shape[-1],) if value.is_contiguous() and value.dim() > 1
+                       else value.stride()[:-1])
             bits = 128
             for step in (value.storage_offset(), *strides):
                 bits |= int(tracing.hint(step)) * size
@@ -61,9 +63,11 @@ def _values(op: Op, call: Call) -> dict[str, Any]:
             continue
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise InvalidCall(f"lz.{op.name}: {name}: there is no dtype {spec.dtype!r} in this torch")
-        tensor = torch.empty(spec.shape, dtype=dtype, device="meta") if spec.strides is None else torch.empty_strided(
-            spec.shape, spec.strides, dtype=dtype, device="meta")
+            raise InvalidCall(
+                f"lz.{op.name}: {name}: there is no dtype {spec.dtype!r} in this torch")
+        tensor = (torch.empty(spec.shape, dtype=dtype, device="meta") if spec.strides is None
+                  else torch.empty_strided(
+             spec.shape, spec.strides, dtype=dtype, device="meta"))
         wants = call.grad and name in op.differentiable and dtype.is_floating_point
         values[name] = tensor.requires_grad_() if wants else tensor
     return values

@@ -33,7 +33,8 @@ class PlannedCall(Record, json="op count kernel expected_us source note call"):
     call: Call
     kernel: str                                # "": nothing can
     expected_us: float
-    source: str                                # where the expectation comes from, or why there is no kernel
+    # where the expectation comes from, or why there is no kernel
+    source: str
     shapes: str
     note: str = ""                             # from which table, or why not from the one in force
 
@@ -59,13 +60,15 @@ class DryRun(Record, names={"rows": "calls"}):
 
     def __str__(self) -> str:
         lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "
-                 f"{row.expected_us:10.2f} us ({row.source})  {row.shapes}{'  ' + row.note if row.note else ''}"
+                 f"{row.expected_us:10.2f} us ({row.source})  "
+                 f"{row.shapes}{'  ' + row.note if row.note else ''}"
                  for row in self.rows]
         return "\n".join(lines) or "no lz call was made"
 
 
 def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
-    """Find the kernel for each lz call of this model without running any: tensors have shapes and no memory.
+    """Find the kernel for each lz call of this model without running any: tensors have shapes and
+    no memory.
 
     A model that reads the values of tensors cannot be followed this way: DataError.
     """
@@ -90,18 +93,22 @@ def dry_run(model: Callable[..., Any], *args: Any, **kwargs: Any) -> DryRun:
             else:
                 model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise DataError(f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none here; run "
-                        "it in `with lz.recording(path)` instead and give the calls to lz.tables.solve") from e
+        raise DataError(
+            f"lz.dry_run: the model looks at the values of a tensor ({e.func}), which has none "
+            "here; run it in `with lz.recording(path)` instead and give the calls to "
+            "lz.tables.solve") from e
     return DryRun(tuple(seen.values()))
 
 
 @contextmanager
 def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
-    def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any], override: Override | None) -> Any:
+    def note(op: Op, values: dict[str, Any], facts: Mapping[str, Any],
+             override: Override | None) -> Any:
         known = {**tracing.hinted_facts(facts), **assumed_alignment(values, facts)}
         call = _call(op, values, known)
         row = _planned(op, call, known, override, shapes(op, values))
-        key = f"{row.kernel} {json.dumps(call.to_json())}"   # calls alike are counted, not listed again
+        # calls alike are counted, not listed again
+        key = f"{row.kernel} {json.dumps(call.to_json())}"
         old = seen.get(key)
         seen[key] = row if old is None else replace(old, call=call.times(old.call.count + 1))
         return _result(op, values, bool(facts["grad"]))
@@ -114,7 +121,9 @@ def _recording(seen: dict[str, PlannedCall]) -> Iterator[None]:
 
 
 def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
-    """Find the kernel for each of these calls on a device, by default the accelerator of this machine."""
+    """Find the kernel for each of these calls on a device, by default the accelerator of this
+    machine.
+    """
     kind = device or hardware.main_kind()
     rows = []
     for i, call in enumerate(calls):
@@ -126,12 +135,14 @@ def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
     return DryRun(tuple(rows))
 
 
-def _planned(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None, shapes: str) -> PlannedCall:
+def _planned(op: Op, call: Call, facts: Mapping[str, Any], override: Override | None,
+             shapes: str) -> PlannedCall:
     plan = worlds.current().plan(op, facts, override, thorough=True)
     note = f"from table {plan.table}" if plan.table else str(plan.missed or "")
     if plan.steps:
         first = plan.steps[0]
-        return PlannedCall(call, first.kernel, first.score.total_us, first.score.source, shapes, note)
+        return PlannedCall(call, first.kernel, first.score.total_us, first.score.source, shapes,
+                           note)
     why = dict.fromkeys(reason.message for rejected in plan.rejected for reason in rejected.reasons)
     return PlannedCall(call, "", 0.0, "; ".join(why), shapes, note)
 
@@ -150,7 +161,9 @@ def _call(op: Op, values: Mapping[str, Any], facts: Mapping[str, Any]) -> Call:
 
 
 def _result(op: Op, values: Mapping[str, Any], grad: bool) -> Any:
-    """Return a result as the contract describes it; it requires a gradient where the real one would."""
+    """Return a result as the contract describes it; it requires a gradient where the real one
+    would.
+    """
     out = op.meta(**values)
     if grad:
         for t in pytree.tree_leaves(out):

@@ -1,4 +1,7 @@
-"""A dispatch table in force: lz.tables.use_table. It is part of the world from then on; calls are looked up in it."""
+"""A dispatch table in force: lz.tables.use_table.
+
+It is part of the world from then on; calls are looked up in it.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ from .table import Row, Stamp, Table
 
 
 def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -> Table | None:
-    """Put a table in force for the process; None takes it away. DataError if anything it depends on has changed.
+    """Put a table in force for the process; None takes it away. DataError if anything it depends on
+    has changed.
 
-    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for a warm-up.
+    Those of its kernels that compile on first use are compiled now; with `warm=False` they wait for
+    a warm-up.
     """
     if table is None:
         worlds.publish(lambda w: w.replace(table=None), "table:none")
@@ -37,7 +42,8 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
     ready = replace(loaded, finder=lowered(loaded))
 
     def change(world: World) -> World:
-        check_table(loaded, world)                    # again: it may have changed while kernels were compiled
+        # again: it may have changed while kernels were compiled
+        check_table(loaded, world)
         return world.replace(table=ActiveTable(ready, world.catalog), warmed=world.warmed | warmed)
 
     worlds.publish(change, f"table:{loaded.id}")
@@ -56,13 +62,15 @@ def check_table(table: Table, world: World) -> None:
     try:
         now = Stamp.of(world, stamp.device.type, table.kernels)
     except LayerZeroError as e:
-        raise DataError(f"{table}: there is no such device here: {e}. Run lz solve again on this machine") from e
+        raise DataError(
+            f"{table}: there is no such device here: {e}. Run lz solve again on this machine") from e
     reasons = stamp.drift(now)
     for row in table.rows:
         op = world.catalog.ops.get(row.op)
         unknown = [] if op is None else unknown_facts(row, op)
         if op is None or unknown:
-            reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(), "absent", row.op))
+            reasons.append(Reason(Code.PLAN_DRIFT, f"{row.op} {' '.join(unknown)}".strip(),
+                                  "absent", row.op))
         impossible = [
             t
             for step in row.steps
@@ -75,7 +83,8 @@ def check_table(table: Table, world: World) -> None:
                             "Run lz solve again on this machine")
     if reasons:
         lines = [f"  {r.message}" for r in dict.fromkeys(reasons)]
-        raise DataError(f"{table} is refused: not everything is as it was when it was solved\n" + "\n".join(lines)
+        raise DataError(f"{table} is refused: not everything is as it was when it was solved\n"
+                        + "\n".join(lines)
                         + "\nRun lz solve again on this machine", reasons)
 
 
@@ -86,7 +95,8 @@ def unknown_facts(row: Row, op: Op) -> list[str]:
 
 
 def _warmed(table: Table) -> frozenset[Any]:
-    """Make the calls that the table's JIT kernels are compiled for; return what is warm after that."""
+    """Make the calls that the table's JIT kernels are compiled for; return what is warm after that.
+    """
     warm: set[Any] = set()
     for artefact in table.jit:
         world = worlds.current()
@@ -97,7 +107,8 @@ def _warmed(table: Table) -> frozenset[Any]:
             with torch.set_grad_enabled(artefact.call.grad):
                 arguments = make_values(dispatcher.op, artefact.call, table.stamp.device.type)
                 ordered = tuple(arguments[name] for name in dispatcher.names)
-                ready = jit.warmed_keys(world.catalog.by_id[artefact.kernel], dispatcher.facts(ordered, world), ordered)
+                ready = jit.warmed_keys(world.catalog.by_id[artefact.kernel],
+                                        dispatcher.facts(ordered, world), ordered)
                 if not ready <= world.warmed:
                     dispatcher.public(**arguments, backend=artefact.kernel)
             warm |= ready

@@ -1,8 +1,9 @@
-"""layerzero.lock: which kernel serves which calls, in which version and build, to be checked on other machines.
+"""layerzero.lock: which kernel serves which calls, in which version and build, to be checked on
+other machines.
 
-A dispatch table is valid on one machine only. A lockfile is its portable part: the first kernel of each row,
-and for each kernel its package, version, build and, where there is one, certificate. `compare` shows where
-two tables or lockfiles agree.
+A dispatch table is valid on one machine only. A lockfile is its portable part: the first kernel of
+each row, and for each kernel its package, version, build and, where there is one, certificate.
+`compare` shows where two tables or lockfiles agree.
 """
 
 from __future__ import annotations
@@ -51,16 +52,20 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
     @classmethod
     def of(cls, kernel: Kernel, device: Device) -> Pin:
         distribution = distribution_of(kernel)
-        return cls(kernel.id, distribution, installed_version(distribution) or "unknown", build_of(kernel),
+        return cls(kernel.id, distribution, installed_version(distribution) or "unknown",
+                   build_of(kernel),
                    certificate_of(kernel, device))
 
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
-    """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it has none."""
+    """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it
+    has none.
+    """
     certificate = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(certificate, certificates.Certificate):
         return ""
-    return digest({"build": certificate.build, "contract": certificate.contract, "grid": certificate.grid})[:16]
+    return digest({"build": certificate.build, "contract": certificate.contract,
+                   "grid": certificate.grid})[:16]
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Lockfile(Hashed, json="made_on kernels rows", header={"schema": SCHEMA}):
         gone = [n for n in names if n not in known]
         if gone:
             raise DataError(f"{table}: {', '.join(gone)} is not here any more; run lz solve again")
-        return cls(table.stamp.device.name, tuple(Pin.of(known[n], table.stamp.device) for n in names), rows)
+        return cls(table.stamp.device.name,
+                   tuple(Pin.of(known[n], table.stamp.device) for n in names), rows)
 
     @property
     def kernels(self) -> dict[str, Pin]:
@@ -87,13 +93,15 @@ class Lockfile(Hashed, json="made_on kernels rows", header={"schema": SCHEMA}):
     @classmethod
     def read_others(cls, content: Mapping[str, Any], at: At) -> dict[str, Any]:
         kernels = read(Mapping[str, Any], content.get("kernels"), at / "kernels") or {}
-        pins = [read_fields(Pin, pin, at / "kernels" / name, kernel=name) for name, pin in kernels.items()]
+        pins = [read_fields(Pin, pin, at / "kernels" / name, kernel=name)
+                for name, pin in kernels.items()]
         return {"pins": tuple(pin for pin in pins if pin is not None)}
 
     def check_json(self, at: At) -> None:
         unpinned = sorted({row.kernel for row in self.rows} - self.kernels.keys())
         if unpinned:
-            (at / "kernels").wrong(f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
+            (at
+             / "kernels").wrong(f"an entry for each kernel of the rows, also {', '.join(unpinned)}",
                                    sorted(self.kernels))
 
 
@@ -113,7 +121,8 @@ class Violation(Record, json="kernel row reason text"):
         return f"{self.kernel}{' for ' + self.row if self.row else ''}: {self.reason.message}"
 
 
-def write_lockfile(table: Table | str | os.PathLike[str], path: str | os.PathLike[str] = DEFAULT_PATH) -> Lockfile:
+def write_lockfile(table: Table | str | os.PathLike[str],
+                   path: str | os.PathLike[str] = DEFAULT_PATH) -> Lockfile:
     """Write the lockfile of a table."""
     lock = Lockfile.of(table if isinstance(table, Table) else Table.load(table), worlds.current())
     write_json(path, lock.to_json())
@@ -121,7 +130,8 @@ def write_lockfile(table: Table | str | os.PathLike[str], path: str | os.PathLik
 
 
 def load_lockfile(path: str | os.PathLike[str]) -> Lockfile:
-    return Lockfile.from_json(reading.read_json(path, "a lockfile, such as lz lock writes"), str(path))
+    return Lockfile.from_json(reading.read_json(path, "a lockfile, such as lz lock writes"),
+                              str(path))
 
 
 def check_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> tuple[Violation, ...]:
@@ -131,18 +141,24 @@ def check_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> tu
 
 
 def use_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> Table:
-    """Put the choices of a lockfile in force, as a table. DataError, and no change, on any violation."""
+    """Put the choices of a lockfile in force, as a table.
+
+    DataError, and no change, on any violation.
+    """
     loaded = lock if isinstance(lock, Lockfile) else load_lockfile(lock)
     world = worlds.current()
     violations = tuple(dict.fromkeys(_violations(loaded, world)))
     if violations:
         lines = [f"  {v}" for v in violations]
-        raise DataError(f"lockfile {loaded.id} is refused: this machine does not hold to it\n" + "\n".join(lines)
+        raise DataError(f"lockfile {loaded.id} is refused: this machine does not hold to it\n"
+                        + "\n".join(lines)
                         + "\nInstall what it names, or make it again: lz solve, then lz lock",
                         [v.reason for v in violations])
     kinds = set(map(_device_type, loaded.rows)) or {"cpu"}
     if len(kinds) > 1:
-        raise DataError(f"lockfile {loaded.id} is for {', '.join(sorted(kinds))}; one device at a time can be in force")
+        raise DataError(
+            f"lockfile {loaded.id} is for {', '.join(sorted(kinds))}; one device at a time can be "
+            "in force")
     table = Table(Stamp.of(world, kinds.pop(), [p.kernel for p in loaded.pins]), loaded.rows)
     use_table(table)
     return table
@@ -151,16 +167,19 @@ def use_lockfile(lock: Lockfile | str | os.PathLike[str] = DEFAULT_PATH) -> Tabl
 def _violations(lock: Lockfile, world: World) -> Iterator[Violation]:
     known, absent = world.catalog.by_id, world.availability()
     homes = {row.kernel: _device_type(row) for row in lock.rows}
-    devices = {kind: device for kind in set(homes.values()) if (device := _device(world, kind)) is not None}
+    devices = {kind: device for kind in set(homes.values())
+               if (device := _device(world, kind)) is not None}
     for pin in lock.pins:
         if pin.kernel not in known:
-            yield Violation(pin.kernel, Reason(Code.PLAN_DRIFT, "such a kernel", "a catalog without it"))
+            yield Violation(pin.kernel,
+                            Reason(Code.PLAN_DRIFT, "such a kernel", "a catalog without it"))
             continue
         if (reason := absent.get(pin.kernel)) is not None:
             yield Violation(pin.kernel, reason)
         kind = homes.get(pin.kernel, "cpu")
         if kind not in devices:
-            yield Violation(pin.kernel, Reason(Code.PLATFORM_MISMATCH, kind, "a machine without it"))
+            yield Violation(pin.kernel,
+                            Reason(Code.PLATFORM_MISMATCH, kind, "a machine without it"))
             continue
         present = Pin.of(known[pin.kernel], devices[kind])
         for name in ("version", "build"):
@@ -197,7 +216,8 @@ def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violatio
         yield Violation(kernel.id, drift, str(row))
         return
     around = world.surroundings(kind, None)
-    refused = next((r.reasons for r in world.roster(op, kind, around).rejected if r.kernel == kernel.id), ())
+    refused = next((r.reasons for r in world.roster(op, kind, around).rejected
+                    if r.kernel == kernel.id), ())
     known = facts_of_row(op, row, around.device)
     facts = {n: v.high if isinstance(v, Span) else v for n, v in known.items()}
     denied = around.policy.verdict(kernel.id, op.name, facts)
@@ -213,7 +233,8 @@ def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violatio
 # comparing
 
 Choices = Union[Table, Lockfile]
-_MOST_PIECES = 5                               # that are left of a row, on average, when others are taken out
+# that are left of a row, on average, when others are taken out
+_MOST_PIECES = 5
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
@@ -239,13 +260,18 @@ class Difference(Record, json="op calls a b verdict"):
 
     @property
     def verdict(self) -> str:
-        return "only in B" if not self.a else "only in A" if not self.b else "same" if self.a == self.b else "different"
+        return ("only in B" if not self.a else "only in A" if not self.b else "same"
+                if self.a == self.b else "different")
 
 
 def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
-    """Compare every range of calls that either of them has. Ranges that overlap in part are split."""
+    """Compare every range of calls that either of them has.
+
+    Ranges that overlap in part are split.
+    """
     differences = []
-    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MOST_PIECES * (len(a.rows) + len(b.rows))]
+    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MOST_PIECES
+                                                                    * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]
         for other in index_b.of(row):
@@ -266,8 +292,9 @@ def _subtract(rest: Sequence[Row], other: Row, work: list[int]) -> list[Row]:
     pieces = [piece for part in rest for piece in subtraction(part, other)]
     work[0] += len(pieces) + 1
     if work[0] > 0:                            # rows of a table that was solved do not overlap
-        raise DataError(f"{other}: its rows overlap so often that they cannot be compared; make them again with "
-                        "lz solve or lz lock")
+        raise DataError(
+            f"{other}: its rows overlap so often that they cannot be compared; make them again "
+            "with lz solve or lz lock")
     return pieces
 
 
@@ -282,10 +309,11 @@ class _RowIndex:
         self.groups = {kind: self._sorted(members) for kind, members in groups.items()}
 
     def _sorted(self, members: Sequence[int]) -> tuple[str, list[int], list[float], list[float]]:
-        """Return the size with most distinct ranges, the rows sorted by its low end, those low ends, and the largest
-        high end up to each row."""
+        """Return the size with most distinct ranges, the rows sorted by its low end, those low
+        ends, and the largest high end up to each row."""
         names = {name for i in members for name, _ in self.rows[i].sizes}
-        name = max(sorted(names), key=lambda n: len({_ends(self.rows[i], n) for i in members}), default="")
+        name = max(sorted(names), key=lambda n: len({_ends(self.rows[i], n) for i in members}),
+                   default="")
         ordered = sorted(members, key=lambda i: _ends(self.rows[i], name))
         lows, highs = zip(*(_ends(self.rows[i], name) for i in ordered))
         return name, ordered, list(lows), list(accumulate(highs, max))
@@ -306,7 +334,10 @@ def _ends(row: Row, name: str) -> tuple[float, float]:
 
 
 def intersection(a: Row, b: Row) -> Row | None:
-    """Return the row of the calls that both cover, or None. A size that a row does not name may be any."""
+    """Return the row of the calls that both cover, or None.
+
+    A size that a row does not name may be any.
+    """
     spans, theirs = dict(a.sizes), dict(b.sizes)
     for name, span in theirs.items():
         met = _intersect(spans.get(name, Span()), span)
@@ -331,9 +362,11 @@ def subtraction(a: Row, b: Row) -> Iterator[Row]:
 
 
 def _intersect(a: Span, b: Span) -> Span | None:
-    lows, highs = [e for e in (a.low, b.low) if e is not None], [e for e in (a.high, b.high) if e is not None]
+    lows, highs = [e for e in (a.low, b.low) if e is not None], [e for e in (a.high, b.high)
+                                                                 if e is not None]
     low, high = max(lows, default=None), min(highs, default=None)
-    yes, no = (tuple(sorted({*x, *y})) for x, y in ((a.multiples, b.multiples), (a.others, b.others)))
+    yes, no = (tuple(sorted({*x, *y}))
+               for x, y in ((a.multiples, b.multiples), (a.others, b.others)))
     if (low is not None and high is not None and low > high) or set(yes) & set(no):
         return None
     return Span(low, high, yes, no)

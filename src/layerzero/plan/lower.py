@@ -1,8 +1,9 @@
 """A dispatch table as plain Python: a module of comparisons that imports nothing.
 
-For each family of calls (those with the same conditions) one function of the sizes is written, which
-halves the rows by comparisons until one is left and then asks whether the call is within it. For each
-op one function finds the family of a call's facts. An answer is the number of a row, -1 for none.
+For each family of calls (those with the same conditions) one function of the sizes is written,
+which halves the rows by comparisons until one is left and then asks whether the call is within it.
+For each op one function finds the family of a call's facts. An answer is the number of a row, -1
+for none.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from ..spec.errors import DataError
 from .table import Facts, Number, Row, Span, Table
 
 Box = tuple[int, Mapping[str, Span]]           # number of the row, and its sizes
-Path = Mapping[str, tuple["Number | None", "Number | None"]]  # what the comparisons so far have shown
+# what the comparisons so far have shown
+Path = Mapping[str, tuple["Number | None", "Number | None"]]
 
-_DEEPEST = 64                                  # of conditions in each other: Python indents no more than 100
+# of conditions in each other: Python indents no more than 100
+_DEEPEST = 64
 _INDENT = "    "
 _WIDTH = 110
 
@@ -27,17 +30,22 @@ _WIDTH = 110
 def lower(table: Table) -> str:
     """Return the source of the module."""
     _check_names(table)
-    lines = [f'"""Which kernel serves which call: dispatch table {table.id} as plain comparisons. Made by lz solve.',
-             "", f"For {_one_line(table.stamp.device.name)}. Each function named after an operation takes the facts of",
-             'a call and gives the number of its row in KERNELS, or -1: choose at run time."""', "",
-             f"TABLE = {table.id!r}", "", "# The kernels of each row, best first.", "KERNELS = ("]
+    lines = [
+        f'"""Which kernel serves which call: dispatch table {table.id} as plain comparisons. Made '
+        'by lz solve.',
+        "",
+        f"For {_one_line(table.stamp.device.name)}. Each function named after an operation takes "
+        "the facts of",
+        'a call and gives the number of its row in KERNELS, or -1: choose at run time."""', "",
+        f"TABLE = {table.id!r}", "", "# The kernels of each row, best first.", "KERNELS = ("]
     for i, row in enumerate(table.rows):
         lines += [f"    # {i}: {_one_line(row)}", f"    {tuple(c.kernel for c in row.choices)!r},"]
     lines.append(")")
     for op, rows in table.by_op.items():
         lines += _op(op, rows)
     lines += ["", "", "OPS = {" + ", ".join(f"{op!r}: {op}" for op in table.by_op) + "}", "", "",
-              "def find(op, facts):", "    of_op = OPS.get(op)", "    return -1 if of_op is None else of_op(facts)", ""]
+              "def find(op, facts):", "    of_op = OPS.get(op)",
+              "    return -1 if of_op is None else of_op(facts)", ""]
     return "\n".join(lines)
 
 
@@ -49,12 +57,15 @@ def lowered(table: Table) -> Callable[[str, Facts], int]:
 def module(table: Table) -> dict[str, Any]:
     """Return the namespace of the module."""
     scope: dict[str, Any] = {"__name__": f"layerzero_table_{table.id}"}
-    exec(codegen.compile(lower(table), f"table {table.id}"), scope)    # made above; values are written by repr
+    # made above; values are written by repr
+    exec(codegen.compile(lower(table), f"table {table.id}"), scope)
     return scope
 
 
 def _check_names(table: Table) -> None:
-    """Names of the table become names of the module: one that is no identifier would be code of its file."""
+    """Names of the table become names of the module: one that is no identifier would be code of its
+    file.
+    """
     for op, rows in table.by_op.items():
         names = {op, *(identifier(n) for _, row in rows for n, _ in row.sizes)}
         unusable = sorted(n for n in names if not n.isidentifier() or iskeyword(n))
@@ -74,15 +85,19 @@ def _op(op: str, rows: Sequence[tuple[int, Row]]) -> list[str]:
         families.setdefault((row.when, tuple(n for n, _ in row.sizes)), []).append((i, row))
     functions: list[str] = []
     common = set.intersection(*(set(when) for when, _ in families))
-    finder = ["", "", f"def {op}(facts):", *_condition("if not (", sorted(map(_equal, common)), "):", _INDENT)]
+    finder = ["", "", f"def {op}(facts):",
+              *_condition("if not (", sorted(map(_equal, common)), "):", _INDENT)]
     finder += [2 * _INDENT + "return -1"] if common else []
     for k, ((when, names), members) in enumerate(families.items()):
-        tests = [_equal(pair) for pair in when if pair not in common] + [f"facts[{n!r}] is not None" for n in names]
+        tests = [_equal(pair) for pair in when if pair not in common] + [f"facts[{n!r}] is not None"
+                                                                         for n in names]
         arguments = ", ".join(f"facts[{n!r}]" for n in names)
-        finder += [*_condition("if (", tests or ["True"], "):", _INDENT), f"        row = {op}_{k}({arguments})",
+        finder += [*_condition("if (", tests or ["True"], "):", _INDENT),
+                   f"        row = {op}_{k}({arguments})",
                    "        if row >= 0:", "            return row"]
         boxes: list[Box] = [(i, {identifier(n): s for n, s in row.sizes}) for i, row in members]
-        functions += ["", "", f"def {op}_{k}({', '.join(map(identifier, names))}):", *_function(boxes)]
+        functions += ["", "", f"def {op}_{k}({', '.join(map(identifier, names))}):",
+                      *_function(boxes)]
     return [*functions, *finder, "    return -1"]
 
 
@@ -111,8 +126,10 @@ def _function(boxes: Sequence[Box]) -> list[str]:
     first = boxes[0][1]
     common = {n: s for n, s in first.items() if all(sizes[n] == s for _, sizes in boxes)}
     tests = _tests(common, {}) if len(boxes) > 1 else []
-    rest = [(i, {n: s for n, s in sizes.items() if n not in common}) for i, sizes in boxes] if tests else list(boxes)
-    head = [*_condition("if not (", tests, "):", _INDENT), 2 * _INDENT + "return -1"] if tests else []
+    rest = ([(i, {n: s for n, s in sizes.items() if n not in common}) for i, sizes in boxes]
+            if tests else list(boxes))
+    head = ([*_condition("if not (", tests, "):", _INDENT), 2 * _INDENT + "return -1"] if tests
+            else [])
     return [*head, *_tree(rest, {}, _INDENT)]
 
 
@@ -120,17 +137,20 @@ def _tree(boxes: Sequence[Box], path: Path, indent: str, depth: int = 0) -> list
     if len(boxes) == 1:
         return [indent + _leaf(*boxes[0], path)]
     cut = _cut(boxes) if depth < _DEEPEST else None
-    if cut is None:                            # they interlock, or lie in one range as multiples and others
+    # they interlock, or lie in one range as multiples and others
+    if cut is None:
         lines = []
         for box in boxes:
             tests = _tests(box[1], path)
-            lines += [f"{indent}if {' and '.join(tests) or 'True'}:", f"{indent}{_INDENT}return {box[0]}"]
+            lines += [f"{indent}if {' and '.join(tests) or 'True'}:",
+                      f"{indent}{_INDENT}return {box[0]}"]
         return [*lines, f"{indent}return -1"]
     name, at = cut
     low, high = path.get(name, (None, None))
     left = [b for b in boxes if _end(b, name, 1) <= at]
     right = [b for b in boxes if _end(b, name, 1) > at]
-    return [f"{indent}if {name} <= {at!r}:", *_tree(left, {**path, name: (low, at)}, indent + _INDENT, depth + 1),
+    return [f"{indent}if {name} <= {at!r}:",
+            *_tree(left, {**path, name: (low, at)}, indent + _INDENT, depth + 1),
             *_tree(right, {**path, name: (at, high)}, indent, depth + 1)]
 
 
@@ -145,8 +165,10 @@ def _tests(sizes: Mapping[str, Span], path: Path) -> list[str]:
     for name, span in sizes.items():
         over, most = path.get(name, (None, None))
         # just above the cut is where the next whole number begins; other numbers are compared again
-        low = None if over is not None and span.low is not None and span.low == _next(over) else span.low
-        high = None if most is not None and span.high is not None and most <= span.high else span.high
+        low = (None if over is not None and span.low is not None and span.low == _next(over)
+               else span.low)
+        high = (None if most is not None and span.high is not None and most <= span.high
+                else span.high)
         if low is not None and low == high:
             tests.append(f"{name} == {low!r}")
         elif low is not None and high is not None:
@@ -155,7 +177,8 @@ def _tests(sizes: Mapping[str, Span], path: Path) -> list[str]:
             tests.append(f"{name} >= {low!r}")
         elif high is not None:
             tests.append(f"{name} <= {high!r}")
-        tests += [f"{name} % {m} == 0" for m in span.multiples] + [f"{name} % {m} != 0" for m in span.others]
+        tests += [f"{name} % {m} == 0" for m in span.multiples] + [f"{name} % {m} != 0"
+                                                                   for m in span.others]
     return tests
 
 

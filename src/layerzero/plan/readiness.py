@@ -1,8 +1,8 @@
 """lz.readiness_check: may this process begin to serve these calls?
 
-One report with a line for each check. What surrounds the calls is checked by operate/readiness.py; here are
-the checks of the calls themselves, decided by the same code that decides when they are made, from tensors
-without memory.
+One report with a line for each check. What surrounds the calls is checked by operate/readiness.py;
+here are the checks of the calls themselves, decided by the same code that decides when they are
+made, from tensors without memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any, TypeVar, Union
 from ..dispatch.background import compiling
 from ..machine.builds import build_of
 from ..operate import readiness as base
-from ..operate.readiness import FAIL, WARNING, Readiness, ReadinessCheck, ReadinessFinding, first_line
+from ..operate.readiness import (
+    FAIL,
+    WARNING,
+    Readiness,
+    ReadinessCheck,
+    ReadinessFinding,
+    first_line,
+)
 from ..selection.engine import is_warm
 from ..spec.call import Call, read_calls
 from ..spec.errors import ConfigError, LayerZeroError
@@ -48,11 +55,14 @@ class Decision:
 
 
 def readiness_check(calls: Calls = (), device: str | None = None, *, table: OrPath[Table] = None,
-                    lock: OrPath[Lockfile] = None, capabilities: str | os.PathLike[str] | None = None) -> Readiness:
-    """Check that everything these calls need is here. The report is true where nothing failed; print it to see all.
+                    lock: OrPath[Lockfile] = None, capabilities: str | os.PathLike[str]
+                    | None = None) -> Readiness:
+    """Check that everything these calls need is here. The report is true where nothing failed;
+    print it to see all.
 
-    `calls` are descriptions or a file of them; without any, the kernels of this device are checked as they stand.
-    `table`, `lock` and `capabilities` are what will be put in force. Nothing is run, compiled or written.
+    `calls` are descriptions or a file of them; without any, the kernels of this device are checked
+    as they stand. `table`, `lock` and `capabilities` are what will be put in force. Nothing is run,
+    compiled or written.
     """
     world = base.current_world()
     if isinstance(world, Readiness):
@@ -65,10 +75,12 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: OrPa
     decided, wrong = _decide(workload, world, kind)
     workspace = max((d.plan.steps[0].workspace for d in decided if d.plan.steps), default=0)
     checks = [
-        _kernels(decided, wrong, world, kind), _certificates(decided, world, kind), _warm_up(decided, world),
-        _measurements(decided, world, kind), *([_check_coverage(table_check, loaded, decided)] if table_check else []),
+        _kernels(decided, wrong, world, kind), _certificates(decided, world, kind),
+        _warm_up(decided, world), _measurements(decided, world, kind),
+        *([_check_coverage(table_check, loaded, decided)] if table_check else []),
         *([_lockfile(lock)] if lock is not None else []),
-        *base.check_surroundings(world, kind, workspace, None if capabilities is None else Path(capabilities))]
+        *base.check_surroundings(world, kind, workspace, None if capabilities is None
+                                 else Path(capabilities))]
     return Readiness(tuple(checks), world.device(kind).name)
 
 
@@ -79,11 +91,14 @@ def load_calls(calls: Calls) -> tuple[Call, ...]:
     workload = (calls,) if isinstance(calls, Call) else tuple(calls)
     wrong = next((c for c in workload if not isinstance(c, Call)), None)
     if wrong is not None:
-        raise ConfigError(f"lz.readiness_check: wanted calls (lz.testing.Call) or a file of them, got {wrong!r:.120}")
+        raise ConfigError(
+            "lz.readiness_check: wanted calls (lz.testing.Call) or a file of them, got "
+            f"{wrong!r:.120}")
     return workload
 
 
-def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision], list[ReadinessFinding]]:
+def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision],
+                                                                     list[ReadinessFinding]]:
     decided, wrong = [], []
     for call in calls:
         name = f"{call.op} ({call.name})" if call.name else call.op
@@ -99,31 +114,42 @@ def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decisi
 
 # kernels
 
-def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], world: World, kind: str) -> ReadinessCheck:
+def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], world: World,
+             kind: str) -> ReadinessCheck:
     findings = [*wrong, *_required(world, kind)]
     for d in decided:
         if not d.plan.steps:
-            why = "; ".join(dict.fromkeys(str(r) for no in d.plan.rejected for r in no.reasons)) or "there is none"
-            hint = "run lz warmup" if d.compiled.steps else "lz explain says more; allow or install a kernel"
-            findings.append(ReadinessFinding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}", hint))
+            why = ("; ".join(dict.fromkeys(str(r) for no in d.plan.rejected for r in no.reasons))
+                   or "there is none")
+            hint = ("run lz warmup" if d.compiled.steps
+                    else "lz explain says more; allow or install a kernel")
+            findings.append(ReadinessFinding(FAIL, f"{d.name}: no kernel may serve it: {why[:400]}",
+                                             hint))
         elif d.plan.steps[0].kernel.startswith("reference.") and len(world.kernels(d.op.name)) > 1:
-            findings.append(ReadinessFinding(WARNING, f"{d.name}: only the reference formula serves it",
+            findings.append(ReadinessFinding(WARNING,
+                                             f"{d.name}: only the reference formula serves it",
                                     "lz explain says why the others do not"))
-    unbuilt = sorted(k for k, reason in world.availability().items() if reason.code is Code.NOT_BUILT)
+    unbuilt = sorted(k for k, reason in world.availability().items()
+                     if reason.code is Code.NOT_BUILT)
     if unbuilt and kind == "cpu":
         findings.append(
-            ReadinessFinding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}", "run: lz build")
+            ReadinessFinding(WARNING, f"not compiled for this machine: {', '.join(unbuilt)}",
+                             "run: lz build")
         )
     if decided or wrong:
         served = sorted({d.plan.kernel for d in decided if d.plan.kernel})
-        return ReadinessCheck.of("kernels", "a kernel that may serve each call, and those that policy locks", findings,
+        return ReadinessCheck.of("kernels",
+                                 "a kernel that may serve each call, and those that policy locks",
+                                 findings,
                         f"{len(decided)} calls, served by {', '.join(served)}")
     around = world.surroundings(kind, None)
     able = {op.name: world.roster(op, kind, around).viable for op in world.catalog.ops.values()}
     findings += [ReadinessFinding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
                  for op, kernels in able.items() if not kernels]
-    return ReadinessCheck.of("kernels", "a kernel for each op, and those that policy locks", findings,
-                    f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on {kind}")
+    return ReadinessCheck.of("kernels", "a kernel for each op, and those that policy locks",
+                             findings,
+                    f"{len(able)} ops, {sum(map(len, able.values()))} kernels that can run on "
+                    f"{kind}")
 
 
 def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
@@ -134,7 +160,8 @@ def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
             if rule.action != "lock":
                 continue
             for op in world.catalog.ops.values():
-                named = [k for k in world.kernels(op.name) if rule.applies_to(op.name) and rule.covers(k.id)]
+                named = [k for k in world.kernels(op.name) if rule.applies_to(op.name)
+                         and rule.covers(k.id)]
                 refused = {r.kernel: r.reasons for r in world.roster(op, kind, around).rejected}
                 if named and all(k.id in refused for k in named):
                     why = "; ".join(str(r) for r in refused[named[0].id])
@@ -150,19 +177,22 @@ def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
 def _certificates(decided: Sequence[Decision], world: World, kind: str) -> ReadinessCheck:
     want = "a certificate for each kernel that serves"
     if not world.policy.setting("require_certificates"):
-        return ReadinessCheck("certificates", base.OK, "none: policy does not demand them", "not demanded")
+        return ReadinessCheck("certificates", base.OK, "none: policy does not demand them",
+                              "not demanded")
     if decided:
         ids = {d.plan.kernel or "" for d in decided}
         near = {r.kernel for d in decided for r in d.plan.rejected
                 if {reason.code for reason in r.reasons} == {Code.UNCERTIFIED}}
     else:
         around = world.surroundings(kind, None)
-        able = {k.id for op in world.catalog.ops.values() for k in world.roster(op, kind, around).viable
+        able = {k.id for op in world.catalog.ops.values()
+                for k in world.roster(op, kind, around).viable
                 if not k.untested}
         ids = {i for i in able if i in around.certified}
         near = able - ids
     near = {i for i in near if not i.startswith("reference.")}
-    standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)], world.device(kind))
+    standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],
+                                     world.device(kind))
     findings = [
         ReadinessFinding(WARNING, f"{kernel}: {why}", "run lz verify for it")
         for kernel, reason in standing.items()
@@ -170,9 +200,13 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
     ]
     proven = {i for i in ids if i and not i.startswith("reference.")}
     if near and not proven:
-        findings.insert(0, ReadinessFinding(FAIL, "no kernel here is proven: only the reference formulas serve",
+        findings.insert(0,
+                        ReadinessFinding(FAIL,
+                                         "no kernel here is proven: only the reference formulas "
+                                         "serve",
                                    "run lz verify"))
-    return ReadinessCheck.of("certificates", want, findings, f"{len(proven)} kernels, each with its certificate")
+    return ReadinessCheck.of("certificates", want, findings,
+                             f"{len(proven)} kernels, each with its certificate")
 
 
 # warm-up
@@ -196,14 +230,17 @@ def _warm_up(decided: Sequence[Decision], world: World) -> ReadinessCheck:
         text = f"{d.name}: {kernel.id} is not compiled in this process"
         text += ", this machine's caches have it" if before else " and in no cache of this machine"
         if waits:
-            findings.append(ReadinessFinding(WARNING if before else FAIL, f"{text}; a request would wait for it",
+            findings.append(ReadinessFinding(WARNING if before else FAIL,
+                                             f"{text}; a request would wait for it",
                                     "run lz warmup"))
         elif not before or mode == "never":
             findings.append(
-                ReadinessFinding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile", "run lz warmup")
+                ReadinessFinding(WARNING, f"{text}; {d.plan.kernel or 'nothing'} serves meanwhile",
+                                 "run lz warmup")
             )
     return ReadinessCheck.of("warm-up", f"nothing to compile in a request (jit: {mode})", findings,
-                    f"{warm} calls are served by kernels compiled here" if warm else "no call waits for a compiler")
+                    f"{warm} calls are served by kernels compiled here" if warm
+                             else "no call waits for a compiler")
 
 
 # measurements
@@ -217,11 +254,15 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
             source = d.plan.steps[0].score.source
             sources[source] = sources.get(source, 0) + 1
             if source in (DEFAULT, PRIOR):
-                findings.append(ReadinessFinding(WARNING, f"{d.name}: not measured; {d.plan.kernel} serves as {source}",
+                findings.append(ReadinessFinding(WARNING,
+                                                 f"{d.name}: not measured; {d.plan.kernel} serves "
+                                                 f"as {source}",
                                         "run lz tune for these calls, or set learn"))
     stale = _stale(world, kind)
     if stale:
-        findings.append(ReadinessFinding(WARNING, f"{stale} measurements of this device are of other builds or expired",
+        findings.append(ReadinessFinding(WARNING,
+                                         f"{stale} measurements of this device are of other builds "
+                                         "or expired",
                                 "run lz tune again; lz perf prune removes them"))
     shipped = measurements.shipped_status(world, world.device(kind))
     counted = ", ".join(f"{n} calls {source}" for source, n in sorted(sources.items()))
@@ -230,13 +271,16 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
 
 
 def _stale(world: World, kind: str) -> int:
-    """Count the rows of this device that are void; 0 where the database cannot be read, which another check says."""
+    """Count the rows of this device that are void; 0 where the database cannot be read, which
+    another check says.
+    """
     from ..perf import snapshot
     from ..perf.interface import StoreError
     where = perf_loading.location(world.policy)
     if not isinstance(where, Path) or not where.exists():
         return 0
-    signature, builds = world.device(kind).signature, {k.id: build_of(k) for k in world.catalog.kernels}
+    signature, builds = world.device(kind).signature, {k.id: build_of(k)
+                                                       for k in world.catalog.kernels}
     days = world.policy.setting("perfdb_ttl")
     since = time.time() - days * perf_loading.DAY if days else 0.0
     try:
@@ -273,11 +317,13 @@ def _table(source: OrPath[Table], world: World) -> tuple[Table | None, Readiness
     return loaded, ReadinessCheck("table", base.OK, want, f"{loaded}; {state}")
 
 
-def _check_coverage(check: ReadinessCheck, table: Table | None, decided: Sequence[Decision]) -> ReadinessCheck:
+def _check_coverage(check: ReadinessCheck, table: Table | None,
+                    decided: Sequence[Decision]) -> ReadinessCheck:
     """Add the calls that the table has no row for to its check."""
     if check.state != base.OK or table is None:
         return check
-    missed = [ReadinessFinding(WARNING, f"{d.name}: the table has no row for it", "run lz solve with these calls")
+    missed = [ReadinessFinding(WARNING, f"{d.name}: the table has no row for it",
+                               "run lz solve with these calls")
               for d in decided if table.find(d.op.name, d.facts) is None]
     return ReadinessCheck.of(check.name, check.want, missed, check.got)
 
@@ -292,6 +338,7 @@ def _lockfile(lock: OrPath[Lockfile]) -> ReadinessCheck:
     return ReadinessCheck.of(
         "lockfile",
         want,
-        [ReadinessFinding(FAIL, str(v), "install what it names, or make it again: lz lock") for v in violations],
+        [ReadinessFinding(FAIL, str(v), "install what it names, or make it again: lz lock")
+         for v in violations],
         "this machine holds to it",
     )

@@ -1,8 +1,9 @@
 """From calls to a dispatch table.
 
-Each call is decided as it would be at run time, from its facts alone: no tensor is made, nothing runs.
-An answer holds for every call with the same key. Between the smallest and the largest size that was
-seen the grid's other buckets are decided too, and neighbours with one winner become one row.
+Each call is decided as it would be at run time, from its facts alone: no tensor is made, nothing
+runs. An answer holds for every call with the same key. Between the smallest and the largest size
+that was seen the grid's other buckets are decided too, and neighbours with one winner become one
+row.
 """
 
 from __future__ import annotations
@@ -33,22 +34,28 @@ from .dryrun import dry_run
 from .proof import Known, interval, proven
 from .table import Artefact, Choice, Facts, Number, Row, Scalar, Span, Stamp, Table
 
-MOST_CELLS = 4096                              # of one family of calls that are decided beyond those that came
-MOST_RESIDUES = 64                             # sizes of a bucket that are looked at for their divisors
+# of one family of calls that are decided beyond those that came
+MOST_CELLS = 4096
+# sizes of a bucket that are looked at for their divisors
+MOST_RESIDUES = 64
 _ALWAYS = ("device", "dtype", "grad", "deterministic", "graph", "tensor_kind")
 _NUMERIC_TENSOR_FACTS = ("alignment", "stride_last")
 
 
-def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any, path: str | os.PathLike[str] | None = None,
-          device: str | None = None, fill: bool = True, **named: Any) -> Table:
-    """Select the kernels of all these calls now, under the policy in force; with `path`, write the table there.
+def solve(calls: Iterable[Call] | Callable[..., Any], *example: Any,
+          path: str | os.PathLike[str] | None = None, device: str | None = None, fill: bool = True,
+          **named: Any) -> Table:
+    """Select the kernels of all these calls now, under the policy in force; with `path`, write the
+    table there.
 
-    `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose calls are
-    found by a dry run. With `fill=False` the sizes between those of the calls are left out.
+    `calls` are descriptions (a recorded trace, a model's), or a model with example arguments, whose
+    calls are found by a dry run. With `fill=False` the sizes between those of the calls are left
+    out.
     """
     listed: Iterable[Call] = dry_run(calls, *example, **named).calls if callable(calls) else calls
     if (example or named) and not callable(calls):
-        raise ConfigError("lz.tables.solve: example arguments go with a model; calls are given alone")
+        raise ConfigError(
+            "lz.tables.solve: example arguments go with a model; calls are given alone")
     world = replace(worlds.current(), table=None, memo={})
     kind = device or hardware.main_kind()
     solver = _Solver(world, kind, fill)
@@ -86,11 +93,13 @@ class _Solver:
         except InvalidCall as e:
             raise DataError(f"lz.tables.solve: {owner} cannot be decided: {e}") from e
         fields = number_fields(self.world, op, self.kind)
-        axes = tuple(n for n in op.dims if n in fields and fields[n].bucket and facts[n] is not None)
+        axes = tuple(n for n in op.dims if n in fields and fields[n].bucket
+                     and facts[n] is not None)
         when = conditions(self.world, op, facts, fields)
         fixed = tuple((n, span_of(f, facts[n], _is_integer(op, n))) for n, f in fields.items()
                       if facts[n] is not None and n not in axes and n not in op.derived)
-        family = self._families.setdefault((op.name, when, fixed, axes), _Family(op, fields, axes, when, []))
+        family = self._families.setdefault((op.name, when, fixed, axes),
+                                           _Family(op, fields, axes, when, []))
         family.seen.append(facts)
         plan = self.world.plan(op, facts)
         if plan.kernel is not None and self.world.catalog.by_id[plan.kernel].jit:
@@ -111,7 +120,8 @@ class _Solver:
 
     def _sizes(self, family: _Family, facts: Facts) -> tuple[tuple[str, Span], ...]:
         op = family.op
-        spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in family.fields.items() if facts[n] is not None}
+        spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in family.fields.items()
+                 if facts[n] is not None}
         spans = {n: s for n, s in spans.items() if not _settled(op, n, s)}
         known: Known = {**facts, **spans}
         known = {n: v for n, v in known.items() if n not in op.derived}
@@ -121,21 +131,28 @@ class _Solver:
                 del spans[name]                # the sizes say it already
         return tuple(spans.items())
 
-    def _decide(self, family: _Family, facts: Facts, sizes: tuple[tuple[str, Span], ...]) -> Row | None:
+    def _decide(self, family: _Family, facts: Facts,
+                sizes: tuple[tuple[str, Span], ...]) -> Row | None:
         plan: Plan = self.world.plan(family.op, facts)
-        choices = [Choice(s.kernel, tuple((t.kind, t.target) for t in s.transforms), s.workspace) for s in plan.steps]
+        choices = [Choice(s.kernel, tuple((t.kind, t.target) for t in s.transforms), s.workspace)
+                   for s in plan.steps]
         return self._keep_proven(family, Row(family.op.name, family.when, sizes, tuple(choices)))
 
     def _keep_proven(self, family: _Family, row: Row) -> Row | None:
-        """Return the row with the kernels whose rules hold all over it; None if those of the first kernel do not."""
+        """Return the row with the kernels whose rules hold all over it; None if those of the first
+        kernel do not.
+        """
         known: Known = facts_of_row(family.op, row, self._device)
-        fit = tuple(c for c in row.choices if proven(family.op, self.world.catalog.by_id[c.kernel], c, known))
+        fit = tuple(c for c in row.choices if proven(family.op, self.world.catalog.by_id[c.kernel],
+                                                     c, known))
         return replace(row, choices=fit) if fit and fit[0] == row.choices[0] else None
 
     # what was not seen
 
     def _fill_in(self, family: _Family) -> Iterator[dict[str, Any]]:
-        """Yield facts for sizes between those of the calls: one for each combination of buckets and divisors."""
+        """Yield facts for sizes between those of the calls: one for each combination of buckets and
+        divisors.
+        """
         axes: list[list[int]] = []
         for name in family.axes:
             sizes_seen = sorted({facts[name] for facts in family.seen})
@@ -166,7 +183,8 @@ class _Solver:
                 return rows
 
     def _merge_along(self, family: _Family, rows: list[Row], name: str) -> list[Row]:
-        """Join rows that differ in this size only, where they touch and have the same first kernel."""
+        """Join rows that differ in this size only, where they touch and have the same first kernel.
+        """
         groups: dict[Any, list[Row]] = {}
         for row in rows:
             rest = tuple((n, s) for n, s in row.sizes if n != name)
@@ -180,7 +198,8 @@ class _Solver:
             kept: list[Row] = []
             for row in group:
                 joined = None
-                for i in range(len(kept) - 1, max(len(kept) - 5, -1), -1):     # multiples lie beside each other
+                # multiples lie beside each other
+                for i in range(len(kept) - 1, max(len(kept) - 5, -1), -1):
                     joined = self._join(family, kept[i], row, name)
                     if joined is not None:
                         kept[i] = joined
@@ -195,9 +214,11 @@ class _Solver:
         if span is None:
             return None
         theirs = {c[:2]: c for c in b.choices}
-        choices = tuple(Choice(*c[:2], max(c.workspace, theirs[c[:2]].workspace)) for c in a.choices if c[:2] in theirs)
+        choices = tuple(Choice(*c[:2], max(c.workspace, theirs[c[:2]].workspace)) for c in a.choices
+                        if c[:2] in theirs)
         sizes = tuple((n, span if n == name else s) for n, s in a.sizes
-                      if n != name or span != Span() or n not in family.op.derived)    # a derived one of any value
+                      # a derived one of any value
+                      if n != name or span != Span() or n not in family.op.derived)
         return self._keep_proven(family, Row(a.op, a.when, sizes, choices))
 
 
@@ -206,13 +227,15 @@ class _Solver:
 def cell_of(world: World, op: Op, facts: Facts, choice: Choice) -> Row:
     """Return a row of the calls that have the same cache key as this one, served by `choice`."""
     fields = number_fields(world, op, facts["device"])
-    spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in fields.items() if facts[n] is not None}
+    spans = {n: span_of(f, facts[n], _is_integer(op, n)) for n, f in fields.items()
+             if facts[n] is not None}
     sizes = tuple((n, s) for n, s in spans.items() if not _settled(op, n, s))
     return Row(op.name, conditions(world, op, facts, fields), sizes, (choice,))
 
 
 def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
-    """Return the numbers that a choice may depend on, each with the tests that kernels and policy make of it.
+    """Return the numbers that a choice may depend on, each with the tests that kernels and policy
+    make of it.
 
     Tests of the contract alone are left out: a call that breaks it never reaches a table.
     """
@@ -223,7 +246,8 @@ def number_fields(world: World, op: Op, kind: str) -> dict[str, NumberField]:
     for leaf in leaves:
         if not (leaf.fact.endswith(OFF_CPU) and kind == "cpu"):
             tests.setdefault(leaf.fact.removesuffix(OFF_CPU), []).append(leaf)
-    fields = {f.fact: _with_tests(f, tests.get(f.fact, ()), _is_integer(op, f.fact)) for f in program.fields
+    fields = {f.fact: _with_tests(f, tests.get(f.fact, ()), _is_integer(op, f.fact))
+              for f in program.fields
               if f.exact or f.bucket or f.fact in tests}
     for tensor, fact in program.tensor_facts:
         name = f"{tensor}.{fact.removesuffix(OFF_CPU)}"
@@ -239,11 +263,15 @@ def _with_tests(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberFi
                    multiples=tuple(sorted(cuts.multiples)))
 
 
-def conditions(world: World, op: Op, facts: Facts, fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:
-    """Return the facts that must be equal: all that a key keeps, except numbers that may be in a range."""
+def conditions(world: World, op: Op, facts: Facts,
+               fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:
+    """Return the facts that must be equal: all that a key keeps, except numbers that may be in a
+    range.
+    """
     program = world.program(op)
     names = [*_ALWAYS, *(p.name for p in op.params if p.kind in ("bool", "str")), *op.reads]
-    names += [f"{t}.{f}" for t, f in program.tensor_facts if f in TENSOR_READERS and f not in _NUMERIC_TENSOR_FACTS]
+    names += [f"{t}.{f}" for t, f in program.tensor_facts if f in TENSOR_READERS
+              and f not in _NUMERIC_TENSOR_FACTS]
     names += [n for n in facts if n.endswith(".broadcast")]
     equal = {n: facts[n] for n in names if n in facts}
     for name, f in fields.items():
@@ -310,7 +338,8 @@ def _settled(op: Op, name: str, span: Span) -> bool:
 def facts_of_row(op: Op, row: Row, device: Facts) -> Known:
     """Return what is known of every call of a row."""
     when = dict(row.when)
-    itemsize = {"itemsize": getattr(torch, str(when["dtype"])).itemsize} if when.get("dtype") else {}
+    itemsize = ({"itemsize": getattr(torch, str(when["dtype"])).itemsize} if when.get("dtype")
+                else {})
     defaults = dict.fromkeys(absent_facts(op, row))
     return {**device, **defaults, **itemsize, **when, **dict(row.sizes)}
 
@@ -327,7 +356,8 @@ def absent_facts(op: Op, row: Row) -> list[str]:
 def union(a: Span, b: Span) -> Span | None:
     """Return both spans as one if there is nothing between them, else None."""
     if a[2:] == b[2:]:
-        if a.high is None or b.low is None or b.low > above(a.high) or (a.low is not None and b.low < a.low):
+        if (a.high is None or b.low is None or b.low > above(a.high)
+            or (a.low is not None and b.low < a.low)):
             return None
         high = None if b.high is None else max(a.high, b.high)
         return Span(a.low, high, *a[2:])
@@ -336,7 +366,8 @@ def union(a: Span, b: Span) -> Span | None:
     flipped = (set(a.multiples) & set(b.others)) | (set(a.others) & set(b.multiples))
     if len(flipped) != 1:
         return None
-    rest = [tuple(m for m in ms if m not in flipped) for ms in (a.multiples, a.others, b.multiples, b.others)]
+    rest = [tuple(m for m in ms if m not in flipped)
+            for ms in (a.multiples, a.others, b.multiples, b.others)]
     return Span(a.low, a.high, rest[0], rest[1]) if rest[:2] == rest[2:] else None
 
 
@@ -351,13 +382,17 @@ def _sort_key(span: Span) -> tuple[Any, ...]:
 
 
 def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
-    """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the tests tell apart."""
+    """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the
+    tests tell apart.
+    """
     at, end = bucket_bottom(first), bucket_top(last)
     while at <= end:
         top = bucket_top(at)
         kinds: dict[Span, list[int]] = {}
-        near = [*range(at, min(top, at + MOST_RESIDUES) + 1), *range(max(at, top - MOST_RESIDUES), top + 1)]
-        edges = [n for e in (*f.above, *f.equals) for n in (_floor(e) - 1, _floor(e), _floor(e) + 1) if at <= n <= top]
+        near = [*range(at, min(top, at + MOST_RESIDUES) + 1),
+                *range(max(at, top - MOST_RESIDUES), top + 1)]
+        edges = [n for e in (*f.above, *f.equals) for n in (_floor(e) - 1, _floor(e), _floor(e) + 1)
+                 if at <= n <= top]
         for n in sorted({*near, *edges}):
             kinds.setdefault(span_of(f, n, True), []).append(n)
         for values in kinds.values():

@@ -1,9 +1,10 @@
 """A dispatch table: which kernel serves which calls, decided ahead of time and written to a file.
 
-A row holds, for one op: the facts that a call must have (dtype, switches, which tensors are given and their
-strides), the range of each of its sizes, and the kernels to try, best first. The stamp says where the table
-is valid: device and driver, builds of the kernels, their capabilities, policy. `dispatch_table.json` is
-documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py turns one into plain Python.
+A row holds, for one op: the facts that a call must have (dtype, switches, which tensors are given
+and their strides), the range of each of its sizes, and the kernels to try, best first. The stamp
+says where the table is valid: device and driver, builds of the kernels, their capabilities, policy.
+`dispatch_table.json` is documented in docs/tables.md. plan/solver.py makes tables, plan/lower.py
+turns one into plain Python.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"
 MOST_ROWS = 20_000
 TRANSFORMS = ("contiguous", "cast", "layout")
-_SAME_MACHINE = ("index", "total_memory")      # of a device: as in its signature, these do not count
+# of a device: as in its signature, these do not count
+_SAME_MACHINE = ("index", "total_memory")
 
 Number = Union[int, float]
 Scalar = Union[str, int, float, bool, None]
@@ -46,7 +48,8 @@ T = TypeVar("T", bound="Hashed")
 
 
 def _in_order(ends: Sequence[Any]) -> bool:
-    numbers = [end for end in ends if type(end) in (int, float) and abs(end) < 1e300]      # as floats hold them
+    # as floats hold them
+    numbers = [end for end in ends if type(end) in (int, float) and abs(end) < 1e300]
     return len(ends) == 2 == len(numbers) + list(ends).count(None) and numbers == sorted(numbers)
 
 
@@ -57,8 +60,8 @@ MOST = Check(f"a list of at most {MOST_ROWS}", lambda rows: len(rows) <= MOST_RO
 
 
 class Span(NamedTuple):
-    """The numbers from `low` to `high`, both included (None: no end), that are multiples of all `multiples` and of
-    none of `others`."""
+    """The numbers from `low` to `high`, both included (None: no end), that are multiples of all
+    `multiples` and of none of `others`."""
 
     low: Number | None = None
     high: Number | None = None
@@ -66,27 +69,33 @@ class Span(NamedTuple):
     others: tuple[int, ...] = ()
 
     def covers(self, n: Any) -> bool:
-        return (n is not None and (self.low is None or n >= self.low) and (self.high is None or n <= self.high)
-                and all(n % m == 0 for m in self.multiples) and all(n % m != 0 for m in self.others))
+        return (n is not None and (self.low is None or n >= self.low)
+                and (self.high is None or n <= self.high)
+                and all(n % m == 0 for m in self.multiples)
+                and all(n % m != 0 for m in self.others))
 
     @property
     def point(self) -> bool:
         return self.low is not None and self.low == self.high
 
     def __str__(self) -> str:
-        text = str(self.low) if self.point else f"{_shown(self.low, below)}-{_shown(self.high, above)}"
-        return text + "".join(f" x{m}" for m in self.multiples) + "".join(f" not x{m}" for m in self.others)
+        text = (str(self.low) if self.point
+                else f"{_shown(self.low, below)}-{_shown(self.high, above)}")
+        return text + "".join(f" x{m}" for m in self.multiples) + "".join(f" not x{m}"
+                                                                          for m in self.others)
 
     def to_json(self) -> Any:
         ends = [self.low, self.high]
         if not self.multiples and not self.others:
             return ends
-        return {"range": ends, "multiple_of": list(self.multiples), "not_multiple_of": list(self.others)}
+        return {"range": ends, "multiple_of": list(self.multiples),
+                "not_multiple_of": list(self.others)}
 
     @classmethod
     def read_json(cls, data: Any, at: At) -> Span | None:
         ranged = read_fields(_Range, data if isinstance(data, Mapping) else {"range": data}, at)
-        return ranged and cls(ranged.range[0], ranged.range[1], ranged.multiple_of, ranged.not_multiple_of)
+        return (ranged and cls(ranged.range[0], ranged.range[1], ranged.multiple_of,
+                               ranged.not_multiple_of))
 
 
 class Choice(NamedTuple):
@@ -97,7 +106,8 @@ class Choice(NamedTuple):
     workspace: Count = 0                       # bytes
 
     def to_json(self) -> dict[str, Any]:
-        return {name: encode(value) for name, value in self._asdict().items() if value or name == "kernel"}
+        return {name: encode(value) for name, value in self._asdict().items() if value
+                or name == "kernel"}
 
 
 class _Range(NamedTuple):
@@ -119,7 +129,10 @@ class _RowMembers(NamedTuple):
 
 @dataclass(frozen=True)
 class Row(Record):
-    """`when` must be equal, `sizes` must be within. A fact of `when` that is None must be absent."""
+    """`when` must be equal, `sizes` must be within.
+
+    A fact of `when` that is None must be absent.
+    """
 
     op: str
     when: tuple[tuple[str, Scalar], ...]
@@ -146,7 +159,8 @@ class Row(Record):
         return " ".join([self.op, *facts, *(f"{n}={s}" for n, s in self.sizes)])
 
     def to_json(self) -> dict[str, Any]:
-        return encode({"op": self.op, "when": dict(self.when), "sizes": dict(self.sizes), "choices": self.choices})  # type: ignore[no-any-return]
+        return encode({"op": self.op, "when": dict(self.when), "sizes": dict(self.sizes),
+                       "choices": self.choices})  # type: ignore[no-any-return]
 
     @classmethod
     def read_json(cls, data: Any, at: At) -> Row | None:
@@ -155,11 +169,13 @@ class Row(Record):
 
 
 @dataclass(frozen=True)
-class Stamp(Record, json="device signature place policy capabilities builds library", names={"library": "layerzero"}):
+class Stamp(Record, json="device signature place policy capabilities builds library",
+            names={"library": "layerzero"}):
     """Where a table is valid."""
 
     device: Device
-    place: Text                                # as measurements have it: the device's signature and threads
+    # as measurements have it: the device's signature and threads
+    place: Text
     policy: Text
     capabilities: Text
     builds: Mapping[str, str]                  # kernel -> version of what it was built from
@@ -178,22 +194,29 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
                    installed_version("layerzero") or "unknown")
 
     def drift(self, now: Stamp) -> list[Reason]:
-        """Return what has changed since; an empty list if the table is valid in the world of `now`."""
-        then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE} for s in (self, now))
-        changed = [(f"device.{name}", then[name], current[name]) for name in then if then[name] != current[name]]
+        """Return what has changed since; an empty list if the table is valid in the world of `now`.
+        """
+        then, current = ({k: v for k, v in asdict(s.device).items() if k not in _SAME_MACHINE}
+                         for s in (self, now))
+        changed = [(f"device.{name}", then[name], current[name]) for name in then
+                   if then[name] != current[name]]
         if not changed and self.place != now.place:
             changed.append(("threads", self.place, now.place))
-        changed += [(name, getattr(self, name), getattr(now, name)) for name in ("policy", "capabilities")
+        changed += [(name, getattr(self, name), getattr(now, name))
+                    for name in ("policy", "capabilities")
                     if getattr(self, name) != getattr(now, name)]
-        changed += [(f"build of {k}", v, now.builds.get(k, "absent")) for k, v in self.builds.items()
+        changed += [(f"build of {k}", v, now.builds.get(k, "absent"))
+                    for k, v in self.builds.items()
                     if now.builds.get(k) != v]
-        return [Reason(Code.PLAN_DRIFT, f"{name} {old}", f"{name} {new}", name) for name, old, new in changed]
+        return [Reason(Code.PLAN_DRIFT, f"{name} {old}", f"{name} {new}", name)
+                for name, old, new in changed]
 
     @classmethod
     def read_json(cls, data: Any, at: At) -> Stamp | None:
         stamp: Stamp | None = read_fields(cls, data, at)
         if stamp is not None and data.get("signature") != stamp.signature:
-            (at / "signature").wrong(f"{stamp.signature}, that of the device beside it", data.get("signature"))
+            (at / "signature").wrong(f"{stamp.signature}, that of the device beside it",
+                                     data.get("signature"))
         return stamp
 
 
@@ -217,11 +240,13 @@ class Hashed(Record):
 
     @classmethod
     def read_json(cls: type[T], data: Any, at: At) -> T | None:
-        content = {key: value for key, value in data.items() if key != "hash"} if isinstance(data, Mapping) else {}
+        content = ({key: value for key, value in data.items() if key != "hash"}
+                   if isinstance(data, Mapping) else {})
         value: T | None = read_fields(cls, content, at, **cls.read_others(content, at))
         if value is not None and data.get("hash") != digest(content):
-            (at / "hash").wrong(f"{digest(content)[:16]}..., that of the content: the file was changed after it was "
-                                "made", data.get("hash"))
+            (at / "hash").wrong(
+                f"{digest(content)[:16]}..., that of the content: the file was changed after it "
+                "was made", data.get("hash"))
         return value
 
     @classmethod
@@ -235,7 +260,8 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
     stamp: Stamp
     rows: Annotated[tuple[Row, ...], MOST]
     jit: Annotated[tuple[Artefact, ...], MOST] = ()
-    finder: Callable[[str, Facts], int] | None = field(default=None, compare=False, repr=False)   # the lowered form
+    # the lowered form
+    finder: Callable[[str, Facts], int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def policy(self) -> str:
@@ -261,7 +287,8 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
     def leaves(self, op: str) -> Iterator[Rule]:
         """Yield rules at the numbers where answers change: a key must tell both sides apart."""
-        seen = {(name, span) for _, row in self.by_op.get(op, ()) for name, span in row.sizes if "." not in name}
+        seen = {(name, span) for _, row in self.by_op.get(op, ()) for name, span in row.sizes
+                if "." not in name}
         for name, span in sorted(seen, key=str):
             if span.low is not None:
                 yield Rule(name, "le", below(span.low), Code.PLAN_BUCKET_MISS)
@@ -269,7 +296,8 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
                 yield Rule(name, "le", span.high, Code.PLAN_BUCKET_MISS)
             for m in (*span.multiples, *span.others):
                 yield Rule(name, "multiple_of", m, Code.PLAN_BUCKET_MISS)
-        exact = {pair for _, row in self.by_op.get(op, ()) for pair in row.when if type(pair[1]) in (int, float)}
+        exact = {pair for _, row in self.by_op.get(op, ()) for pair in row.when
+                 if type(pair[1]) in (int, float)}
         for name, value in sorted(exact, key=str):
             yield Rule(name, "eq", value, Code.PLAN_BUCKET_MISS)
 
@@ -282,21 +310,27 @@ class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Table:
-        return cls.from_json(reading.read_json(path, "a dispatch table, such as lz solve writes"), str(path))
+        return cls.from_json(reading.read_json(path, "a dispatch table, such as lz solve writes"),
+                             str(path))
 
     def __str__(self) -> str:
-        return f"table {self.id}: {len(self.rows)} rows of {len(self.by_op)} ops for {self.stamp.device.name}"
+        return (f"table {self.id}: {len(self.rows)} rows of {len(self.by_op)} ops for "
+                f"{self.stamp.device.name}")
 
 
 def distribution_of(kernel: Kernel) -> str:
-    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own."""
+    """Return the package that a kernel comes with: ours for what we compile, torch for torch's own.
+    """
     if not kernel.package:
         return "layerzero" if kernel.built is not None else "torch"
     return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
 
 
 def _shown(end: Number | None, beyond: Callable[[Number], Number]) -> str:
-    """Show an end of a span. An end next to a round float is shown as that float in parentheses: excluded."""
+    """Show an end of a span.
+
+    An end next to a round float is shown as that float in parentheses: excluded.
+    """
     if end is None:
         return "..."
     return f"({beyond(end)})" if len(repr(beyond(end))) < len(repr(end)) - 4 else str(end)
@@ -307,8 +341,10 @@ def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     try:
         replace_output(Path(path), json.dumps(data, indent=1, allow_nan=False) + "\n")
     except OSError as e:
-        raise DataError(f"{path} cannot be written: {e.strerror}; give a path in a folder that exists") from e
+        raise DataError(
+            f"{path} cannot be written: {e.strerror}; give a path in a folder that exists") from e
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True,
+                                     separators=(",", ":")).encode()).hexdigest()

@@ -1,8 +1,10 @@
-"""Is lz as fast against torch as it was? A fixed list of calls, timed against plain torch in one run.
+"""Is lz as fast against torch as it was? A fixed list of calls, timed against plain torch in one
+run.
 
-A baseline (benchmarks/baselines/<target>.json) holds for each call how many times faster than torch it was. Both sides
-are timed in turns in the same rounds, so a machine that is busy slows both. A call has regressed if the whole 95 %
-interval of its ratio lies below that of the baseline by more than the threshold, also in other processes.
+A baseline (benchmarks/baselines/<target>.json) holds for each call how many times faster than torch
+it was. Both sides are timed in turns in the same rounds, so a machine that is busy slows both. A
+call has regressed if the whole 95 % interval of its ratio lies below that of the baseline by more
+than the threshold, also in other processes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from ..world.settings import configure
 SCHEMA = "layerzero.baseline/1"
 THRESHOLD = 0.15                               # of the ratio that may be lost
 SECONDS, QUICK_SECONDS = 1.5, 0.4              # for each call
-PROCESSES = 3                                  # that a baseline is made in, and that a slower call is confirmed in
+# that a baseline is made in, and that a slower call is confirmed in
+PROCESSES = 3
 RESAMPLES, SURE = 1000, 0.95
 Positive = Annotated[float, Check("a number > 0", lambda n: 0 < n < math.inf)]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
@@ -44,7 +47,9 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 @dataclass(frozen=True)
 class MeasuredSpeed(Record):
-    """How many times faster than torch, and between which ratios the true one lies with 95 % confidence."""
+    """How many times faster than torch, and between which ratios the true one lies with 95 %
+    confidence.
+    """
 
     ratio: Positive
     low: Positive
@@ -54,14 +59,17 @@ class MeasuredSpeed(Record):
     rounds: int
 
     def to_json(self) -> dict[str, Any]:
-        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
+        return {name: round(v, 4) if isinstance(v, float) else v
+                for name, v in super().to_json().items()}
 
 
-Timer = Callable[[Sequence[str], str, float], Mapping[str, MeasuredSpeed]]     # calls, device, seconds for each
+# calls, device, seconds for each
+Timer = Callable[[Sequence[str], str, float], Mapping[str, MeasuredSpeed]]
 
 
 @dataclass(frozen=True)
-class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target device torch made threshold calls"):
+class Baseline(Record, header={"schema": SCHEMA}, whole=True,
+               json="target device torch made threshold calls"):
     target: str
     device: str
     torch: str
@@ -75,7 +83,8 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target devic
 
     @classmethod
     def load(cls, path: Path) -> Baseline:
-        return cls.from_json(read_json(path, "a baseline, such as lz gate --write-baseline makes"), str(path))
+        return cls.from_json(read_json(path, "a baseline, such as lz gate --write-baseline makes"),
+                             str(path))
 
     def save(self, path: Path) -> None:
         try:
@@ -85,8 +94,11 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True, json="target devic
             raise DataError(f"{path}: cannot write the baseline: {e.strerror}") from e
 
 
-def make_baseline(target: str, device: str, seconds: float = SECONDS, again: Timer | None = None) -> Baseline:
-    """Time every call now, in several processes: where memory lies differs between them by more than within one."""
+def make_baseline(target: str, device: str, seconds: float = SECONDS,
+                  again: Timer | None = None) -> Baseline:
+    """Time every call now, in several processes: where memory lies differs between them by more
+    than within one.
+    """
     timer = again or in_new_process
     runs = [timer(tuple(CALLS), device, seconds) for _ in range(PROCESSES)]
     return Baseline(target, hardware.probe(device).name, str(torch.__version__),
@@ -94,26 +106,34 @@ def make_baseline(target: str, device: str, seconds: float = SECONDS, again: Tim
                     {name: merged([run[name] for run in runs]) for name in CALLS})
 
 
-def compare(path: Path, target: str, device: str, seconds: float = SECONDS, first: Timer | None = None,
-            again: Timer | None = None, say: Callable[[str], None] = lambda text: None) -> Iterator[Checked]:
-    """Every call against the baseline of this file. A machine without a baseline of its own is a finding.
+def compare(path: Path, target: str, device: str, seconds: float = SECONDS,
+            first: Timer | None = None,
+            again: Timer | None = None, say: Callable[[str], None] = lambda text: None) -> Iterator[
+                Checked]:
+    """Every call against the baseline of this file. A machine without a baseline of its own is a
+    finding.
 
-    What seems slower is timed `again`, in processes of their own, and counts as slower only if each of them says so.
+    What seems slower is timed `again`, in processes of their own, and counts as slower only if each
+    of them says so.
     """
     says, name = "there is a baseline of this device", hardware.probe(device).name
     if not path.is_file():
         yield Checked("baseline", says, 1, (Finding("baseline", target, f"there is no {path}",
-                                                    "lz gate --write-baseline makes one; commit it, or waive this"),))
+                                                    "lz gate --write-baseline makes one; commit "
+                                                    "it, or waive this"),))
         return
     baseline = Baseline.load(path)
     if (baseline.target, baseline.device) != (target, name):
         yield Checked("baseline", says, 1, (Finding(
-            "baseline", target, f"{path} is of {baseline.target}, {baseline.device}; this is {target}, {name}",
+            "baseline", target,
+            f"{path} is of {baseline.target}, {baseline.device}; this is {target}, {name}",
             "lz gate --write-baseline makes one for this device; or waive this"),))
         return
-    missing = tuple(Finding("baseline", call, f"{path} does not have it", "lz gate --write-baseline")
+    missing = tuple(Finding("baseline", call, f"{path} does not have it",
+                            "lz gate --write-baseline")
                     for call in CALLS if call not in baseline.calls)
-    gone = tuple(Finding("baseline", call, f"{path} has it, and it is not timed any more", "lz gate --write-baseline")
+    gone = tuple(Finding("baseline", call, f"{path} has it, and it is not timed any more",
+                         "lz gate --write-baseline")
                  for call in baseline.calls if call not in CALLS)
     note = "" if baseline.torch == torch.__version__ else f"made with torch {baseline.torch}"
     yield Checked("baseline", says, len(CALLS), missing + gone, note)
@@ -123,66 +143,86 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS, firs
         slower = tuple(call for call in known if now[call].high < baseline.least(call))
         if slower:
             retimed = (again or in_new_process)(slower, device, 2 * seconds)
-            now |= {call: max(now[call], retimed[call], key=lambda timed: timed.high) for call in slower}
+            now |= {call: max(now[call], retimed[call], key=lambda timed: timed.high)
+                    for call in slower}
     findings = []
     for call in known:
         timed, was, least = now[call], baseline.calls[call], baseline.least(call)
-        text = (f"{timed.ratio:.2f} times torch's speed (95 % of {timed.low:.2f} to {timed.high:.2f}), "
-                f"was {was.ratio:.2f}")
+        text = (
+            f"{timed.ratio:.2f} times torch's speed (95 % of {timed.low:.2f} to {timed.high:.2f}), "
+            f"was {was.ratio:.2f}")
         say(f"      {call}: {text}")
         if timed.high < least:
             findings.append(Finding(target, call, f"{text}; at least {least:.2f} is wanted",
-                                    "find the change that made it slower, or waive it with a reason and a day"))
-    yield Checked(target, f"no call is more than {baseline.threshold:.0%} slower against torch than it was",
+                                    "find the change that made it slower, or waive it with a "
+                                    "reason and a day"))
+    yield Checked(target,
+                  f"no call is more than {baseline.threshold:.0%} slower against torch than it was",
                   len(known), tuple(findings))
 
 
 def merged(runs: Sequence[MeasuredSpeed]) -> MeasuredSpeed:
-    """Merge the timings of several processes: their medians, and an interval that holds all their intervals."""
+    """Merge the timings of several processes: their medians, and an interval that holds all their
+    intervals.
+    """
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
-    return MeasuredSpeed(middle(r.ratio for r in runs), min(r.low for r in runs), max(r.high for r in runs),
-                 middle(r.lz_us for r in runs), middle(r.torch_us for r in runs), sum(r.rounds for r in runs))
+    return MeasuredSpeed(middle(r.ratio for r in runs), min(r.low for r in runs),
+                         max(r.high for r in runs),
+                 middle(r.lz_us for r in runs), middle(r.torch_us for r in runs),
+                         sum(r.rounds for r in runs))
 
 
-def in_this_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, MeasuredSpeed]:
+def in_this_process(calls: Sequence[str], device: str,
+                    seconds: float) -> Mapping[str, MeasuredSpeed]:
     with _conditions(device):
         return {name: time_call(CALLS[name], device, seconds) for name in calls}
 
 
-def in_new_process(calls: Sequence[str], device: str, seconds: float) -> Mapping[str, MeasuredSpeed]:
+def in_new_process(calls: Sequence[str], device: str,
+                   seconds: float) -> Mapping[str, MeasuredSpeed]:
     code = "import sys; from layerzero.release.performance import _print; _print(sys.argv[1:])"
-    process = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls], capture_output=True, text=True,
+    process = subprocess.run([sys.executable, "-c", code, device, str(seconds), *calls],
+                             capture_output=True, text=True,
                              timeout=600 + 10 * seconds * len(calls))
     if process.returncode:
-        raise DataError(f"timing {', '.join(calls)} in a process of its own ended with {process.returncode}:\n"
-                        f"{process.stderr.strip()[-2000:]}")
-    return {name: MeasuredSpeed(**row) for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
+        raise DataError(
+            f"timing {', '.join(calls)} in a process of its own ended with {process.returncode}:\n"
+            f"{process.stderr.strip()[-2000:]}")
+    return {name: MeasuredSpeed(**row)
+            for name, row in json.loads(process.stdout.splitlines()[-1]).items()}
 
 
 def _print(words: Sequence[str]) -> None:
     device, seconds, *calls = words
-    print(json.dumps({name: t.to_json() for name, t in in_this_process(calls, device, float(seconds)).items()}))
+    print(json.dumps({name: t.to_json()
+                      for name, t in in_this_process(calls, device, float(seconds)).items()}))
 
 
 def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> MeasuredSpeed:
-    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval."""
+    """Time lz and torch in turns; return the median ratio of the rounds with a bootstrap interval.
+    """
     with torch.no_grad():
         ours, torchs = make(device)
         timings = in_turns({"lz": ours, "torch": torchs}, seconds, device)
-    ratios = torch.tensor([t / o for o, t in zip(timings.rounds["lz"], timings.rounds["torch"])], dtype=torch.float64)
-    draws = torch.randint(len(ratios), (RESAMPLES, len(ratios)), generator=torch.Generator().manual_seed(0))
+    ratios = torch.tensor([t / o for o, t in zip(timings.rounds["lz"], timings.rounds["torch"])],
+                          dtype=torch.float64)
+    draws = torch.randint(len(ratios), (RESAMPLES, len(ratios)),
+                          generator=torch.Generator().manual_seed(0))
     medians = ratios[draws].quantile(0.5, dim=1)
     low, high = (float(medians.quantile(q)) for q in ((1 - SURE) / 2, (1 + SURE) / 2))
     return MeasuredSpeed(
-        float(ratios.quantile(0.5)), low, high, timings.median("lz"), timings.median("torch"), len(ratios)
+        float(ratios.quantile(0.5)), low, high, timings.median("lz"), timings.median("torch"),
+        len(ratios)
     )
 
 
 @contextmanager
 def _conditions(device: str) -> Iterator[None]:
-    """One thread of a CPU, and no measurements but those that come with the package: as on a machine just set up."""
+    """One thread of a CPU, and no measurements but those that come with the package: as on a
+    machine just set up.
+    """
     before, threads = worlds.current().policy, torch.get_num_threads()
     configure(perfdb="off", learn=False)
     if device == "cpu":
@@ -199,7 +239,8 @@ def _conditions(device: str) -> Iterator[None]:
 def _tensors(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     gen = torch.Generator().manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return [(torch.randn(shape, generator=gen) / math.sqrt(shape[-1])).to(device, dtype) for shape in shapes]
+    return [(torch.randn(shape, generator=gen) / math.sqrt(shape[-1])).to(device, dtype)
+            for shape in shapes]
 
 
 def _hidden(device: str) -> int:

@@ -1,7 +1,9 @@
-"""Every kind of file that lz writes: is it read back, is its structure that of its version, is another one refused?
+"""Every kind of file that lz writes: is it read back, is its structure that of its version, is
+another one refused?
 
-The structure of each kind (its names and types) is recorded beside the baselines. A field that comes or goes under the
-same version is a finding: files of users would no longer be what their version says.
+The structure of each kind (its names and types) is recorded beside the baselines. A field that
+comes or goes under the same version is a finding: files of users would no longer be what their
+version says.
 """
 
 from __future__ import annotations
@@ -28,25 +30,37 @@ from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
 from ..tuning.workload import calls_for
 from ..verify.kernel.declarations import Checked, Finding
-from ..verify.trace.definition import Correctness, Environment, Evaluation, Performance, Trace, Workload
+from ..verify.trace.definition import (
+    Correctness,
+    Environment,
+    Evaluation,
+    Performance,
+    Trace,
+    Workload,
+)
 from ..world import capabilities
 from ..world import snapshot as worlds
 from . import performance, soak
 
 RECORD = "schemas.json"
-_BY_NAME = "*"                                 # stands for names that are data: of kernels, ops, facts, calls
+# stands for names that are data: of kernels, ops, facts, calls
+_BY_NAME = "*"
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: its version, how one is written, how it is read, and where its names are data."""
+    """A kind of file: its version, how one is written, how it is read, and where its names are
+    data.
+    """
 
     version: str
     write: Callable[[Path], None]
     read: Callable[[Path], Any]
     lines: bool = False                        # JSON lines
-    by_name: tuple[str, ...] = ()              # places whose names are data, as structure() writes them
-    opaque: tuple[str, ...] = ()               # places that are not looked into: what is there depends on the data
+    # places whose names are data, as structure() writes them
+    by_name: tuple[str, ...] = ()
+    # places that are not looked into: what is there depends on the data
+    opaque: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()             # places that some files have
 
 
@@ -70,15 +84,18 @@ def _calls(path: Path) -> None:
 
 def _perf_export(path: Path) -> None:
     with perf_store.SqliteStore(path.with_suffix(".sqlite")) as store:
-        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=64", "cpu", 1.0, at=1.0)], {"torch": "x"})
+        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=64", "cpu", 1.0,
+                               at=1.0)], {"torch": "x"})
         store.export(path)
 
 
 def _trace(path: Path) -> None:
     evaluation = Evaluation("PASSED", Environment("cpu", {"torch": str(torch.__version__)}),
                             "2026-01-01T00:00:00+00:00", "", Correctness(), Performance(1.0, 2.0))
-    workload = Workload.from_json({"uuid": "one", "axes": {"n": 1}, "inputs": {"x": {"type": "random"}}})
-    path.write_text(json.dumps(Trace("rms_norm", workload, "lz", evaluation).to_json()) + "\n", encoding="utf-8")
+    workload = Workload.from_json({"uuid": "one", "axes": {"n": 1},
+                                   "inputs": {"x": {"type": "random"}}})
+    path.write_text(json.dumps(Trace("rms_norm", workload, "lz", evaluation).to_json()) + "\n",
+                    encoding="utf-8")
 
 
 def _baseline(path: Path) -> None:
@@ -88,7 +105,8 @@ def _baseline(path: Path) -> None:
 
 def _soak(path: Path) -> None:
     samples = [soak.SoakSample(float(i), 1.0, 1, 1, 1.0, 1.0, 1.0, 1) for i in range(24)]
-    soak.SoakReport(1.0, [soak.SoakPart("2026-01-01", "a CPU", "2.13", samples, {"calls": 1}, [], 1.0)]).save(path)
+    soak.SoakReport(1.0, [soak.SoakPart("2026-01-01", "a CPU", "2.13", samples, {"calls": 1}, [],
+                                        1.0)]).save(path)
 
 
 def _read_calls(path: Path) -> Any:
@@ -124,10 +142,12 @@ KINDS: Mapping[str, FileKind] = {
         optional=(*_ROWS["optional"], "kernels.*.certificate"),
     ),
     "calls": FileKind(
-        "", _calls, _read_calls, lines=True, opaque=("arguments",), optional=("case", "dtype", "count", "grad", "name")
+        "", _calls, _read_calls, lines=True, opaque=("arguments",),
+        optional=("case", "dtype", "count", "grad", "name")
     ),
     "perf export": FileKind(
-        exchange.SCHEMA, _perf_export, exchange.read_lines, lines=True, by_name=("data",), opaque=("data",)
+        exchange.SCHEMA, _perf_export, exchange.read_lines, lines=True, by_name=("data",),
+        opaque=("data",)
     ),
     "trace": FileKind(
         "",
@@ -136,22 +156,27 @@ KINDS: Mapping[str, FileKind] = {
         lines=True,
         opaque=("workload.axes", "workload.inputs", "evaluation.environment.libs"),
     ),
-    "baseline": FileKind(performance.SCHEMA, _baseline, performance.Baseline.load, by_name=("calls",)),
+    "baseline": FileKind(performance.SCHEMA, _baseline, performance.Baseline.load,
+                         by_name=("calls",)),
     "soak": FileKind(soak.SCHEMA, _soak, soak.SoakReport.load, opaque=("counts", "parts[].counts")),
 }
 
 
-def structure(data: Any, by_name: tuple[str, ...] = (), opaque: tuple[str, ...] = (), at: str = "") -> set[str]:
+def structure(data: Any, by_name: tuple[str, ...] = (), opaque: tuple[str, ...] = (),
+              at: str = "") -> set[str]:
     """Every place of JSON data that has a name: {"rows[].op", ...}."""
     if at in opaque:
         return {at}
     if isinstance(data, Mapping):
         places = {at} if at else set()
         for name, value in data.items():
-            places |= structure(value, by_name, opaque, f"{at}.{_BY_NAME if at in by_name else name}".lstrip("."))
+            places |= structure(value, by_name, opaque,
+                                f"{at}.{_BY_NAME if at in by_name else name}".lstrip("."))
         return places
     if isinstance(data, list):
-        return {at, *(place for value in data for place in structure(value, by_name, opaque, f"{at}[]"))}
+        return {at,
+                *(place for value in data
+                  for place in structure(value, by_name, opaque, f"{at}[]"))}
     return {at}
 
 
@@ -162,16 +187,20 @@ def check(record: Path | None) -> Iterator[Checked]:
         started, findings = time.perf_counter(), []           # type: float, list[Finding]
         with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
             try:
-                findings = [Finding("files", name, text) for text in _problems(name, kind, Path(folder), known)]
-            except FAULTS as e:                # a reader that ends in anything else than its own error is a finding
+                findings = [Finding("files", name, text)
+                            for text in _problems(name, kind, Path(folder), known)]
+            # a reader that ends in anything else than its own error is a finding
+            except FAULTS as e:
                 findings = [Finding("files", name, f"ended in {type(e).__name__}: {e}")]
         note = "" if known is not None else "the structure is recorded in a source checkout only"
-        yield Checked("files", f"{name} {kind.version}".strip() + ": written, read back, as recorded, others refused",
+        yield Checked("files", f"{name} {kind.version}".strip()
+                      + ": written, read back, as recorded, others refused",
                       1, tuple(findings), note, time.perf_counter() - started)
     yield _database()
 
 
-def _problems(name: str, kind: FileKind, folder: Path, known: Mapping[str, Any] | None) -> Iterator[str]:
+def _problems(name: str, kind: FileKind, folder: Path,
+              known: Mapping[str, Any] | None) -> Iterator[str]:
     path = folder / "file"
     kind.write(path)
     kind.read(path)
@@ -184,12 +213,16 @@ def _problems(name: str, kind: FileKind, folder: Path, known: Mapping[str, Any] 
         changes = "; ".join(filter(None, (f"new: {', '.join(added[:6])}" if added else "",
                                           f"gone: {', '.join(gone[:6])}" if gone else "")))
         same = recorded["version"] == kind.version
-        yield (f"its structure changed under the same version {kind.version or '(none)'}: {changes}; give it a new "
-               f"version, or record it with lz gate --write-schemas if readers of before take it" if same else
-               f"version {kind.version} is not recorded (was {recorded['version'] or 'none'}); lz gate --write-schemas")
+        yield (
+            f"its structure changed under the same version {kind.version or '(none)'}: {changes}; "
+            "give it a new version, or record it with lz gate --write-schemas if readers of "
+            "before take it" if same else
+            f"version {kind.version} is not recorded (was {recorded['version'] or 'none'}); lz "
+            "gate --write-schemas")
     spoilt = {"an empty file": "", "half of it": text[:len(text) // 2], "no JSON": "\0\1\2"}
     if kind.version:
-        spoilt["another version"] = text.replace(kind.version, kind.version.rpartition("/")[0] + "/999", 1)
+        spoilt["another version"] = text.replace(kind.version, kind.version.rpartition("/")[0]
+                                                 + "/999", 1)
     for what, content in spoilt.items():
         path.write_text(content, encoding="utf-8")
         try:
@@ -197,18 +230,21 @@ def _problems(name: str, kind: FileKind, folder: Path, known: Mapping[str, Any] 
         except LayerZeroError:
             continue
         if what == "an empty file" and kind.lines and not kind.version:
-            continue                           # lines without a head: none is what was recorded of no calls
+            # lines without a head: none is what was recorded of no calls
+            continue
         yield f"{what} was read as if it were whole"
 
 
 def _structure_of(text: str, kind: FileKind) -> list[str]:
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()] if kind.lines else [json.loads(text)]
+    rows = ([json.loads(line) for line in text.splitlines() if line.strip()] if kind.lines
+            else [json.loads(text)])
     return sorted({place for row in rows for place in structure(row, kind.by_name, kind.opaque)}
                   - {""} - set(kind.optional))
 
 
 def _database() -> Checked:
-    """The SQLite file: made with this version, and one of a later release refused and left alone."""
+    """The SQLite file: made with this version, and one of a later release refused and left alone.
+    """
     started, findings = time.perf_counter(), []   # type: float, list[Finding]
     with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
         path = Path(folder) / "perf.sqlite"
@@ -221,14 +257,16 @@ def _database() -> Checked:
         connection.commit()
         connection.close()
         if (version, owner) != (perf_schema.VERSION, ownership.APPLICATION_ID):
-            findings.append(Finding("files", "perfdb", f"a new file has schema {version} of {owner:#x}, wanted "
+            findings.append(Finding("files", "perfdb",
+                                    f"a new file has schema {version} of {owner:#x}, wanted "
                                     f"{perf_schema.VERSION} of {ownership.APPLICATION_ID:#x}"))
         try:
             perf_store.SqliteStore(path).close()
             findings.append(Finding("files", "perfdb", "a file of a later release was opened"))
         except LayerZeroError:
             pass
-    return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1, tuple(findings),
+    return Checked("files", f"perfdb {perf_schema.VERSION}: made as it says, later ones refused", 1,
+                   tuple(findings),
                    seconds=time.perf_counter() - started)
 
 
@@ -238,10 +276,13 @@ def _recorded(record: Path | None) -> Mapping[str, Any] | None:
     try:
         data = json.loads(record.read_bytes())
     except (OSError, ValueError) as e:
-        raise DataError(f"{record}: cannot read the recorded schemas: {e}; lz gate --write-schemas") from e
+        raise DataError(
+            f"{record}: cannot read the recorded schemas: {e}; lz gate --write-schemas") from e
     if not isinstance(data, Mapping) or not all(
-            isinstance(v, Mapping) and isinstance(v.get("structure"), list) and "version" in v for v in data.values()):
-        raise DataError(f"{record}: wanted version and structure of each kind of file; lz gate --write-schemas")
+            isinstance(v, Mapping) and isinstance(v.get("structure"), list) and "version" in v
+            for v in data.values()):
+        raise DataError(
+            f"{record}: wanted version and structure of each kind of file; lz gate --write-schemas")
     return data
 
 
@@ -252,6 +293,7 @@ def write_record(record: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="layerzero-gate-") as folder:
             path = Path(folder) / "file"
             kind.write(path)
-            structures[name] = {"version": kind.version, "structure": _structure_of(path.read_text("utf-8"), kind)}
+            structures[name] = {"version": kind.version,
+                                "structure": _structure_of(path.read_text("utf-8"), kind)}
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(structures, indent=1) + "\n", encoding="utf-8")

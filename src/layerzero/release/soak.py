@@ -1,10 +1,11 @@
 """Hours of everything at once: does an answer go wrong, does memory grow, does a call get slower?
 
-The time is cut into cycles. In each, worker threads call while one disturbance after the other happens (soak_load.py);
-at its end the threads pause, policy goes back to what it was, and a sample is taken: resident memory, open files,
-threads, and the latency of one fixed call, with torch's own beside it so that a machine that got slower is not taken
-for a library that did. The report holds every sample, and is written after each: an interruption loses one cycle.
-A soak may be run in parts, each a process of its own; trends are of the parts together (trend.py).
+The time is cut into cycles. In each, worker threads call while one disturbance after the other
+happens (soak_load.py); at its end the threads pause, policy goes back to what it was, and a sample
+is taken: resident memory, open files, threads, and the latency of one fixed call, with torch's own
+beside it so that a machine that got slower is not taken for a library that did. The report holds
+every sample, and is written after each: an interruption loses one cycle. A soak may be run in
+parts, each a process of its own; trends are of the parts together (trend.py).
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from .soak_load import CALLS, WRONG, Disturbances, Tally, Workers, cases_of, oth
 from .trend import Trend, theil_sen
 
 SCHEMA = "layerzero.soak/1"
-CACHE_SIZE = 256                               # remembered choices: full after seconds, so that a leak is told from it
-CYCLE_SECONDS, MOST_SAMPLES = 5.0, 720         # a cycle is longer where there would be more samples than these
+# remembered choices: full after seconds, so that a leak is told from it
+CACHE_SIZE = 256
+# a cycle is longer where there would be more samples than these
+CYCLE_SECONDS, MOST_SAMPLES = 5.0, 720
 PROBE_CALLS, PROBE_ROUNDS = 20, 100
-WARM_UP = 0.25                                 # of each part: caches fill and libraries load, which is no trend
-LEAST_JUDGED_HOURS = 0.1                       # a slope per hour of less time than this would be a guess
+# of each part: caches fill and libraries load, which is no trend
+WARM_UP = 0.25
+# a slope per hour of less time than this would be a guess
+LEAST_JUDGED_HOURS = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class SoakSample(Record):
         return self.p50_us / self.torch_us if self.torch_us > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {name: round(v, 4) if isinstance(v, float) else v for name, v in super().to_json().items()}
+        return {name: round(v, 4) if isinstance(v, float) else v
+                for name, v in super().to_json().items()}
 
 
 @dataclass
@@ -160,17 +166,21 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
         long_enough = sum(s[-1].at - s[0].at for s in parts if s) / 3600 >= LEAST_JUDGED_HOURS
         flat = [s for samples in parts for s in samples]
         for bound in BOUNDS if flat else ():
-            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples] for samples in parts])
+            trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples]
+                               for samples in parts])
             level = statistics.median(bound.of(s) for s in flat)
-            series.append(Series(bound.name, bound.unit, bound.most * level if bound.relative else bound.most,
-                                 float(bound.of(flat[0])), float(bound.of(flat[-1])), trend,
-                                 long_enough and trend is not None))
+            series.append(Series(bound.name, bound.unit, bound.most * level if bound.relative
+                                 else bound.most, float(bound.of(flat[0])),
+                                 float(bound.of(flat[-1])), trend, long_enough
+                                 and trend is not None))
         return series
 
     @property
     def passed(self) -> bool:
-        """Nothing went wrong so far and nothing grows; whether it is complete is another question."""
-        return not any(self.counts.get(kind) for kind in WRONG) and all(s.passed for s in self.series)
+        """Nothing went wrong so far and nothing grows; whether it is complete is another question.
+        """
+        return (not any(self.counts.get(kind) for kind in WRONG)
+                and all(s.passed for s in self.series))
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "seconds": round(self.seconds, 1)}
@@ -187,16 +197,18 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
                 file.write(json.dumps(self.to_json(), indent=1) + "\n")
             os.replace(name, path)
         except OSError as e:
-            raise DataError(f"{path}: cannot write the report: {e.strerror}; give a file that can be written") from e
+            raise DataError(
+                f"{path}: cannot write the report: {e.strerror}; give a file that can be written") from e
 
 
-def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02, forks: bool = True,
-         report: SoakReport | None = None, out: Path | None = None, ops: tuple[str, ...] = (), seed: int = 0,
-         say: Callable[[SoakSample, Tally], None] | None = None) -> SoakReport:
+def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02,
+         forks: bool = True, report: SoakReport | None = None, out: Path | None = None,
+         ops: tuple[str, ...] = (), seed: int = 0, say: Callable[[SoakSample, Tally], None]
+         | None = None) -> SoakReport:
     """Run for so many seconds more and return the report with this part added.
 
-    `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part early; the report
-    then says so, and `out` holds it.
+    `rate`: the share of calls of the planted kernels that fail. KeyboardInterrupt ends the part
+    early; the report then says so, and `out` holds it.
     """
     if not seconds > 0:
         raise ConfigError(f"a soak wants seconds > 0, got {seconds!r}")
@@ -204,7 +216,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
         raise ConfigError(f"a soak wants at least one thread, got {threads}")
     kind = hardware.probe(device).type
     report = report if report is not None else SoakReport(seconds)
-    part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"), hardware.probe(device).name,
+    part = SoakPart(datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    hardware.probe(device).name,
                 str(torch.__version__))
     report.parts.append(part)
     tally = Tally()
@@ -226,7 +239,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
                 pause = cycle / (len(disturbances) + 1)
                 for _ in range(len(disturbances)):
                     time.sleep(max(min(pause, end - time.monotonic()), 0.0))
-                    disturbances.do(step)            # all of them in every cycle, however busy the machine is
+                    # all of them in every cycle, however busy the machine is
+                    disturbances.do(step)
                     step += 1
                 workers.pause()
                 disturbances.quiet()
@@ -251,7 +265,8 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
 
 def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbances) -> None:
     for name in other_breakers():
-        text = f"breakers of other kernels: {name} is out of service, and no fault was planted in it"
+        text = (f"breakers of other kernels: {name} is out of service, and no fault was planted in "
+                "it")
         if text not in tally.failures:
             tally.fail("breakers of other kernels", text.partition(": ")[2])
     part.counts, part.failures, part.seconds = dict(tally.counts), list(tally.failures), seconds
@@ -260,10 +275,14 @@ def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbanc
 
 @contextmanager
 def _own_world() -> Iterator[None]:
-    """Measurements go to a store of the soak's own, and settings are after it what they were before."""
+    """Measurements go to a store of the soak's own, and settings are after it what they were
+    before.
+    """
     before = worlds.current().policy
-    with tempfile.TemporaryDirectory(prefix="layerzero-soak-", ignore_cleanup_errors=True) as folder:
-        configure(perfdb=str(Path(folder) / "perf.sqlite"), cache_size=CACHE_SIZE, breaker_cooldown=0.2,
+    with tempfile.TemporaryDirectory(prefix="layerzero-soak-",
+                                     ignore_cleanup_errors=True) as folder:
+        configure(perfdb=str(Path(folder) / "perf.sqlite"), cache_size=CACHE_SIZE,
+                  breaker_cooldown=0.2,
                   log_level="error")   # every planted fault would be a line
         try:
             yield
@@ -273,7 +292,9 @@ def _own_world() -> Iterator[None]:
 
 @contextmanager
 def _counting(tally: Tally) -> Iterator[None]:
-    """Events are counted by their kind: a soak in which nothing was learned or fell back tested less than it says."""
+    """Events are counted by their kind: a soak in which nothing was learned or fell back tested
+    less than it says.
+    """
     stop = events.subscribe(lambda event: tally.add(f"event {type(event).__name__}"))
     try:
         yield
@@ -287,7 +308,8 @@ class Probe:
     def __init__(self, device: str) -> None:
         x, weight = torch.randn(4, 256, device=device), torch.ones(256, device=device)
         public = dispatcher_of("layer_norm").public
-        self._wait: Callable[[], Any] = torch.accelerator.synchronize if device != "cpu" else lambda: None
+        self._wait: Callable[[], Any] = (torch.accelerator.synchronize if device != "cpu"
+                                         else lambda: None)
         self._ours: Callable[[], Any] = lambda: public(x, weight)
         self._torchs: Callable[[], Any] = lambda: torch.nn.functional.layer_norm(x, (256,), weight)
 
@@ -309,7 +331,8 @@ class Probe:
                         self._wait()
                         times.append((time.perf_counter_ns() - began) / 1e3)
         ours.sort()
-        return SoakSample(at, rss, fds, threads, statistics.median(ours), ours[int(len(ours) * 0.99)],
+        return SoakSample(at, rss, fds, threads, statistics.median(ours),
+                          ours[int(len(ours) * 0.99)],
                       statistics.median(torchs), sum(tally.counts[kind] for kind in CALLS))
 
 

@@ -1,8 +1,10 @@
-"""What a soak does to the library: calls that are checked, and everything that may happen around them.
+"""What a soak does to the library: calls that are checked, and everything that may happen around
+them.
 
-Worker threads make calls of every operation, each judged like a case of the contract. Meanwhile a kernel fails now and
-then, policy changes, processes are forked, memory is taken and given back, kinds of call are learned and compiled in
-the background. None of it may change an answer, raise at a caller or put another kernel out of service.
+Worker threads make calls of every operation, each judged like a case of the contract. Meanwhile a
+kernel fails now and then, policy changes, processes are forked, memory is taken and given back,
+kinds of call are learned and compiled in the background. None of it may change an answer, raise at
+a caller or put another kernel out of service.
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ from ..world.settings import configure, lock, prefer, unlock
 
 CASES, DTYPES = 4, 2                           # of an operation
 MOST_FAILURES = 50                             # that are kept in words
-FLAKY = "soak.flaky"                           # one kernel of each of these operations fails now and then
+# one kernel of each of these operations fails now and then
+FLAKY = "soak.flaky"
 FLAKY_OPS = ("rms_norm", "attention", "linear", "add_rms_norm")
-RATES = (0.5, 2.5, 15.0)                       # times the share asked for: below and above what opens a breaker
-COMPILING_OP = "add_rms_norm"                  # its planted kernel must be compiled first, in the background
-BURST_SECONDS, BURST_CALLS = 0.05, 400         # of one call over and over: enough of a kind for it to be learned
+# times the share asked for: below and above what opens a breaker
+RATES = (0.5, 2.5, 15.0)
+# its planted kernel must be compiled first, in the background
+COMPILING_OP = "add_rms_norm"
+# of one call over and over: enough of a kind for it to be learned
+BURST_SECONDS, BURST_CALLS = 0.05, 400
 FORK_OPS = ("rms_norm", "layer_norm", "rope")
 PRESSURE_BYTES = 256 << 20
 FORK_SECONDS = 60.0
@@ -95,21 +101,25 @@ class Case:
     def of(cls, op: Op, case: Mapping[str, Any], dtype: str, device: str) -> Case:
         values = case_values(op, case, dtype, device)
         eager = formula(op, values)
-        return cls(op, dtype, device, values, eager if op.read is not None else formula(op, upcast(values)), eager)
+        return cls(op, dtype, device, values, eager if op.read is not None
+                   else formula(op, upcast(values)), eager)
 
     def complaint(self, result: Any) -> str:
         """What is wrong with a result; "" if it is right."""
         results = results_of(result)
         if self.op.read is not None:
-            return "" if results == self.eager else f"{results!r:.200} instead of {self.eager!r:.200}"
+            return ("" if results == self.eager
+                    else f"{results!r:.200} instead of {self.eager!r:.200}")
         if len(results) != len(self.eager):
             return f"{len(results)} results instead of {len(self.eager)}"
         for i, (g, truth, eager) in enumerate(zip(results, self.truth, self.eager)):
             if not isinstance(g, Tensor) or g.shape != eager.shape or g.dtype != eager.dtype:
-                return f"result {i} is {g if not isinstance(g, Tensor) else (tuple(g.shape), g.dtype)}"
+                return (f"result {i} is "
+                        f"{g if not isinstance(g, Tensor) else (tuple(g.shape), g.dtype)}")
             verdict = judge_result(self.op, self.dtype, f"result {i}", g, g, truth, eager)
             if verdict.complaints and not (all(c.kind == "error" for c in verdict.complaints)
-                                           and g.is_floating_point() and may_be_chance(results, verdict.ratio)):
+                                           and g.is_floating_point()
+                                           and may_be_chance(results, verdict.ratio)):
                 return verdict.complaints[0].text
         return ""
 
@@ -128,7 +138,8 @@ def cases_of(devices: Sequence[str], ops: Sequence[str] = ()) -> list[Case]:
             for device in devices:
                 if op.read is not None and device != "cpu":    # text is on no device
                     continue
-                cases += [Case.of(op, case, dtype, device) for dtype in op.dtypes[:DTYPES] for case in op.cases[:CASES]]
+                cases += [Case.of(op, case, dtype, device) for dtype in op.dtypes[:DTYPES]
+                          for case in op.cases[:CASES]]
     return cases
 
 
@@ -146,7 +157,8 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
             result = public(**with_own_generators(case.values), **extra)
         wrong = case.complaint(result)
     except FAULTS as e:                        # nothing that happens here may reach a caller
-        tally.fail("calls that raised", f"{case}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+        tally.fail("calls that raised",
+                   f"{case}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
         return
     tally.add("calls")
     if wrong:
@@ -154,7 +166,9 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
 
 
 def new_size(chance: random.Random, tally: Tally) -> None:
-    """A call of a size that hardly came before: choices are made, remembered and forgotten all the time."""
+    """A call of a size that hardly came before: choices are made, remembered and forgotten all the
+    time.
+    """
     x = torch.randn(chance.randrange(1, 9), chance.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:
@@ -180,7 +194,8 @@ def mistake(tally: Tally) -> None:
 
 
 def burst(case: Case, tally: Tally) -> None:
-    """The same call over and over, as a decode loop makes it; the first and the last are checked."""
+    """The same call over and over, as a decode loop makes it; the first and the last are checked.
+    """
     call_and_check(case, tally)
     public, end, n = dispatcher_of(case.op.name).public, time.monotonic() + BURST_SECONDS, 0
     try:
@@ -200,7 +215,8 @@ class Workers:
         self.cases, self.tally, self.stop = cases, tally, threading.Event()
         self._go, self._seed = threading.Event(), seed
         self._idle = [threading.Event() for _ in range(threads)]
-        self._threads = [threading.Thread(target=self._run, args=(i,), name=f"soak-{i}", daemon=True)
+        self._threads = [threading.Thread(target=self._run, args=(i,), name=f"soak-{i}",
+                                          daemon=True)
                          for i in range(threads)]
 
     def start(self) -> None:
@@ -217,7 +233,8 @@ class Workers:
                 pass
             if not idle.is_set():
                 self.tally.fail("calls that raised", f"{thread.name}: " + (
-                    f"a call did not end within {seconds:g} s" if thread.is_alive() else "the thread died"))
+                    f"a call did not end within {seconds:g} s" if thread.is_alive()
+                    else "the thread died"))
 
     def resume(self) -> None:
         self._go.set()
@@ -246,7 +263,8 @@ class Workers:
                 elif kind < 0.30:
                     burst(chance.choice(self.cases), self.tally)
                 else:
-                    call_and_check(chance.choice(self.cases), self.tally, chance.choice(("", "", "", "reference",
+                    call_and_check(chance.choice(self.cases), self.tally,
+                                   chance.choice(("", "", "", "reference",
                                                                                          "strict")))
         idle.set()
 
@@ -258,9 +276,11 @@ class Flaky:
 
     def __init__(self, op: Op, rate: float, seed: int = 0, jit: bool = False) -> None:
         self.op, self.rate, self.failed, self._chance = op, rate, 0, random.Random(seed)
-        name = f"{FLAKY}_{op.name}_{seed % 64}" if jit else f"{FLAKY}_{op.name}"     # compiled once under a name
+        # compiled once under a name
+        name = f"{FLAKY}_{op.name}_{seed % 64}" if jit else f"{FLAKY}_{op.name}"
         self.kernel = Kernel(name, op, self._load, prior=1e6, less_work="it fails now and then",
-                             jit=jit, package="torch" if jit else "")  # of a library: else it is not compiled unasked
+                             # of a library: else it is not compiled unasked
+                             jit=jit, package="torch" if jit else "")
 
     def _load(self) -> Callable[..., Any]:
         reference = self.op.reference
@@ -269,7 +289,8 @@ class Flaky:
             drawn = self._chance.random()
             if drawn < self.rate:
                 self.failed += 1
-                raise torch.OutOfMemoryError("soak") if drawn < self.rate / 4 else RuntimeError("soak: a planted fault")
+                raise torch.OutOfMemoryError("soak") if drawn < self.rate / 4 else RuntimeError(
+                    "soak: a planted fault")
             return reference(*args, **kwargs)
 
         run.__signature__ = inspect.signature(reference)  # type: ignore[attr-defined]
@@ -279,9 +300,13 @@ class Flaky:
 # What happens around the calls: each is done by the one thread that also takes the samples.
 
 class Disturbances:
-    """Everything that is not a call. `do(i)` does the i-th of a cycle; `quiet()` takes policy back to what it was."""
+    """Everything that is not a call.
 
-    def __init__(self, cases: Sequence[Case], tally: Tally, device: str, rate: float = 0.02, forks: bool = True,
+    `do(i)` does the i-th of a cycle; `quiet()` takes policy back to what it was.
+    """
+
+    def __init__(self, cases: Sequence[Case], tally: Tally, device: str, rate: float = 0.02,
+                 forks: bool = True,
                  seed: int = 0) -> None:
         self.tally, self.device, self.rate, self.seed = tally, device, rate, seed
         self.cases = cases
@@ -290,8 +315,8 @@ class Disturbances:
         self._children = [c for c in cases if c.op.name in FORK_OPS and c.device == "cpu"]
         self.no_forks = "" if forks else "not asked for"
         self._steps: tuple[Callable[[int], None], ...] = (
-            self._strict, self._fork, self._locked, self._pressure, self._denied, self._kernels, self._learning,
-            self._threads, self._little_memory, self._forgotten)
+            self._strict, self._fork, self._locked, self._pressure, self._denied, self._kernels,
+            self._learning, self._threads, self._little_memory, self._forgotten)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -299,14 +324,17 @@ class Disturbances:
     def do(self, i: int) -> None:
         try:
             self._steps[i % len(self._steps)](i)
-        except FAULTS as e:                    # what a program may do at any time must work at any time
+        # what a program may do at any time must work at any time
+        except FAULTS as e:
             self.tally.fail("disturbances that raised", f"{type(e).__name__}: {e}")
 
     def start(self) -> None:
         self._kernels(0)
 
     def quiet(self) -> None:
-        """The policy that was in force before the soak, with this soak's own kernels still registered."""
+        """The policy that was in force before the soak, with this soak's own kernels still
+        registered.
+        """
         worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
@@ -324,7 +352,8 @@ class Disturbances:
         self._unregister()
         for n, name in enumerate(FLAKY_OPS):
             rate = min(self.rate * RATES[(i // len(self) + n) % len(RATES)], 0.9)
-            flaky = Flaky(dispatcher_of(name).op, rate, seed=self.seed + 31 * i + n, jit=name == COMPILING_OP)
+            flaky = Flaky(dispatcher_of(name).op, rate, seed=self.seed + 31 * i + n,
+                          jit=name == COMPILING_OP)
             worlds.register(flaky.kernel)
             self._flaky.append(flaky)
         self.tally.add("registrations", len(FLAKY_OPS))
@@ -346,7 +375,9 @@ class Disturbances:
         self._changed()
 
     def _learning(self, i: int) -> None:
-        """Kinds of call are learned from here to the end of the cycle, in a store of the soak's own."""
+        """Kinds of call are learned from here to the end of the cycle, in a store of the soak's
+        own.
+        """
         configure(learn=True)
         self._changed()
 
@@ -376,8 +407,10 @@ class Disturbances:
 
     def _pressure(self, i: int) -> None:
         """A quarter of what is free, at most PRESSURE_BYTES of a CPU, is taken for a moment."""
-        with mmap.mmap(-1, max(min(free_bytes("cpu") // 4, PRESSURE_BYTES), mmap.PAGESIZE)) as taken:
-            for at in range(0, len(taken), mmap.PAGESIZE):     # it goes back to the system at once, past any allocator
+        with mmap.mmap(-1, max(min(free_bytes("cpu") // 4, PRESSURE_BYTES),
+                               mmap.PAGESIZE)) as taken:
+            # it goes back to the system at once, past any allocator
+            for at in range(0, len(taken), mmap.PAGESIZE):
                 taken[at] = 1
             block = _on_device(self.device) if self.device != "cpu" else None
             time.sleep(0.05)
@@ -418,18 +451,23 @@ def may_not_fork() -> str:
     """Why this process must not be forked; "" if it may."""
     if not hasattr(os, "fork"):
         return "this system does not fork"
-    used = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind) and getattr(torch, kind).is_initialized()]
+    used = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind)
+            and getattr(torch, kind).is_initialized()]
     return f"{used[0]} is in use: a forked process could not use it" if used else ""
 
 
-def in_child(work: Callable[[], None], seconds: float, lock: AbstractContextManager[Any] | None = None) -> str:
-    """Run `work` in a forked child; what went wrong there, "" if nothing. A child that hangs is killed.
+def in_child(work: Callable[[], None], seconds: float, lock: AbstractContextManager[Any]
+             | None = None) -> str:
+    """Run `work` in a forked child; what went wrong there, "" if nothing. A child that hangs is
+    killed.
 
-    `held` is a lock that the child needs: taken around the fork, no thread that is gone holds it there.
+    `held` is a lock that the child needs: taken around the fork, no thread that is gone holds it
+    there.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings(), lock or nullcontext():
-        warnings.simplefilter("ignore", DeprecationWarning)    # a fork of a process with threads is the point here
+        # a fork of a process with threads is the point here
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         status = 1
@@ -449,7 +487,9 @@ def in_child(work: Callable[[], None], seconds: float, lock: AbstractContextMana
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                return "" if code == 0 else f"exit {code}: {os.read(reader, 4000).decode(errors='replace').strip()}"
+                return ("" if code == 0
+                        else f"exit {code}: "
+                             f"{os.read(reader, 4000).decode(errors='replace').strip()}")
             time.sleep(0.005)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

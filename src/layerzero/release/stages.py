@@ -1,4 +1,7 @@
-"""The stages of the release gate. Each yields checks: one with findings fails, one with a note is incomplete."""
+"""The stages of the release gate.
+
+Each yields checks: one with findings fails, one with a note is incomplete.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def _static(options: GateOptions) -> Iterator[Checked]:
 
 def _models(options: GateOptions) -> Iterator[Checked]:
     lane = "full" if options.lane == "full" else "quick"
-    for cell in model_cells(options.families, lane=lane, device=options.device, named=options.backend):
+    for cell in model_cells(options.families, lane=lane, device=options.device,
+                            named=options.backend):
         yield ModelChecked.of(cell)
 
 
@@ -74,32 +78,43 @@ class ModelChecked(Checked):
     @classmethod
     def of(cls, cell: Cell) -> ModelChecked:
         name, _, text = str(cell).partition(": ")
-        findings = () if cell.passed else (Finding("models", name, text, "lz verify --level 2 says which layer"),)
-        return cls("models", f"{name}: as plain torch", 1, findings, seconds=cell.seconds, cell=cell)
+        findings = (() if cell.passed
+                    else (Finding("models", name, text, "lz verify --level 2 says which layer"),))
+        return cls("models", f"{name}: as plain torch", 1, findings, seconds=cell.seconds,
+                   cell=cell)
 
 
 # Correctness.
 
 def _correctness(options: GateOptions) -> Iterator[Checked]:
-    """Check that every kernel that can run here keeps its contract: by a valid certificate, or verified now."""
+    """Check that every kernel that can run here keeps its contract: by a valid certificate, or
+    verified now.
+    """
     able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
     if options.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))
         return
     standing = certificates.statuses(able, hardware.probe(options.device))
-    proven = [k for k in able if isinstance(standing[k.id], Certificate)] if options.lane != "full" else []
+    proven = ([k for k in able if isinstance(standing[k.id], Certificate)] if options.lane != "full"
+              else [])
     unproven = [k for k in able if k not in proven]
     started, findings, ran = time.perf_counter(), [], Counter()      # type: float, list[Finding], Counter[str]
-    for verdict in certify_all(unproven, options.device, "full" if options.lane == "full" else "quick"):
+    for verdict in certify_all(unproven, options.device, "full" if options.lane == "full"
+                               else "quick"):
         ran[verdict.status] += 1
-        options.say(f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} s")
+        options.say(
+            f"      {verdict.kernel}: {verdict.status}, {verdict.ran} cases, {verdict.seconds:.0f} "
+            "s")
         if verdict.failures:
-            says = verdict.diagnosis.says if verdict.diagnosis is not None else str(verdict.failures[0])
-            findings.append(Finding("contract", verdict.kernel, says, f"lz verify --level 1 --kernel {verdict.kernel}"))
+            says = (verdict.diagnosis.says if verdict.diagnosis is not None
+                    else str(verdict.failures[0]))
+            findings.append(Finding("contract", verdict.kernel, says,
+                                    f"lz verify --level 1 --kernel {verdict.kernel}"))
     publish()
-    yield Checked("contract", f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
-                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able), tuple(findings),
-                  seconds=time.perf_counter() - started)
+    yield Checked("contract",
+                  f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
+                  f"{ran['passed']} verified now, {ran['skipped']} refuse every case", len(able),
+                  tuple(findings), seconds=time.perf_counter() - started)
 
 
 def _can_run(kernel: Kernel, device: str) -> bool:
@@ -117,7 +132,8 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
             try:
                 result = check_case(kernel, case, kernel.op.dtypes[0], options.device)
             except FAULTS as e:
-                findings.append(Finding("contract", kernel.id, f"the check ended in {type(e).__name__}: {e}"))
+                findings.append(Finding("contract", kernel.id,
+                                        f"the check ended in {type(e).__name__}: {e}"))
                 break
             ran += result.status != "skipped"
             if result.status == "failed":
@@ -125,7 +141,8 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
                                         f"lz verify --level 1 --kernel {kernel.id}"))
                 break
     note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
-    return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings), note,
+    return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings),
+                   note,
                    time.perf_counter() - started)
 
 
@@ -153,14 +170,19 @@ def soak_checks(report: SoakReport, seconds: float) -> Iterator[Checked]:
     for kind in WRONG:
         if counts.get(kind):
             first = next((text for text in texts if text.startswith(kind)), kind)
-            findings.append(Finding("answers", kind, f"{counts[kind]} times; {first}", "lz soak runs it alone"))
+            findings.append(Finding("answers", kind, f"{counts[kind]} times; {first}",
+                                    "lz soak runs it alone"))
     calls = sum(counts.get(name, 0) for name in ("calls", "calls of new sizes", "calls in bursts"))
     broken_off = f"interrupted after {report.seconds:.0f} s" if report.parts[-1].interrupted else ""
-    yield Checked("answers", f"{calls} calls in {report.seconds:.0f} s of faults, forks and changes: all right",
+    yield Checked("answers",
+                  f"{calls} calls in {report.seconds:.0f} s of faults, forks and changes: all "
+                  "right",
                   len(WRONG), tuple(findings), broken_off, report.seconds)
     series = report.series
-    grown = tuple(Finding("trend", s.name, f"grows by {s.trend.per_hour:.3g} {s.unit} an hour (95 % of "
-                          f"{s.trend.low:.3g} to {s.trend.high:.3g}); at most {s.most:.3g} is wanted",
+    grown = tuple(Finding("trend", s.name,
+                          f"grows by {s.trend.per_hour:.3g} {s.unit} an hour (95 % of "
+                          f"{s.trend.low:.3g} to {s.trend.high:.3g}); at most {s.most:.3g} is "
+                          "wanted",
                           "lz soak --hours shows it")
                   for s in series if not s.passed and s.trend is not None)
     short = not any(s.judged for s in series)
@@ -178,10 +200,12 @@ def readiness_checked(device: str) -> Checked:
     try:
         report = readiness_check(device=device)
     except LayerZeroError as e:
-        return Checked("ready", says, 1, (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
+        return Checked("ready", says, 1,
+                       (Finding("ready", device, f"it ended in {type(e).__name__}: {e}"),))
     findings = tuple(Finding("ready", check.name, check.got, check.hint) for check in report.failed)
     warned = ", ".join(check.name for check in report.warnings)
-    return Checked("ready", says, len(report.checks), findings, f"warnings: {warned}" if warned else "",
+    return Checked("ready", says, len(report.checks), findings, f"warnings: {warned}" if warned
+                   else "",
                    time.perf_counter() - started)
 
 
@@ -190,14 +214,18 @@ STAGES: Mapping[str, GateStage] = {
     "models": GateStage("models equal plain torch", _models),
     "correctness": GateStage("every kernel that can run here keeps its contract", _correctness),
     "schema": GateStage("the files lz writes are of the versions they say", _schema),
-    "performance": GateStage("no call got slower against torch than the baseline allows", _performance),
+    "performance": GateStage("no call got slower against torch than the baseline allows",
+                             _performance),
     "soak": GateStage("nothing goes wrong or grows under faults, forks and changes", _soak),
     "readiness": GateStage("this machine could serve now", _readiness),
 }
 
 
 def run_stage(name: str, options: GateOptions) -> Iterator[Checked]:
-    """Yield the checks of a stage as they are done, with their times. An exception in a stage is a finding."""
+    """Yield the checks of a stage as they are done, with their times.
+
+    An exception in a stage is a finding.
+    """
     started = time.perf_counter()
     try:
         for checked in STAGES[name].run(options):
@@ -205,7 +233,9 @@ def run_stage(name: str, options: GateOptions) -> Iterator[Checked]:
             yield checked if checked.seconds else replace(checked, seconds=now - started)
             started = now
     except LayerZeroError:
-        raise                                  # the question was wrong: a file that cannot be read, no such family
+        # the question was wrong: a file that cannot be read, no such family
+        raise
     except FAULTS as e:
-        yield Checked(name, STAGES[name].says, 1, (Finding(name, "stage", f"ended in {type(e).__name__}: {e}"),),
+        yield Checked(name, STAGES[name].says, 1,
+                      (Finding(name, "stage", f"ended in {type(e).__name__}: {e}"),),
                       seconds=time.perf_counter() - started)

@@ -28,18 +28,23 @@ def local_targets() -> Mapping[str, str]:
 
 
 def choose_target(target: str = "", device: str = "") -> tuple[str, str]:
-    """Return (target, kind of device): as given, else of this machine's accelerator, else of its CPU."""
+    """Return (target, kind of device): as given, else of this machine's accelerator, else of its
+    CPU.
+    """
     targets = local_targets()
     if device:
         kind = hardware.probe(device).type
         own = target_of(hardware.probe(kind))
         if target and target != own:
-            raise ConfigError(f"--device {device} is of the target {own}, got --target {target}; give one of them")
+            raise ConfigError(
+                f"--device {device} is of the target {own}, got --target {target}; give one of "
+                "them")
         return own, kind
     if not target:
         return next(iter(targets.items()))
     if target not in targets:
         known = "" if target in KNOWN else f"; it is none of {', '.join(KNOWN)}"
-        raise ConfigError(f"--target: this machine has {', '.join(targets)}, got {target!r}{known}; run it on a "
-                          "machine that has it")
+        raise ConfigError(
+            f"--target: this machine has {', '.join(targets)}, got {target!r}{known}; run it on a "
+            "machine that has it")
     return target, targets[target]

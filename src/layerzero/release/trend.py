@@ -1,8 +1,8 @@
 """Does a series of samples grow? Its slope by Theil and Sen, with a confidence interval.
 
-The slope is the median over all pairs of samples, so a third of them may be outliers. A series may have several parts
-(processes that ran one after the other); only samples of the same part make a pair, since each process begins at a
-level of its own.
+The slope is the median over all pairs of samples, so a third of them may be outliers. A series may
+have several parts (processes that ran one after the other); only samples of the same part make a
+pair, since each process begins at a level of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from ..spec.codec import Record
 Point = tuple[float, float]                    # (hours, value)
 LEAST_SAMPLES = 12                             # fewer say nothing about a slope
 SURE = 0.95
-MOST_SAMPLES = 1500                            # of a part; beyond these every second one is left out: pairs are many
+# of a part; beyond these every second one is left out: pairs are many
+MOST_SAMPLES = 1500
 
 
 @dataclass(frozen=True)
 class Trend(Record):
-    """The slope of a series per hour, and between which slopes the true one lies with 95 % confidence."""
+    """The slope of a series per hour, and between which slopes the true one lies with 95 %
+    confidence.
+    """
 
     per_hour: float
     low: float
@@ -34,15 +37,16 @@ class Trend(Record):
 def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
     """The trend of a series in parts; None where there are too few samples to tell.
 
-    The interval is Sen's, from the variance of Kendall's S, which adds up over the parts. It takes samples for
-    independent of each other.
+    The interval is Sen's, from the variance of Kendall's S, which adds up over the parts. It takes
+    samples for independent of each other.
     """
     thinned = [_thinned(part) for part in parts]
     slopes, variance = [], 0.0
     for part in thinned:
         n = len(part)
         variance += n * (n - 1) * (2 * n + 5) / 18
-        slopes += [(y - v) / (x - u) for i, (u, v) in enumerate(part) for x, y in part[i + 1:] if x > u]
+        slopes += [(y - v) / (x - u) for i, (u, v) in enumerate(part) for x, y in part[i + 1:]
+                   if x > u]
     samples = sum(map(len, thinned))
     if samples < LEAST_SAMPLES or not slopes:
         return None

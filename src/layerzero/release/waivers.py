@@ -2,12 +2,14 @@
 
     version: 1
     waivers:
-      - what: performance/cpu-arm/rms_norm decode     # stage/check/subject as the gate prints it; * and ? match
+      - what: performance/cpu-arm/rms_norm decode
+        # stage/check/subject as the gate prints it; * and ? match
         reason: torch 2.14 made its own norm faster; ours follows in the next release
         expires: 2026-12-31
         target: cpu-arm                               # optional: only there
 
-Only thresholds can be waived, never a wrong answer. A waiver ends by itself: after its day it is a finding.
+Only thresholds can be waived, never a wrong answer. A waiver ends by itself: after its day it is a
+finding.
 """
 
 from __future__ import annotations
@@ -52,19 +54,23 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
     try:
         content = path.read_bytes()
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: wanted at most {MOST_BYTES} bytes of waivers, got {len(content)}")
+            raise ConfigError(
+                f"{path}: wanted at most {MOST_BYTES} bytes of waivers, got {len(content)}")
         data = yaml.safe_load(content.decode("utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the waivers: {e.strerror}") from e
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as e:
         raise ConfigError(f"{path}: not a file of waivers: {e}") from e
-    if not isinstance(data, Mapping) or set(data) != {"version", "waivers"} or data["version"] != VERSION:
+    if (not isinstance(data, Mapping) or set(data) != {"version", "waivers"}
+        or data["version"] != VERSION):
         got = ", ".join(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise ConfigError(f"{path}: wanted `version: {VERSION}` and `waivers:`, got {got}")
     if not isinstance(data["waivers"], list):
-        raise ConfigError(f"{path}: waivers must be a list, got {type(data['waivers']).__name__}; [] for none")
+        raise ConfigError(
+            f"{path}: waivers must be a list, got {type(data['waivers']).__name__}; [] for none")
     problems: list[str] = []
-    waivers = [_waiver(row, f"{path}: waivers[{i}]", problems) for i, row in enumerate(data["waivers"])]
+    waivers = [_waiver(row, f"{path}: waivers[{i}]", problems)
+               for i, row in enumerate(data["waivers"])]
     if problems:
         raise ConfigError("\n".join([*problems[:10], "correct the file; nothing was waived"]))
     return tuple(w for w in waivers if w is not None)
@@ -76,7 +82,8 @@ def _waiver(row: Any, at: str, problems: list[str]) -> Waiver | None:
         problems.append(f"{at}: wanted {', '.join(REQUIRED)}, got {row!r:.100}")
         return None
     known = (*REQUIRED, *OPTIONAL)
-    problems += [f"{at}: unknown key {key!r}{suggest(str(key), known)}" for key in row if key not in known]
+    problems += [f"{at}: unknown key {key!r}{suggest(str(key), known)}" for key in row
+                 if key not in known]
     problems += [f"{at}: {key} is missing" for key in REQUIRED if key not in row]
     for key in ("what", "reason", "target"):
         if key in row and (not isinstance(row[key], str) or not row[key].strip()):
@@ -87,10 +94,12 @@ def _waiver(row: Any, at: str, problems: list[str]) -> Waiver | None:
     if len(problems) > before:
         return None
     if not row["what"].startswith(WAIVABLE):
-        problems.append(f"{at}: only {' and '.join(w + '...' for w in WAIVABLE)} can be waived, got {row['what']!r}; "
-                        "a wrong answer is corrected, not waived")
+        problems.append(
+            f"{at}: only {' and '.join(w + '...' for w in WAIVABLE)} can be waived, got "
+            f"{row['what']!r}; a wrong answer is corrected, not waived")
     if len(row["reason"].strip()) < LEAST_REASON:
-        problems.append(f"{at}: reason must say why, in {LEAST_REASON} letters or more, got {row['reason']!r}")
+        problems.append(
+            f"{at}: reason must say why, in {LEAST_REASON} letters or more, got {row['reason']!r}")
     return Waiver(row["what"], row["reason"].strip(), row["expires"], row.get("target", ""), at)
 
 
@@ -107,8 +116,12 @@ def name_of(stage: str, finding: Finding) -> str:
     return f"{stage}/{finding.check}/{finding.subject}"
 
 
-def apply(waivers: Iterable[Waiver], names: Iterable[str], stages: Iterable[str], target: str, today: date) -> Waived:
-    """`names` of all findings of the `stages` that ran. A waiver of a stage or target that did not run says nothing."""
+def apply(waivers: Iterable[Waiver], names: Iterable[str], stages: Iterable[str], target: str,
+          today: date) -> Waived:
+    """`names` of all findings of the `stages` that ran.
+
+    A waiver of a stage or target that did not run says nothing.
+    """
     every, used, by = list(waivers), set(), {}             # type: list[Waiver], set[Waiver], dict[str, Waiver]
     for name in names:
         if not name.startswith(WAIVABLE):
@@ -118,10 +131,13 @@ def apply(waivers: Iterable[Waiver], names: Iterable[str], stages: Iterable[str]
                 used.add(waiver)
                 if waiver.expires >= today:
                     by.setdefault(name, waiver)
-    concerned = [w for w in every if w.what.split("/")[0] in set(stages) and w.target in ("", target)]
+    concerned = [w for w in every if w.what.split("/")[0] in set(stages)
+                 and w.target in ("", target)]
     expired = tuple(Finding("waivers", w.what, f"expired on {w.expires}: {w.reason}",
-                            "correct what it waived, or give it a new day and say why") for w in concerned
+                            "correct what it waived, or give it a new day and say why")
+                    for w in concerned
                     if w.expires < today)
     unused = tuple(w for w in concerned if w not in used and w.expires >= today)
     note = "; ".join(f"unused: {w.what} (until {w.expires}); take it out" for w in unused)
-    return Waived(by, Checked("waivers", "every waiver is in force and is needed", len(every), expired, note), unused)
+    return Waived(by, Checked("waivers", "every waiver is in force and is needed", len(every),
+                              expired, note), unused)

@@ -22,7 +22,8 @@ def element(name: str, /, *content: object, **attributes: object) -> Markup:
 
 
 def join(*content: object) -> Markup:
-    return Markup("".join(part if isinstance(part, Markup) else escape(str(part)) for part in content))
+    return Markup("".join(part if isinstance(part, Markup) else escape(str(part))
+                          for part in content))
 
 
 def breakable(text: str) -> Markup:

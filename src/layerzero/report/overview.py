@@ -1,4 +1,5 @@
-"""What the report shows of one place: kinds of call with their candidates, ceilings, regret, rejected kernels.
+"""What the report shows of one place: kinds of call with their candidates, ceilings, regret,
+rejected kernels.
 
 Plain data. `lz report` fills it from the world; `page.render` turns it into HTML.
 """
@@ -52,7 +53,8 @@ class CallKind:
     candidates: tuple[KernelTiming, ...]
     flops: float = 0.0                         # of the winner's timed call, by the op's cost
     bytes: float = 0.0
-    roofline_us: float | None = None           # None without measured ceilings, or without a known cost
+    # None without measured ceilings, or without a known cost
+    roofline_us: float | None = None
 
     @property
     def winner(self) -> KernelTiming:
@@ -187,7 +189,8 @@ class RegretCall:
     chosen_us: float
     best_us: float
     gain: float | None = None
-    flip: tuple[str, ...] = ()                 # winners of the two halves of the rounds, if they differ
+    # winners of the two halves of the rounds, if they differ
+    flip: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)            # kernel -> error
 
 
@@ -269,14 +272,17 @@ def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
     kinds = []
     for (op, _), rows in groups.items():
         rows.sort(key=lambda m: (m.median_us, m.kernel))
-        candidates = tuple(KernelTiming(m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes,
+        candidates = tuple(KernelTiming(m.kernel, m.median_us, m.spread, m.trust, m.samples,
+                                        m.sizes,
                                      m.kernel in baselines, m.compile_us) for m in rows)
         fastest = rows[0]
         roofline_us = None
         # The op's cost counts the forward pass only: gradients have no roofline.
-        if rates is not None and (fastest.flops or fastest.bytes) and "grad" not in fastest.family.split():
+        if (rates is not None and (fastest.flops or fastest.bytes)
+            and "grad" not in fastest.family.split()):
             roofline_us = rates.roofline_us(fastest.flops, fastest.bytes)
-        kinds.append(CallKind(op, fastest.family, candidates, fastest.flops, fastest.bytes, roofline_us))
+        kinds.append(CallKind(op, fastest.family, candidates, fastest.flops, fastest.bytes,
+                              roofline_us))
     return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _size_order(k.sizes))))
 
 
@@ -287,7 +293,8 @@ def parse_sizes(text: str) -> dict[str, str]:
 
 def _size_order(text: str) -> list[tuple[str, int, str]]:
     """Return a sort key that orders sizes as numbers."""
-    return [(n, int(v) if v.lstrip("-").isdecimal() else 0, v) for n, v in parse_sizes(text).items()]
+    return [(n, int(v) if v.lstrip("-").isdecimal() else 0, v)
+            for n, v in parse_sizes(text).items()]
 
 
 def read_regret(path: Path) -> RegretSummary:
@@ -297,25 +304,29 @@ def read_regret(path: Path) -> RegretSummary:
         return _regret(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         problem = f"no {e}" if isinstance(e, KeyError) else str(e)
-        raise DataError(f"{path}: wanted what lz regret --json prints, got something else: {problem}") from e
+        raise DataError(
+            f"{path}: wanted what lz regret --json prints, got something else: {problem}") from e
 
 
 def _regret(data: Mapping[str, Any]) -> RegretSummary:
     calls = sorted(map(_regret_call, data["rows"]), key=lambda call: call.regret, reverse=True)
     n = {name: _number(data[name]) for name in (
-        "median_regret", "p95_regret", "lost", "worse_than_torch", "gain_over_torch", "flips", "flips_that_matter")}
+        "median_regret", "p95_regret", "lost", "worse_than_torch", "gain_over_torch", "flips",
+        "flips_that_matter")}
     return RegretSummary(
-        n["median_regret"], n["p95_regret"], n["lost"], n["worse_than_torch"], n["gain_over_torch"], int(n["flips"]),
-        int(n["flips_that_matter"]), str(data["place"]),
-        tuple(calls), tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
+        n["median_regret"], n["p95_regret"], n["lost"], n["worse_than_torch"], n["gain_over_torch"],
+        int(n["flips"]), int(n["flips_that_matter"]), str(data["place"]),
+        tuple(calls),
+        tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
         tuple(map(str, data.get("problems", ()))))
 
 
 def _regret_call(row: Mapping[str, Any]) -> RegretCall:
     us, chosen, best = row["microseconds"], str(row["chosen"]), str(row["best"])
     return RegretCall(
-        str(row["label"]), chosen, best, _number(row["regret"]), int(_number(row["count"])), _number(us[chosen]),
-        _number(us[best]), None if row["gain"] is None else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
+        str(row["label"]), chosen, best, _number(row["regret"]), int(_number(row["count"])),
+        _number(us[chosen]), _number(us[best]), None if row["gain"] is None
+        else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
         {str(kernel): str(text) for kernel, text in row["failed"].items()})
 
 

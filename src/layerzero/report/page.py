@@ -27,7 +27,8 @@ def render(overview: Overview) -> str:
 
 
 def _letter(i: int) -> str:
-    return ascii_uppercase[i] if i < 26 else f"{ascii_uppercase[i // 26 - 1]}{ascii_uppercase[i % 26]}"
+    return (ascii_uppercase[i] if i < 26
+            else f"{ascii_uppercase[i // 26 - 1]}{ascii_uppercase[i % 26]}")
 
 
 def _bar_width(candidate: KernelTiming, kind: CallKind) -> str:

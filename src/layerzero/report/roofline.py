@@ -1,4 +1,5 @@
-"""The roofline plot as an SVG: FLOP per byte of each kind of call against the FLOP/s of its winner."""
+"""The roofline plot as an SVG: FLOP per byte of each kind of call against the FLOP/s of its winner.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .overview import CallKind
 
 WIDTH, HEIGHT = 480, 360
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 46
-RADIUS, CROWD = 8, 40                          # of a point; with more points than this it is smaller
+# of a point; with more points than this it is smaller
+RADIUS, CROWD = 8, 40
 
 
 def plotted(kinds: Sequence[CallKind]) -> list[CallKind]:
@@ -43,7 +45,8 @@ def plot(kinds: Sequence[CallKind], rates: Rates, letters: Mapping[str, str]) ->
         parts.append(element("text", f"memory {format_rate(bandwidth, 'B')}", class_="halo",
                              transform=f"translate({corner}) rotate({angle:.1f})"))
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img",
-                   aria_label=f"Roofline plot of {len(kinds)} winners; the table below has the same numbers")
+                   aria_label=f"Roofline plot of {len(kinds)} winners; the table below has the "
+                              "same numbers")
 
 
 class _Axis:
@@ -51,7 +54,8 @@ class _Axis:
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
         self.first, self.last = math.floor(math.log10(low / 1.3)), math.ceil(math.log10(high * 1.3))
-        self.low, self.high, self._begin, self._end = 10.0 ** self.first, 10.0 ** self.last, begin, end
+        self.low, self.high, self._begin, self._end = (10.0 ** self.first, 10.0 ** self.last, begin,
+                                                       end)
 
     def at(self, value: float) -> float:
         share = (math.log10(value) - self.first) / (self.last - self.first)
@@ -67,12 +71,15 @@ def _grid(x: _Axis, y: _Axis) -> Markup:
     for n in x.ticks():
         at = f"{x.at(10.0 ** n):.1f}"
         parts += [element("line", class_="grid", x1=at, x2=at, y1=TOP, y2=HEIGHT - BOTTOM),
-                  element("text", _tick(n), class_="tick", x=at, y=HEIGHT - BOTTOM + 17, text_anchor="middle")]
+                  element("text", _tick(n), class_="tick", x=at, y=HEIGHT - BOTTOM + 17,
+                          text_anchor="middle")]
     for n in y.ticks():
         at = f"{y.at(10.0 ** n):.1f}"
         parts += [element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at),
-                  element("text", _tick(n), class_="tick", x=LEFT - 6, y=f"{float(at) + 4:.1f}", text_anchor="end")]
-    parts.append(element("text", "FLOP per byte", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 8, text_anchor="middle"))
+                  element("text", _tick(n), class_="tick", x=LEFT - 6, y=f"{float(at) + 4:.1f}",
+                          text_anchor="end")]
+    parts.append(element("text", "FLOP per byte", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 8,
+                         text_anchor="middle"))
     parts.append(element("text", "FLOP/s", x=4, y=14))
     return join(*parts)
 
@@ -90,4 +97,5 @@ def _point(kind: CallKind, x: _Axis, y: _Axis, letters: Mapping[str, str], radiu
              f"{kind.intensity:.3g} FLOP per byte, {kind.roofline or 0:.0%} of the roofline")
     return element(
         "g", element("title", title), element("circle", cx=f"{cx:.1f}", cy=f"{cy:.1f}", r=radius),
-        element("text", letters.get(kind.op, ""), class_="letter", x=f"{cx:.1f}", y=f"{cy + 3.5:.1f}"))
+        element("text", letters.get(kind.op, ""), class_="letter", x=f"{cx:.1f}",
+                y=f"{cy + 3.5:.1f}"))

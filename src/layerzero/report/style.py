@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The limits of the heat map's steps, as a multiple of the fastest time. One hue whose lightness only
-# falls or only rises reads the same without colour vision; each cell has its number besides.
+# The limits of the heat map's steps, as a multiple of the fastest time. One hue whose lightness
+# only falls or only rises reads the same without colour vision; each cell has its number besides.
 STEPS = (1.02, 1.10, 1.25, 1.5, 2.0, 4.0)
 HEAT: Mapping[str, tuple[tuple[str, str], ...]] = {    # (background, text), the fastest first
-    "light": (("#08519c", "#ffffff"), ("#2068ae", "#ffffff"), ("#6baed6", "#00172e"), ("#9ecae1", "#00172e"),
-              ("#c6dbef", "#00172e"), ("#deebf7", "#00172e"), ("#f4f8fd", "#00172e")),
-    "dark": (("#a6d0ff", "#00172e"), ("#7fb4f2", "#00172e"), ("#2f6aad", "#ffffff"), ("#25578f", "#ffffff"),
-             ("#1d4673", "#ffffff"), ("#173657", "#ffffff"), ("#14293f", "#ffffff")),
+    "light": (("#08519c", "#ffffff"), ("#2068ae", "#ffffff"), ("#6baed6", "#00172e"),
+              ("#9ecae1", "#00172e"), ("#c6dbef", "#00172e"), ("#deebf7", "#00172e"),
+              ("#f4f8fd", "#00172e")),
+    "dark": (("#a6d0ff", "#00172e"), ("#7fb4f2", "#00172e"), ("#2f6aad", "#ffffff"),
+             ("#25578f", "#ffffff"), ("#1d4673", "#ffffff"), ("#173657", "#ffffff"),
+             ("#14293f", "#ffffff")),
 }
 COLOURS: Mapping[str, Mapping[str, str]] = {
-    "light": {"page": "#ffffff", "card": "#f5f7f9", "text": "#1a1d21", "muted": "#57606a", "line": "#d3d9df",
-              "accent": "#0b5cad", "bar": "#2068ae", "other": "#808d9a", "warn": "#8a4b00"},
-    "dark": {"page": "#11151a", "card": "#1a2027", "text": "#e6e9ee", "muted": "#a3adb8", "line": "#37414c",
-             "accent": "#7fb4f2", "bar": "#7fb4f2", "other": "#6f7c8a", "warn": "#f0b264"},
+    "light": {"page": "#ffffff", "card": "#f5f7f9", "text": "#1a1d21", "muted": "#57606a",
+              "line": "#d3d9df", "accent": "#0b5cad", "bar": "#2068ae", "other": "#808d9a",
+              "warn": "#8a4b00"},
+    "dark": {"page": "#11151a", "card": "#1a2027", "text": "#e6e9ee", "muted": "#a3adb8",
+             "line": "#37414c", "accent": "#7fb4f2", "bar": "#7fb4f2", "other": "#6f7c8a",
+             "warn": "#f0b264"},
 }
 
 
@@ -28,8 +32,10 @@ def heat_step(ratio: float) -> int:
 
 def style_sheet() -> str:
     dark = "".join(f"  {line}\n" for line in _variables("dark").splitlines())
-    heat = "\n".join(f".h{i} {{ background: var(--h{i}); color: var(--t{i}); }}" for i in range(len(STEPS) + 1))
-    return f"{_variables('light')}\n@media (prefers-color-scheme: dark) {{\n{dark}}}\n{_RULES}\n{heat}\n"
+    heat = "\n".join(f".h{i} {{ background: var(--h{i}); color: var(--t{i}); }}"
+                     for i in range(len(STEPS) + 1))
+    return (f"{_variables('light')}\n@media (prefers-color-scheme: dark) "
+            f"{{\n{dark}}}\n{_RULES}\n{heat}\n")
 
 
 def _variables(scheme: str) -> str:

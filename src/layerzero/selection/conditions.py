@@ -24,9 +24,11 @@ _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
 _COMPARISON = re.compile(r"\s*(>=|<=|!=|==|>|<)\s*(.*?)\s*", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _SET_FACTS = ("isa",)                          # facts that are sets of words
-_TEXT_FACTS = ("device", "dtype", "vendor", "gpu_generation", "tensor_kind", "torch_version", "cuda_version")
+_TEXT_FACTS = ("device", "dtype", "vendor", "gpu_generation", "tensor_kind", "torch_version",
+               "cuda_version")
 _LARGEST = 1e300                               # a larger int may not fit a float
-_CODE = Code.NOT_ALLOWED_BY_POLICY             # a condition's code is never shown: it only decides a match
+# a condition's code is never shown: it only decides a match
+_CODE = Code.NOT_ALLOWED_BY_POLICY
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ Test = Union[Rule, Like]
 
 
 def parse_when(when: Mapping[str, Any]) -> tuple[Test, ...]:
-    """Parse conditions like `{"head_dim": "> 128", "dtype": ["float16", "bfloat16"], "device": "cu*"}`."""
+    """Parse conditions like `{"head_dim": "> 128", "dtype": ["float16", "bfloat16"], "device":
+    "cu*"}`.
+    """
     if not isinstance(when, Mapping) or not all(isinstance(fact, str) for fact in when):
         raise PolicyValidationError(f"when wants a mapping of facts to values, got {shown(when)}")
     tests = tuple(test for fact in sorted(when) for test in _parse_test(fact, when[fact]))
@@ -78,13 +82,16 @@ def _parse_test(fact: str, value: Any) -> Iterator[Test]:
     if span:
         low, high = (_parse_number(fact, text) for text in span.groups())
         if low > high:
-            raise PolicyValidationError(f"{fact}: the range {shown(value)} is empty; write the smaller number first")
-        yield from (Rule(fact, "present", None, _CODE), Rule(fact, "ge", low, _CODE), Rule(fact, "le", high, _CODE))
+            raise PolicyValidationError(
+                f"{fact}: the range {shown(value)} is empty; write the smaller number first")
+        yield from (Rule(fact, "present", None, _CODE), Rule(fact, "ge", low, _CODE),
+                    Rule(fact, "le", high, _CODE))
     elif comparison is None or comparison[1] == "==":
         yield _parse_membership(fact, _parse_word(comparison[2]) if comparison else value)
     elif comparison[1] == "!=":
         operand = _parse_word(comparison[2])
-        if fact in _SET_FACTS or operand == "" or (isinstance(operand, str) and is_pattern(operand)):
+        if (fact in _SET_FACTS or operand == ""
+            or (isinstance(operand, str) and is_pattern(operand))):
             raise PolicyValidationError(f"{fact}: '!=' takes one plain value, got {shown(value)}")
         yield Rule(fact, "present" if operand is None else "ne", operand, _CODE)
     else:
@@ -98,27 +105,33 @@ def _parse_test(fact: str, value: Any) -> Iterator[Test]:
 def _parse_membership(fact: str, value: Any) -> Test:
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not values:
-        raise PolicyValidationError(f"{fact}: an empty list matches nothing; name at least one value")
+        raise PolicyValidationError(
+            f"{fact}: an empty list matches nothing; name at least one value")
     for v in values:
         unknown = v is not None and not isinstance(v, (str, bool, int, float))
         if unknown or v == "" or (isinstance(v, (int, float)) and not abs(v) < _LARGEST):
-            raise PolicyValidationError(f"{fact}: wants text, a number, true, false or null, got {shown(v)}")
+            raise PolicyValidationError(
+                f"{fact}: wants text, a number, true, false or null, got {shown(v)}")
         if isinstance(v, str) and (_COMPARISON.fullmatch(v) or _RANGE.fullmatch(v)):
             raise PolicyValidationError(
-                f"{fact}: a list takes plain values, got {shown(v)}; write one rule for each comparison")
+                f"{fact}: a list takes plain values, got {shown(v)}; write one rule for each "
+                "comparison")
     words = [v for v in values if isinstance(v, str)]
     if fact in _SET_FACTS or any(map(is_pattern, words)):
         if len(words) < len(values):
-            raise PolicyValidationError(f"{fact}: wildcards and other values do not mix, got {shown(list(values))}")
+            raise PolicyValidationError(
+                f"{fact}: wildcards and other values do not mix, got {shown(list(values))}")
         return Like(fact, tuple(words))
-    return Rule(fact, "absent", None, _CODE) if values == (None,) else Rule(fact, "in", values, _CODE)
+    return (Rule(fact, "absent", None, _CODE) if values == (None,)
+            else Rule(fact, "in", values, _CODE))
 
 
 def _parse_number(fact: str, text: str) -> float:
     number = _parse_word(text)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise PolicyValidationError(f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or "
-                                    "'512..4096'")
+        raise PolicyValidationError(
+            f"{fact}: a comparison wants a number, got {shown(text)}; write it like '> 128' or "
+            "'512..4096'")
     return number
 
 

@@ -43,17 +43,21 @@ class Surroundings:
 
     policy: Policy
     device: Mapping[str, Any]                  # the device's facts
-    place: str                                 # signature and threads: measurements must be from there
+    # signature and threads: measurements must be from there
+    place: str
     rates: Rates
     perf: PerfView = field(default_factory=PerfView)
-    availability: Mapping[str, Reason] = field(default_factory=dict)   # kernel -> why it cannot be loaded
-    health: Mapping[str, Reason] = field(default_factory=dict)         # health group -> why it is out
+    # kernel -> why it cannot be loaded
+    availability: Mapping[str, Reason] = field(default_factory=dict)
+    # health group -> why it is out
+    health: Mapping[str, Reason] = field(default_factory=dict)
     warmed: Collection[Any] = frozenset()      # compiled JIT kernels: (kernel, kind), or kernel
     certified: Collection[str] = frozenset()
     headroom: Callable[[], int] = lambda: 1 << 62
     captures: Callable[[], Mapping[str, bool]] = dict  # tried kernel -> did a CUDA graph capture it
     shipped: Shipped = NOTHING_SHIPPED
-    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
+    # kernel -> kind of call -> why not
+    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ class Roster:
     dynamic: Mapping[str, tuple[Any, ...]]     # kernel -> the rules that depend on the call
     rejected: tuple[Rejected, ...]
 
-    # Fields and not cached properties: before Python 3.12 those take one lock for all rosters of the process.
-    fitting: Verdicts                          # indices of the viable kernels that a call suits, repairs aside
-    repairable: Mapping[str, tuple[Any, ...]]  # kernel -> the rules that a transform of the inputs can satisfy
+    # Fields and not cached properties: before Python 3.12 those take one lock for all rosters of
+    # the process.
+    #
+    # indices of the viable kernels that a call suits, repairs aside
+    fitting: Verdicts
+    # kernel -> the rules that a transform of the inputs can satisfy
+    repairable: Mapping[str, tuple[Any, ...]]
 
 
 def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
@@ -78,7 +86,8 @@ def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
         for rule in kernel.requires:
             if not all(leaf.fact in DEVICE_FACTS for leaf in rule.leaves()):
                 rules.append(rule)
-            elif not any(r.code is Code.PLATFORM_MISMATCH for r in reasons):   # a CPU's "sm" says nothing
+            # a CPU's "sm" says nothing
+            elif not any(r.code is Code.PLATFORM_MISMATCH for r in reasons):
                 reason = rule.check(around.device)
                 if reason is not None:
                     reasons.append(reason)
@@ -98,7 +107,8 @@ def _outages(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
-def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings, thorough: bool = False) -> Plan:
+def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings,
+           thorough: bool = False) -> Plan:
     """Rank the kernels that can serve the call.
 
     `thorough` also collects every reason against every other kernel; no call waits for that.
@@ -123,10 +133,12 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
     else:
         for i in roster.fitting(facts):
             kernel = roster.viable[i]
-            if demands.refuses(kernel) or (has_rules and policy.verdict(kernel.id, op.name, facts) is not None):
+            if (demands.refuses(kernel)
+                or (has_rules and policy.verdict(kernel.id, op.name, facts) is not None)):
                 continue
             rules = roster.repairable[kernel.id]
-            if not rules and not _needs_layout(kernel, op, facts) and kernel.workspace == "0" == kernel.shared_memory:
+            if (not rules and not _needs_layout(kernel, op, facts)
+                and kernel.workspace == "0" == kernel.shared_memory):
                 fit.append((kernel, (), 0))
                 continue
             reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
@@ -144,8 +156,9 @@ def _needs_layout(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
     return bool(op.variant and kernel.variants and facts[op.variant] not in kernel.variants)
 
 
-def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any], around: Surroundings,
-           demands: Demands, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
+def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
+           around: Surroundings, demands: Demands,
+           largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
     """All reasons against a kernel; its transforms; its workspace in bytes."""
     reasons: list[Reason] = []
     denied = around.policy.verdict(kernel.id, op.name, facts)
@@ -153,13 +166,16 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
         reasons.append(denied)
     reasons += demands.reasons(kernel)
     reasons += [r for rule in rules if not rule.repair and (r := rule.check(facts)) is not None]
-    unfit, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts, around, largest)
+    unfit, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts,
+                                           around, largest)
     return [*reasons, *unfit], transforms, workspace
 
 
 def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
-            around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """Reasons against the transforms that a kernel needs; these transforms; its workspace in bytes."""
+            around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason],
+                                                                    tuple[Transform, ...], int]:
+    """Reasons against the transforms that a kernel needs; these transforms; its workspace in bytes.
+    """
     policy = around.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
@@ -168,17 +184,20 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
         if reason is None:
             continue
         transform = _repair(rule, op, facts)
-        if transform is not None and transform.kind == "cast" and not policy.setting("allow_adaptation"):
+        if (transform is not None and transform.kind == "cast"
+            and not policy.setting("allow_adaptation")):
             transform = None
         if transform is None:
             reasons.append(reason)
         elif policy.setting("strict_mode"):
-            reasons += [reason, Reason(Code.STRICT_TRANSFORM_REFUSED, "strict_mode", str(transform))]
+            reasons += [reason, Reason(Code.STRICT_TRANSFORM_REFUSED, "strict_mode",
+                                       str(transform))]
         else:
             transforms.append(transform)
     if _needs_layout(kernel, op, facts):
         if policy.setting("strict_mode"):
-            reasons.append(Reason(Code.LAYOUT_UNSUPPORTED, kernel.variants, facts[op.variant], op.variant))
+            reasons.append(Reason(Code.LAYOUT_UNSUPPORTED, kernel.variants, facts[op.variant],
+                                  op.variant))
         else:
             transforms.append(Transform("layout", kernel.variants[0]))   # a view moves no bytes
             for rule in _broken_by_view(kernel.requires, op, facts, kernel.variants[0]):
@@ -189,7 +208,8 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
     workspace = 0
     if not largest and (kernel.workspace != "0" or kernel.shared_memory != "0"):
         largest.update(_largest(op, facts))
-    if kernel.shared_memory != "0" and (reason := _shared_memory_reason(kernel, largest)) is not None:
+    if (kernel.shared_memory != "0"
+        and (reason := _shared_memory_reason(kernel, largest)) is not None):
         reasons.append(reason)
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(largest))
@@ -204,7 +224,8 @@ def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | 
     if not room:                               # unknown for this device
         return None
     need = int(needs({name: facts[name] or 0 for name in needs.names}))
-    return Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room else None
+    return (Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, f"<= {room}", need, SHARED) if need > room
+            else None)
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
@@ -213,10 +234,12 @@ def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
 
 
 def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -> bool:
-    return kernel.id in warmed or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed)
+    return (kernel.id in warmed
+            or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed))
 
 
-def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool, kernel: Kernel) -> Reason | None:
+def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool,
+             kernel: Kernel) -> Reason | None:
     kinds = around.refused.get(kernel.id)
     reason = kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
     if named and reason is not None and reason.code is Code.OUT_OF_MEMORY:
@@ -235,7 +258,8 @@ class Demands(NamedTuple):
     jit: Callable[[Kernel], bool] | None       # is it compiled for this call? None: any may compile
     tested: bool
     captures: Mapping[str, bool]               # tried kernel -> whether a capture succeeded
-    sdpa_backends: Collection[str] | None      # what torch.nn.attention.sdpa_kernel allows; None: everything
+    # what torch.nn.attention.sdpa_kernel allows; None: everything
+    sdpa_backends: Collection[str] | None
     refused: Callable[[Kernel], Reason | None]     # why it cannot serve this kind of call, if known
 
     @classmethod
@@ -243,16 +267,18 @@ class Demands(NamedTuple):
         settings = around.policy.settings
         graph = (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda"
         return cls(
-            facts["grad"], facts["deterministic"] or settings["deterministic"], graph, settings["disabled"],
-            around.certified if settings["require_certificates"] else None,
-            None if named or settings["jit"] == "in_request" else lambda kernel: is_warm(kernel, facts, around.warmed),
+            facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
+            settings["disabled"], around.certified if settings["require_certificates"] else None,
+            None if named or settings["jit"] == "in_request"
+            else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
             facts.get("sdpa_backends"), partial(_refused, facts, around, named))
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
                     or (self.deterministic and (not kernel.deterministic
-                                                or (self.grad and not kernel.deterministic_backward)))
+                                                or (self.grad
+                                                    and not kernel.deterministic_backward)))
                     or (self.graph and self.uncapturable(kernel) is not None)
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
@@ -262,18 +288,23 @@ class Demands(NamedTuple):
 
     def switched_off(self, kernel: Kernel) -> bool:
         """Whether torch.nn.attention.sdpa_kernel excludes this implementation of attention."""
-        return self.sdpa_backends is not None and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends)
+        return (self.sdpa_backends is not None
+                and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends))
 
     def unproven(self, kernel: Kernel) -> bool:
-        """Whether it lacks a certificate; the reference, with which others are compared, needs none."""
-        return self.certified is not None and kernel.backend != "reference" and kernel.id not in self.certified
+        """Whether it lacks a certificate; the reference, with which others are compared, needs
+        none.
+        """
+        return (self.certified is not None and kernel.backend != "reference"
+                and kernel.id not in self.certified)
 
     def uncapturable(self, kernel: Kernel) -> str | None:
         """Why it may not be captured in a CUDA graph. A tried capture overrides the declaration."""
         captured = self.captures.get(kernel.id)
         if captured is None:
             if self.certified is not None and kernel.backend != "reference":
-                return "no capture has shown that it is, and policy demands proof; run lz verify for it"
+                return ("no capture has shown that it is, and policy demands proof; run lz verify "
+                        "for it")
             return None if kernel.graph_safe else "it is declared so"
         return None if captured else "a capture on this device failed"
 
@@ -283,10 +314,12 @@ class Demands(NamedTuple):
         uncapturable = self.uncapturable(kernel) if self.graph else None
         checks = (
             (self.grad and not kernel.differentiable, Code.BACKWARD_UNSUPPORTED),
-            (self.deterministic and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
+            (self.deterministic
+             and (not kernel.deterministic or (self.grad and not kernel.deterministic_backward)),
              Code.NOT_DETERMINISTIC),
             (uncapturable is not None, Code.CUDA_GRAPH_UNSAFE),
-            (self.baseline and not kernel.baseline and kernel.backend != "reference", Code.LZ_DISABLED),
+            (self.baseline and not kernel.baseline and kernel.backend != "reference",
+             Code.LZ_DISABLED),
             (self.unproven(kernel), Code.UNCERTIFIED),
             (kernel.jit and self.jit is not None and not self.jit(kernel), Code.JIT_NOT_WARMED),
             (self.tested and kernel.untested, Code.UNTESTED_ON_HARDWARE))
@@ -309,11 +342,13 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
     return None
 
 
-def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any], target: str) -> Iterator[Rule]:
+def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any],
+                    target: str) -> Iterator[Rule]:
     """Rules that hold for a tensor as passed, but not for the view of it in another layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:
-        if isinstance(rule, Rule) and rule.fact.endswith(".contiguous") and facts[rule.fact] is not None:
+        if (isinstance(rule, Rule) and rule.fact.endswith(".contiguous")
+            and facts[rule.fact] is not None):
             tensor = rule.fact.partition(".")[0]
             if source.get(tensor) != op.patterns[target].get(tensor):
                 yield rule
@@ -358,7 +393,8 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     for kernel, transforms, workspace in fit:
         boost = around.policy.boost(kernel.id, op.name, facts) if has_rules else 1.0
         timing = timings.by_kernel.get(kernel.id)
-        expected = score(guesses[kernel.id] * scale, timing, transforms, boost, rates, mixed=default is None)
+        expected = score(guesses[kernel.id] * scale, timing, transforms, boost, rates,
+                         mixed=default is None)
         if timing is not None:
             if timings.shipped:
                 expected = expected._replace(source=SHIPPED, evidence=timings.shipped)
@@ -374,7 +410,8 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
         note = "untested on hardware" if kernel.untested else ""
         steps.append(Step(kernel.id, expected, transforms, workspace, note))
     own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
-    steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us, s.kernel not in own,
+    steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us,
+                              s.kernel not in own,
                               s.kernel))
     return tuple(steps)
 
@@ -383,10 +420,12 @@ class CandidateTimings(NamedTuple):
     """Times of the candidates, all from one source: those of two machines are not compared."""
 
     by_kernel: Mapping[str, Timing] = {}
-    shipped: str = ""                          # the title of the table, if they came with the package
+    # the title of the table, if they came with the package
+    shipped: str = ""
 
 
-def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings, roofline: float,
+def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings,
+               roofline: float,
             mode: str) -> dict[str, Timing]:
     """Estimates for a kind of call that was not measured, from measured neighbours.
 
@@ -397,10 +436,12 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, aro
         return {}
     near = view.near(default, kind, around.place, mode)
     ratios = ((k, view.relative(k, near)) for k in ids if k != default)
-    return {default: own, **{k: own._replace(us=own.us * ratio) for k, ratio in ratios if ratio is not None}}
+    return {default: own, **{k: own._replace(us=own.us * ratio) for k, ratio in ratios
+                             if ratio is not None}}
 
 
-def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings, roofline: float,
+def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
+             roofline: float,
              default: Kernel | None) -> CandidateTimings:
     """The timings of the best source that has the default: measured here, shipped, neighbours."""
     if not around.perf and not around.shipped.view:
@@ -413,9 +454,11 @@ def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
             ids = [kernel.id for kernel, _, _ in fit]
             times: dict[str, Timing]
             if not near:
-                times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
+                times = {k: m for k in ids
+                         if (m := view.get(k, kind.bucket, place, mode)) is not None}
             elif default is None:
-                times = {k: e for k in ids if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
+                times = {k: e for k in ids
+                         if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
             else:
                 times = _estimates(view, default.id, ids, kind, around, roofline, mode)
             if times and (default is None or default.id in times):

@@ -92,7 +92,8 @@ def compile_key(op: Op, leaves: Iterable[Rule], measured: Iterable[str] = ()) ->
 
 def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
     equals, above = cuts.at | cuts.below, cuts.above | cuts.below      # `>= n` is `== n` or `> n`
-    if bucket:                                 # it is exact up to 16; all negative numbers share one
+    # it is exact up to 16; all negative numbers share one
+    if bucket:
         equals = frozenset(n for n in equals if not 0 <= n <= 16)
         above = frozenset(n for n in above if (n < 0 and n != -1)
                           or (n > 16 and n != bucket_top(int(n))))
@@ -108,7 +109,8 @@ def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any
     """
     op, fields = program.op, {f.fact: f for f in program.fields}
     fixed = {name: facts[name] for name in op.dims if name in op.exact}
-    fixed.update({name: facts[name] for name, text in op.derived.items() if {*parse(text).names} <= {*op.exact}})
+    fixed.update({name: facts[name] for name, text in op.derived.items()
+                  if {*parse(text).names} <= {*op.exact}})
     for p in op.params:
         if p.required:
             continue
@@ -118,8 +120,9 @@ def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any
             at_default = facts[p.name] == p.default
         elif p.kind in ("int", "float"):
             field, value = fields.get(p.name), facts[p.name]
-            at_default = value == p.default and type(value) is type(p.default) and field is not None and (
-                value is None or field.exact or p.default in field.equals)
+            at_default = (value == p.default and type(value) is type(p.default)
+                          and field is not None and (
+                 value is None or field.exact or p.default in field.equals))
         else:
             at_default = False
         if at_default:

@@ -41,52 +41,70 @@ class Setting(NamedTuple):
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType({
-    "strict_mode": Setting(bool, False, "refuse every implicit transform, even a copy to make a tensor contiguous"),
-    "allow_adaptation": Setting(bool, False, "also allow casts to a dtype a kernel takes; strict_mode wins over it"),
+    "strict_mode": Setting(bool, False,
+                           "refuse every implicit transform, even a copy to make a tensor "
+                           "contiguous"),
+    "allow_adaptation": Setting(bool, False,
+                                "also allow casts to a dtype a kernel takes; strict_mode wins over "
+                                "it"),
     "deterministic": Setting(bool, False, "only kernels that give the same bits every time"),
-    "graph_strict_mode": Setting(bool, False, "on CUDA, only kernels that may be captured in a graph"),
-    "require_certificates": Setting(bool, False, "only kernels verified on this machine with these versions"),
-    "jit": Setting(str, "background", "when a kernel that must be compiled first is: in the background while another "
-                   "serves, never (but by lz.warmup and lz.tune), or in_request, which waits for it"),
+    "graph_strict_mode": Setting(bool, False, "on CUDA, only kernels that may be captured in a "
+                                              "graph"),
+    "require_certificates": Setting(bool, False, "only kernels verified on this machine with these "
+                                                 "versions"),
+    "jit": Setting(str, "background", "when a kernel that must be compiled first is: in the "
+                   "background while another serves, never (but by lz.warmup and lz.tune), or "
+                   "in_request, which waits for it"),
     "allow_untested": Setting(bool, False, "kernels never run on their hardware may be chosen"),
     "disabled": Setting(bool, False, "call torch's default only"),
-    "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's free memory, live"),
-    "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace may take"),
-    "protect_inputs": Setting(bool, False, "look at the inputs of every call: a kernel that writes into them and then "
-                              "fails is noticed even where torch does not count the write; a pass over the inputs"),
-    "shipped_measurements": Setting(bool, True, "use what was measured on this model of device and came with the "
-                                    "package, until something was measured here"),
-    "learn": Setting(bool, False, "calls of a kind that was not measured here are served by the kernels that may serve "
-                     "it in turn and timed, until it is clear which is fastest; see docs/learning.md"),
-    "call_timeout": Setting(float, None, "seconds that a call without gradients may take; then it raises, and its "
-                            "kernel is left out. Such calls run on a thread of their own; none: as long as it takes"),
+    "memory_headroom": Setting(int, None, "bytes a kernel's workspace may take; none: the device's "
+                                          "free memory, live"),
+    "memory_headroom_fraction": Setting(float, 0.9, "how much of the live free memory a workspace "
+                                                    "may take"),
+    "protect_inputs": Setting(bool, False, "look at the inputs of every call: a kernel that writes "
+                              "into them and then fails is noticed even where torch does not count "
+                              "the write; a pass over the inputs"),
+    "shipped_measurements": Setting(bool, True, "use what was measured on this model of device and "
+                                    "came with the package, until something was measured here"),
+    "learn": Setting(bool, False, "calls of a kind that was not measured here are served by the "
+                     "kernels that may serve it in turn and timed, until it is clear which is "
+                     "fastest; see docs/learning.md"),
+    "call_timeout": Setting(float, None, "seconds that a call without gradients may take; then it "
+                            "raises, and its kernel is left out. Such calls run on a thread of "
+                            "their own; none: as long as it takes"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
-    "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: never"),
-    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and the fewest that count "
-                                 "as a rate"),
-    "breaker_rate": Setting(float, 0.05, "share of its last calls that must fail for a kernel to be left out"),
+    "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: "
+                                      "never"),
+    "breaker_threshold": Setting(int, 3, "faults in a row after which a kernel is left out, and "
+                                 "the fewest that count as a rate"),
+    "breaker_rate": Setting(float, 0.05, "share of its last calls that must fail for a kernel to "
+                                         "be left out"),
     "breaker_window": Setting(int, 200, "how many calls of a kernel are its last ones"),
-    "breaker_cooldown": Setting(float, 30.0, "seconds until a kernel that is left out is tried again"),
-    "native": Setting(bool, True, "use the compiled call path where it is built; read from the environment at import"),
+    "breaker_cooldown": Setting(float, 30.0, "seconds until a kernel that is left out is tried "
+                                             "again"),
+    "native": Setting(bool, True, "use the compiled call path where it is built; read from the "
+                                  "environment at import"),
     "log_level": Setting(str, "warning", f"how much is logged: {', '.join(LOG_LEVELS)}"),
-    "redact": Setting(str, "", f"what events, logs, spans, /ready and bundles do not say: {', '.join(REDACTIONS)}, or "
-                      "several of them; see docs/production.md"),
-    "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, or off; empty: "
-                      "perf.sqlite in the cache folder"),
+    "redact": Setting(str, "", "what events, logs, spans, /ready and bundles do not say: "
+                      f"{', '.join(REDACTIONS)}, or several of them; see docs/production.md"),
+    "perfdb": Setting(str, "", "where measurements are kept: a file, postgresql://... for a fleet, "
+                      "or off; empty: perf.sqlite in the cache folder"),
     "perfdb_ttl": Setting(float, 0.0, "days after which a measurement counts no more; 0: never"),
     "policy_poll": Setting(float, 1.0, "seconds between looks at the policy file; 0: never"),
 })
 
 _LIMITS: Mapping[str, tuple[float, float]] = {
-    "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1), "cache_size": (1, math.inf),
-    "cache_ttl": (0, math.inf), "call_timeout": (0.001, 1e9),
+    "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1),
+    "cache_size": (1, math.inf), "cache_ttl": (0, math.inf), "call_timeout": (0.001, 1e9),
     "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
     "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
     "perfdb_ttl": (0, math.inf)}
 _CHOICES: Mapping[str, tuple[str, ...]] = {"log_level": LOG_LEVELS, "jit": JIT_MODES}
 RENAMED: Mapping[str, str] = {"allow_jit": "jit"}          # old name of a setting -> new name
-_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_ACCEPTED_TYPES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str), str: (str,)}
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False,
+          "off": False}
+_ACCEPTED_TYPES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (float, int, str),
+                                                    str: (str,)}
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -104,12 +122,15 @@ def validate_setting(name: str, value: Any) -> Any:
     if name not in SETTINGS:
         raise PolicyValidationError(f"unknown setting {shown(name)}{suggest(str(name), SETTINGS)}")
     kind, default, _ = SETTINGS[name]
-    if default is None and (value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null"))):
+    if (default is None
+        and (value is None
+             or (isinstance(value, str) and value.strip().lower() in ("none", "null")))):
         return None
     try:
         return _coerce(name, kind, value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise PolicyValidationError(f"{name} must be {_describe(name)}, got {shown(value)}") from None
+        raise PolicyValidationError(
+            f"{name} must be {_describe(name)}, got {shown(value)}") from None
 
 
 def _convert_allow_jit(name: str, value: Any) -> str:
@@ -118,11 +139,13 @@ def _convert_allow_jit(name: str, value: Any) -> str:
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
     if allowed is None:
-        raise PolicyValidationError(f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
-                                    "in_request for true, jit: never for false")
+        raise PolicyValidationError(
+            f"{name} must be true or false, got {shown(value)}; it is deprecated: write jit: "
+            "in_request for true, jit: never for false")
     new = "in_request" if allowed else "never"
-    warn_caller(f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave it out: "
-                "kernels are compiled in the background then", DeprecationWarning)
+    warn_caller(
+        f"the setting {name} is deprecated; write jit: {new} for {str(allowed).lower()}, or leave "
+        "it out: kernels are compiled in the background then", DeprecationWarning)
     return new
 
 
@@ -132,8 +155,10 @@ def _coerce(name: str, kind: type, value: Any) -> Any:
     if name == "perfdb" and value is False:    # what YAML makes of a bare off
         return "off"
     if name == "redact":
-        words = value.replace(",", " ").split() if isinstance(value, str) else [str(word).strip() for word in value]
-        return ",".join(REDACTIONS[i] for i in sorted({REDACTIONS.index(word.lower()) for word in words}))
+        words = (value.replace(",", " ").split() if isinstance(value, str)
+                 else [str(word).strip() for word in value])
+        return ",".join(REDACTIONS[i]
+                        for i in sorted({REDACTIONS.index(word.lower()) for word in words}))
     if isinstance(value, bool) or not isinstance(value, _ACCEPTED_TYPES[kind]):
         raise TypeError
     if kind is str:
@@ -159,7 +184,8 @@ def _describe(name: str) -> str:
 
 # Rules
 
-_LONGEST = 200                                 # characters of a pattern: matching a longer one can take seconds
+# characters of a pattern: matching a longer one can take seconds
+_LONGEST = 200
 _PATTERN = re.compile(rf"[a-z0-9_.*?!\[\]-]{{1,{_LONGEST}}}")
 
 
@@ -185,7 +211,8 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                 f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
         for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
             if not patterns:
-                raise PolicyValidationError(f"{self.action} names no {what}; give at least one pattern")
+                raise PolicyValidationError(
+                    f"{self.action} names no {what}; give at least one pattern")
             for p in patterns:
                 if not isinstance(p, str) or not _PATTERN.fullmatch(p):
                     raise PolicyValidationError(
@@ -193,21 +220,25 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                         f"{_LONGEST} of them, got {shown(p)}")
         for p in self.kernels:
             if "." not in p and not is_pattern(p):
-                raise PolicyValidationError(f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
-                                            f"write {p + '.*'!r} for all of a backend")
+                raise PolicyValidationError(
+                    f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
+                    f"write {p + '.*'!r} for all of a backend")
         if not all(isinstance(test, (Rule, Like)) for test in self.when):
-            raise PolicyValidationError(f"{self.action}: when takes single rules; build it with parse_when")
+            raise PolicyValidationError(
+                f"{self.action}: when takes single rules; build it with parse_when")
         for test in self.when:
             words = (test.fact, *test.patterns) if isinstance(test, Like) else (test.fact,)
             if not all(isinstance(word, str) for word in words):
                 raise PolicyValidationError(
-                    f"{self.action}: a condition has a fact and patterns that are text, got {test!r}")
+                    f"{self.action}: a condition has a fact and patterns that are text, got "
+                    f"{test!r}")
         try:
             factor = float(self.factor)
             if not 0 < factor < math.inf or isinstance(self.factor, (str, bool)):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise PolicyValidationError(f"boost: the factor must be a number > 0, got {shown(self.factor)}") from None
+            raise PolicyValidationError(
+                f"boost: the factor must be a number > 0, got {shown(self.factor)}") from None
         if self.action != "boost" and factor != 1.0:
             raise PolicyValidationError(f"{self.action} takes no factor; only boost does")
         object.__setattr__(self, "factor", factor)
@@ -235,15 +266,19 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         return self.applies_to(op) and self.holds(facts)
 
     def check(self, ops: Mapping[str, Collection[str]]) -> None:
-        """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely typo."""
+        """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely
+        typo.
+        """
         for pattern in self.ops:
             if not any(fnmatchcase(op, pattern) for op in ops):
-                raise PolicyValidationError(f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
+                raise PolicyValidationError(
+                    f"{self.action}: no op matches {pattern!r}{suggest(pattern, ops)}")
         facts = {fact for op, names in ops.items() if self.applies_to(op) for fact in names}
         for test in self.when:
             if test.fact not in facts:
-                raise PolicyValidationError(f"{self.action}: no op of {', '.join(self.ops)} has the fact "
-                                            f"{test.fact!r}{suggest(test.fact, facts)}")
+                raise PolicyValidationError(
+                    f"{self.action}: no op of {', '.join(self.ops)} has the fact "
+                    f"{test.fact!r}{suggest(test.fact, facts)}")
 
     def __str__(self) -> str:
         text = f"{self.action} {', '.join(self.kernels)}"
@@ -271,9 +306,11 @@ class Layer(Record, json="name settings rules expires_at", omit="expires_at"):
 
     def __post_init__(self) -> None:
         if self.name not in LAYERS:
-            raise PolicyValidationError(f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
+            raise PolicyValidationError(
+                f"unknown policy layer {self.name!r}{suggest(str(self.name), LAYERS)}")
         settings = {RENAMED.get(name, name): validate_setting(name, value) for name, value in
-                    sorted(self.settings.items(), key=lambda item: item[0] not in RENAMED)}    # the new name wins
+                    # the new name wins
+                    sorted(self.settings.items(), key=lambda item: item[0] not in RENAMED)}
         object.__setattr__(self, "settings", MappingProxyType(settings))
         object.__setattr__(self, "rules", tuple(self.rules))
 
@@ -331,7 +368,8 @@ class Policy(Record, json="hash layers"):
         try:
             return self.settings[name]
         except KeyError:
-            raise PolicyValidationError(f"unknown setting {name!r}{suggest(str(name), SETTINGS)}") from None
+            raise PolicyValidationError(
+                f"unknown setting {name!r}{suggest(str(name), SETTINGS)}") from None
 
     # rules
 
@@ -343,7 +381,8 @@ class Policy(Record, json="hash layers"):
         views = self._by_op.get(op)
         if views is None:
             by_layer = ([r for r in layer.rules if r.applies_to(op)] for layer in self.layers)
-            views = tuple(_View(*(tuple(r for r in rules if r.action == action) for action in ACTIONS))
+            views = tuple(_View(*(tuple(r for r in rules if r.action == action)
+                                  for action in ACTIONS))
                           for rules in by_layer if rules)
             self._by_op[op] = views            # two threads may both store the same answer
         return views
@@ -353,7 +392,8 @@ class Policy(Record, json="hash layers"):
         return bool(self._views(op))
 
     def lock(self, op: str, facts: Facts) -> PolicyRule | None:
-        """The lock in force for this call; an allow list in a higher layer overrides lower locks."""
+        """The lock in force for this call; an allow list in a higher layer overrides lower locks.
+        """
         for view in self._views(op):
             for rule in view.lock:
                 if rule.holds(facts):
@@ -363,12 +403,16 @@ class Policy(Record, json="hash layers"):
         return None
 
     def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
-        """Why policy forbids the kernel for this call, or None. Lock beats deny beats allow in a layer."""
+        """Why policy forbids the kernel for this call, or None.
+
+        Lock beats deny beats allow in a layer.
+        """
         locks_count = True
         for view in self._views(op):
             lock = next((r for r in view.lock if r.holds(facts)), None) if locks_count else None
             if lock is not None:
-                return None if lock.covers(kernel_id) else Reason(Code.LOCKED_TO_ANOTHER, lock.kernels, lock.origin)
+                return (None if lock.covers(kernel_id)
+                        else Reason(Code.LOCKED_TO_ANOTHER, lock.kernels, lock.origin))
             for rule in view.deny:
                 if rule.covers(kernel_id) and rule.holds(facts):
                     return Reason(Code.DENIED_BY_POLICY, got=rule.origin)
@@ -376,15 +420,18 @@ class Policy(Record, json="hash layers"):
             if any(r.covers(kernel_id) for r in allowing):
                 return None
             if allowing and not matches_any(ALWAYS, kernel_id):
-                return Reason(Code.NOT_ALLOWED_BY_POLICY, ", ".join(k for r in allowing for k in r.kernels),
+                return Reason(Code.NOT_ALLOWED_BY_POLICY,
+                              ", ".join(k for r in allowing for k in r.kernels),
                               ", ".join(dict.fromkeys(r.origin for r in allowing)))
             locks_count = locks_count and not allowing   # as in lock()
         return None
 
     def boost(self, kernel_id: str, op: str, facts: Facts) -> float:
         """The product of the factors of all matching boosts in all layers."""
-        factors = (r.factor for view in self._views(op) for r in view.boost if r.covers(kernel_id) and r.holds(facts))
-        return min(max(math.prod(factors, start=1.0), 1e-9), 1e9)   # a time is divided by it: never 0, never inf
+        factors = (r.factor for view in self._views(op) for r in view.boost if r.covers(kernel_id)
+                   and r.holds(facts))
+        # a time is divided by it: never 0, never inf
+        return min(max(math.prod(factors, start=1.0), 1e-9), 1e9)
 
     def leaves(self, op: str, known: Container[str] | None = None) -> Iterator[Rule]:
         """Each test that rules for this op make, once: a cache key must distinguish its outcomes.
@@ -404,7 +451,8 @@ class Policy(Record, json="hash layers"):
         return Policy(tuple(layer for layer in self.layers if layer.name != name))
 
     def at(self, now: float) -> Policy:
-        """The policy at `now` (time.monotonic()) without what has expired; `self` if nothing has."""
+        """The policy at `now` (time.monotonic()) without what has expired; `self` if nothing has.
+        """
         deadline = self.next_deadline
         if deadline is None or now < deadline:
             return self
@@ -412,7 +460,8 @@ class Policy(Record, json="hash layers"):
 
     @cached_property
     def next_deadline(self) -> float | None:
-        ends = [end for layer in self.layers for end in (layer.expires_at, *(r.expires_at for r in layer.rules))]
+        ends = [end for layer in self.layers
+                for end in (layer.expires_at, *(r.expires_at for r in layer.rules))]
         return min((end for end in ends if end is not None), default=None)
 
     @cached_property

@@ -46,7 +46,8 @@ def expected_us(timing: Timing) -> float:
 
 def calibration(guesses: Mapping[str, float], timings: Mapping[str, Timing]) -> float:
     """The geometric mean of measured over guessed time, of the measured kernels."""
-    ratios = [math.log(us / guesses[k]) for k, t in timings.items() if guesses[k] > 0 and (us := expected_us(t)) > 0]
+    ratios = [math.log(us / guesses[k]) for k, t in timings.items() if guesses[k] > 0
+              and (us := expected_us(t)) > 0]
     return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
 
 
@@ -57,11 +58,13 @@ def copy_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
 def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
     """The step with the cost of `casts` added, which are made before any kernel is chosen."""
     extra, s = copy_us(casts, rates), step.score
-    more_expensive = s._replace(total_us=s.total_us + extra / s.boost, transform_us=s.transform_us + extra)
+    more_expensive = s._replace(total_us=s.total_us + extra / s.boost,
+                                transform_us=s.transform_us + extra)
     return step._replace(score=more_expensive, transforms=(*casts, *step.transforms))
 
 
-def score(guess: float, timing: Timing | None, transforms: tuple[Transform, ...], boost: float, rates: Rates,
+def score(guess: float, timing: Timing | None, transforms: tuple[Transform, ...], boost: float,
+          rates: Rates,
           mixed: bool = True) -> Score:
     """Expected microseconds from a measurement, or from a guess if there is none.
 
@@ -75,5 +78,7 @@ def score(guess: float, timing: Timing | None, transforms: tuple[Transform, ...]
     kernel_us = trust * expected_us(timing) + (1.0 - trust) * guess
     total_us = (kernel_us + transform_us) / boost
     if isinstance(timing, Measurement):
-        return Score(total_us, kernel_us, transform_us, boost, MEASURED, timing.samples, timing.spread)
-    return Score(total_us, kernel_us, transform_us, boost, INTERPOLATED, timing.samples, 0.0, timing.distance)
+        return Score(total_us, kernel_us, transform_us, boost, MEASURED, timing.samples,
+                     timing.spread)
+    return Score(total_us, kernel_us, transform_us, boost, INTERPOLATED, timing.samples, 0.0,
+                 timing.distance)

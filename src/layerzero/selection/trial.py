@@ -38,7 +38,8 @@ class Ticket(NamedTuple):
 
     kernel: str
     round: int
-    warm_up: bool                              # its first call, which loads and allocates, is no sample
+    # its first call, which loads and allocates, is no sample
+    warm_up: bool
     reserved_us: float                         # expected cost beyond that of the base kernel
 
 
@@ -76,7 +77,8 @@ class Runner:
         insort(self._ordered, us)
         middle = len(self._ordered) // 2
         odd = len(self._ordered) % 2
-        self.median = self._ordered[middle] if odd else (self._ordered[middle - 1] + self._ordered[middle]) / 2
+        self.median = (self._ordered[middle] if odd
+                       else (self._ordered[middle - 1] + self._ordered[middle]) / 2)
 
     @property
     def least(self) -> float:
@@ -132,7 +134,8 @@ class Trial:
 
     # the next call
 
-    def next(self, available: Callable[[str], bool], allowed: Callable[[float], bool]) -> Ticket | None:
+    def next(self, available: Callable[[str], bool],
+             allowed: Callable[[float], bool]) -> Ticket | None:
         """A ticket for the kernel to time on the next call; None if `serving` serves it untimed."""
         if self.winner:
             return None
@@ -146,9 +149,11 @@ class Trial:
             while self._queue:
                 runner = self.runners[self._queue.pop()]
                 waits = not runner.rounds and runner.in_flight >= MOST_UNKNOWN
-                if runner.out or waits or not available(runner.kernel) or not allowed(self.extra_us(runner.kernel)):
+                if (runner.out or waits or not available(runner.kernel)
+                    or not allowed(self.extra_us(runner.kernel))):
                     continue                   # it skips this round
-                ticket = Ticket(runner.kernel, self.round, not runner.warm, self.extra_us(runner.kernel))
+                ticket = Ticket(runner.kernel, self.round, not runner.warm,
+                                self.extra_us(runner.kernel))
                 runner.warm = True
                 runner.in_flight += 1
                 self.in_flight += 1
@@ -157,7 +162,8 @@ class Trial:
                 return None
         return None
 
-    def _new_round(self, available: Callable[[str], bool], allowed: Callable[[float], bool]) -> bool:
+    def _new_round(self, available: Callable[[str], bool],
+                   allowed: Callable[[float], bool]) -> bool:
         if self.round and self.round % ROUNDS_PER_LOOK == 0:
             self._eliminate()
             if self.winner:
@@ -166,7 +172,8 @@ class Trial:
         if not base.out and len(base.rounds) < FIRST_SAMPLES:
             queue = [self.base]                # what a call costs without a trial comes first
         else:
-            queue = [r.kernel for r in self.running if allowed(self.extra_us(r.kernel)) and available(r.kernel)]
+            queue = [r.kernel for r in self.running if allowed(self.extra_us(r.kernel))
+                     and available(r.kernel)]
             if len(queue) < 2:
                 return False                   # no kernel to compare with at the moment
         self.round += 1
@@ -202,19 +209,23 @@ class Trial:
             return
         best = min(others, key=lambda r: r.median)
         least, count = runner.least, len(runner.rounds)
-        if least > HOPELESS * best.median and (count >= FIRST_SAMPLES or least - best.median >= COSTLY_US):
+        if (least > HOPELESS * best.median
+            and (count >= FIRST_SAMPLES or least - best.median >= COSTLY_US)):
             self.drop(runner.kernel, f"{least / best.median:.1f} times as slow as {best.kernel}")
         elif count >= 3 and len(best.rounds) >= 3 and least > SLOWER * best.most:
-            self.drop(runner.kernel, f"{runner.median / best.median:.1f} times as slow as {best.kernel}")
+            self.drop(runner.kernel,
+                      f"{runner.median / best.median:.1f} times as slow as {best.kernel}")
 
     def _leader(self) -> Runner | None:
         return min((r for r in self.running if r.rounds), key=lambda r: r.median, default=None)
 
     def _eliminate(self) -> None:
-        """Drop kernels surely no better than the leader, or the leader if torch's own is as good."""
+        """Drop kernels surely no better than the leader, or the leader if torch's own is as good.
+        """
         leader, margin = self._leader(), math.log1p(MARGIN)
         for other in self.running:
-            bounds = interval(ratios(leader, other)) if leader is not None and other is not leader else None
+            bounds = (interval(ratios(leader, other)) if leader is not None and other is not leader
+                      else None)
             if leader is None or bounds is None:
                 continue
             low, high = bounds
@@ -287,7 +298,8 @@ def interval(values: Iterable[float]) -> tuple[float, float] | None:
 
 @lru_cache(maxsize=None)
 def _rank(n: int) -> int:
-    """The rank-th smallest and rank-th largest of n samples bound the median, but for ERROR_RATE."""
+    """The rank-th smallest and rank-th largest of n samples bound the median, but for ERROR_RATE.
+    """
     rank, below = 0, 0.0
     while rank < n:
         below += math.comb(n, rank) / 2 ** n

@@ -35,6 +35,7 @@ def compile_verdicts(groups: Sequence[Iterable[Condition]]) -> Verdicts:
 @lru_cache(maxsize=512)      # every change of the world asks again, mostly for the same text
 def _function(source: str) -> Verdicts:
     scope: dict[str, Any] = {}
-    exec(codegen.compile(source, "verdicts"), scope)   # text from declared rules only, values by repr
+    # text from declared rules only, values by repr
+    exec(codegen.compile(source, "verdicts"), scope)
     verdicts: Verdicts = scope["verdicts"]
     return verdicts

@@ -29,13 +29,15 @@ class TensorSpec(Record, omit="strides values below"):
     dtype: str
     strides: tuple[Count, ...] | None = None   # None: contiguous
     values: tuple[int, ...] | None = None      # of whole numbers and booleans, in order
-    below: Count = 0                           # of whole numbers too many to keep: each is in 0 .. below - 1
+    # of whole numbers too many to keep: each is in 0 .. below - 1
+    below: Count = 0
 
     def check_json(self, at: At) -> None:
         if self.strides is not None and len(self.strides) != len(self.shape):
             at.wrong(f"{len(self.shape)} strides for shape {list(self.shape)}", list(self.strides))
         if self.values is not None and len(self.values) != math.prod(self.shape):
-            at.wrong(f"{math.prod(self.shape)} values for shape {list(self.shape)}", len(self.values))
+            at.wrong(f"{math.prod(self.shape)} values for shape {list(self.shape)}",
+                     len(self.values))
 
 
 @dataclass(frozen=True)
@@ -70,5 +72,6 @@ def write_calls(path: Path, calls: Iterable[Call]) -> None:
 
 
 def read_calls(path: Path) -> tuple[Call, ...]:
-    lines = read_json_lines(path, "calls as JSON lines, such as lz record writes", limits=LIMITS, nan=True)
+    lines = read_json_lines(path, "calls as JSON lines, such as lz record writes", limits=LIMITS,
+                            nan=True)
     return tuple(Call.from_json(data, f"{path}:{number}") for number, data in lines)

@@ -1,11 +1,13 @@
 """The one codec between typed values and JSON.
 
-`encode` turns dataclasses, named tuples, enums, tuples and mappings into what `json.dumps` takes; `decode` reads such
-data back by the annotations of a type. Reading is strict: 1 is no bool, "1" is no number, and a member that is
-missing or unknown is a mistake. All mistakes come in one DataError, each with its path, what was wanted and what came.
+`encode` turns dataclasses, named tuples, enums, tuples and mappings into what `json.dumps` takes;
+`decode` reads such data back by the annotations of a type. Reading is strict: 1 is no bool, "1" is
+no number, and a member that is missing or unknown is a mistake. All mistakes come in one DataError,
+each with its path, what was wanted and what came.
 
-A dataclass that derives from `Record` has `to_json` and `from_json`. Keywords of the class say where its JSON differs
-from its fields. For what they cannot say there are three hooks, which any class may have:
+A dataclass that derives from `Record` has `to_json` and `from_json`. Keywords of the class say
+where its JSON differs from its fields. For what they cannot say there are three hooks, which any
+class may have:
 
     to_json(self)                   the value as plain data
     read_json(cls, data, at)        the value from plain data; `at` collects the mistakes
@@ -33,29 +35,35 @@ T = TypeVar("T")
 class Layout(NamedTuple):
     """How the JSON of a class differs from its fields."""
 
-    members: tuple[str, ...] = ()              # fields and properties that are written, in order; (): all fields
-    omit: tuple[str, ...] = ()                 # fields that are left out while they have their default
+    # fields and properties that are written, in order; (): all fields
+    members: tuple[str, ...] = ()
+    # fields that are left out while they have their default
+    omit: tuple[str, ...] = ()
     names: Mapping[str, str] = {}              # field -> name in JSON, where it is another one
-    header: Mapping[str, Any] = {}             # members that are always the same, such as the schema
+    # members that are always the same, such as the schema
+    header: Mapping[str, Any] = {}
     whole: bool = False                        # must members that have a default be there, too?
-    lenient: bool = False                      # is null read as absent, and what is unknown passed over?
+    # is null read as absent, and what is unknown passed over?
+    lenient: bool = False
 
 
 class Record:
     """Base of dataclasses that are read from or written to JSON.
 
-    `json` names the fields and properties that are written, in their order, `omit` the fields that are left out while
-    they have their default. `names` maps fields to their names in JSON, `header` holds constant members. When it is
-    read, `whole` wants every member that is not in `omit`; `lenient` passes over unknown members and takes null for
-    absent where there is a default.
+    `json` names the fields and properties that are written, in their order, `omit` the fields that
+    are left out while they have their default. `names` maps fields to their names in JSON, `header`
+    holds constant members. When it is read, `whole` wants every member that is not in `omit`;
+    `lenient` passes over unknown members and takes null for absent where there is a default.
     """
 
     json_layout: ClassVar[Layout] = Layout()
 
-    def __init_subclass__(cls, json: str = "", omit: str = "", names: Mapping[str, str] | None = None,
-                          header: Mapping[str, Any] | None = None, whole: bool = False, lenient: bool = False) -> None:
+    def __init_subclass__(cls, json: str = "", omit: str = "",
+                          names: Mapping[str, str] | None = None, header: Mapping[str, Any]
+                          | None = None, whole: bool = False, lenient: bool = False) -> None:
         if json or omit or names or header or whole or lenient:
-            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {}, header or {}, whole,
+            cls.json_layout = Layout(tuple(json.split()), tuple(omit.split()), names or {}, header
+                                     or {}, whole,
                                      lenient)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +75,8 @@ class Record:
 
 
 class Check(NamedTuple):
-    """What plain data must be beyond its type: `Annotated[int, Check("a whole number > 0", lambda n: n > 0)]`.
+    """What plain data must be beyond its type: `Annotated[int, Check("a whole number > 0", lambda
+    n: n > 0)]`.
 
     Where an annotation holds a type instead, data is read as that: `Annotated[Any, Value]`.
     """
@@ -118,10 +127,13 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _shape(kind: type) -> tuple[Layout, Mapping[str, str], Mapping[str, Any]]:
-    """The layout of a class, its members (name in JSON -> attribute), and the defaults of its fields."""
+    """The layout of a class, its members (name in JSON -> attribute), and the defaults of its
+    fields.
+    """
     layout: Layout = getattr(kind, "json_layout", Layout())
     if is_dataclass(kind):
-        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(kind)}
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory()
+                    for f in fields(kind)}
     else:
         named: Any = kind
         defaults = {name: named._field_defaults.get(name, MISSING) for name in named._fields}
@@ -177,14 +189,20 @@ def read_fields(kind: Any, data: Any, at: At, **given: Any) -> Any:
     for key, value in layout.header.items():
         if data.get(key) != value:             # of another version nothing else can be said
             at.reasons.append(Reason(Code.SCHEMA_UNKNOWN, value, data.get(key)))
-            return at.mistake(f"wanted {key} {value}, got {shown(data.get(key))}; make it again with this version")
+            return (
+                at.mistake(
+                    f"wanted {key} {value}, got {shown(data.get(key))}; make it again with this "
+                    "version"))
     members = {key: name for key, name in members.items() if name not in given}
     missing = [key for key, name in members.items() if key not in data and name in defaults
                and (defaults[name] is MISSING or (layout.whole and name not in layout.omit))]
-    unknown = [] if layout.lenient else [str(key)[:60] for key in data if key not in {*members, *layout.header}]
+    unknown = ([] if layout.lenient
+               else [str(key)[:60] for key in data if key not in {*members, *layout.header}])
     if missing or unknown:
-        at.mistake(f"missing: {', '.join(missing) or 'nothing'}; unknown: {', '.join(unknown) or 'nothing'}; "
-                   f"wanted are {', '.join((*layout.header, *members))}")
+        at.mistake(
+            f"missing: {', '.join(missing) or 'nothing'}; unknown: "
+            f"{', '.join(unknown) or 'nothing'}; wanted are "
+            f"{', '.join((*layout.header, *members))}")
     hints = _hints(kind)
     values = {name: read(hints[name], data[key], at / key) for key, name in members.items()
               if key in data and name in defaults
@@ -218,7 +236,8 @@ def _reader(kind: Any) -> _Reader:
     if kind in _SCALARS:
         return _SCALARS[kind]
     if origin is Annotated:
-        return _checked(_reader(args[0]), args[1]) if isinstance(args[1], Check) else _reader(args[1])
+        return (_checked(_reader(args[0]), args[1]) if isinstance(args[1], Check)
+                else _reader(args[1]))
     if origin in (Union, types.UnionType):
         return _union([_reader(arg) for arg in args])
     if origin in (tuple, list) and (origin is list or args[1:] == (...,)):
@@ -240,7 +259,8 @@ def _scalar(want: str, *takes: type) -> _Reader:
     def read(data: Any, at: At) -> Any:
         if type(data) not in takes:
             at.wrong(want, data)
-        elif type(data) is str and not data.isascii() and any("\ud800" <= c <= "\udfff" for c in data):
+        elif (type(data) is str and not data.isascii()
+              and any("\ud800" <= c <= "\udfff" for c in data)):
             at.wrong("text without lone surrogates", data)     # no file can hold them
         elif type(data) is int and float in takes and abs(data) > 10**300:
             at.wrong("a number that a float can hold", data)
@@ -250,9 +270,11 @@ def _scalar(want: str, *takes: type) -> _Reader:
 
 
 _SCALARS: Mapping[Any, _Reader] = {
-    str: _scalar("text", str), float: _scalar("a number", float, int), int: _scalar("a whole number", int),
-    bool: _scalar("true or false", bool), type(None): _scalar("null", type(None)),
-    Any: _Reader(lambda data, at: data, "any value", (dict, list, str, int, float, bool, type(None)))}
+    str: _scalar("text", str), float: _scalar("a number", float, int),
+    int: _scalar("a whole number", int), bool: _scalar("true or false", bool),
+    type(None): _scalar("null", type(None)),
+    Any: _Reader(lambda data, at: data, "any value",
+                 (dict, list, str, int, float, bool, type(None)))}
 
 
 def _checked(reader: _Reader, check: Check) -> _Reader:
@@ -299,7 +321,8 @@ def _fixed(readers: tuple[_Reader, ...]) -> _Reader:
     def read(data: Any, at: At) -> Any:
         if type(data) is not list or len(data) != len(readers):
             return at.wrong(want, data)
-        return tuple(reader.read(item, at / f"[{i}]") for i, (reader, item) in enumerate(zip(readers, data)))
+        return tuple(reader.read(item, at / f"[{i}]")
+                     for i, (reader, item) in enumerate(zip(readers, data)))
 
     return _Reader(read, want, (list,))
 
@@ -308,7 +331,8 @@ def _mapping(reader: _Reader) -> _Reader:
     def read(data: Any, at: At) -> Any:
         if not isinstance(data, Mapping):
             return at.wrong("an object", data)
-        return {_SCALARS[str].read(key, at): reader.read(item, at / str(key)) for key, item in data.items()}
+        return {_SCALARS[str].read(key, at): reader.read(item, at / str(key))
+                for key, item in data.items()}
 
     return _Reader(read, "an object", (dict,))
 

@@ -21,9 +21,11 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "hpu", "mps")
 VENDORS = ("nvidia", "amd", "intel", "apple", "habana", "arm", "unknown")
 CPU_ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx_vnni",
            "amx_tile", "amx_bf16", "amx_int8", "avx_ne_convert",
-           "neon", "fp16", "dotprod", "bf16", "i8mm", "sve", "sve2", "sme")      # ARM: as compilers name them
-# With one of these torch multiplies matrices of the type by oneDNN. Without, an element at a time: 20 to 230 times
-# slower than float32 on a Neoverse-N1, which computes in float16 ("fp16") and is no faster for it in torch.
+           # ARM: as compilers name them
+           "neon", "fp16", "dotprod", "bf16", "i8mm", "sve", "sve2", "sme")
+# With one of these torch multiplies matrices of the type by oneDNN. Without, an element at a time:
+# 20 to 230 times slower than float32 on a Neoverse-N1, which computes in float16 ("fp16") and is no
+# faster for it in torch.
 FAST_BF16_MATMUL = ("avx512f", "avx_ne_convert", "amx_bf16", "bf16")
 FAST_FP16_MATMUL = ("avx512_fp16", "avx_ne_convert")
 
@@ -34,7 +36,8 @@ def _check_types(value: Any, owner: str) -> None:
     """Raise unless every field has exactly its declared type and no number is negative."""
     for f in fields(value):
         got = getattr(value, f.name)
-        if type(got) is not _TYPES[str(f.type)] or (type(got) is tuple and not all(type(v) is str for v in got)):
+        if (type(got) is not _TYPES[str(f.type)]
+            or (type(got) is tuple and not all(type(v) is str for v in got))):
             raise SpecError(f"{owner}: {f.name} must be of type {f.type}, got {got!r}")
         if type(got) is int and got < 0:
             raise SpecError(f"{owner}: {f.name} must be >= 0, got {got}")
@@ -74,13 +77,15 @@ class Generation(Record):
             raise SpecError(f"{owner} must give either sm_first and sm_last or arch, "
                             f"got SM {self.sm_first}-{self.sm_last} and arch {self.arch!r}")
         if self.sm_first > self.sm_last:
-            raise SpecError(f"{owner}: sm_first must be <= sm_last, got {self.sm_first} > {self.sm_last}")
+            raise SpecError(
+                f"{owner}: sm_first must be <= sm_last, got {self.sm_first} > {self.sm_last}")
 
 
 Table = tuple[Generation, ...]
 
 # The tensor core number is that of the instructions kernels are written for: 3 is mma (WMMA), 4 is
-# WGMMA, 5 is TCGEN05. SM 120 and up have Blackwell's formats but not TCGEN05: such a kernel reads sm.
+# WGMMA, 5 is TCGEN05. SM 120 and up have Blackwell's formats but not TCGEN05: such a kernel reads
+# sm.
 GENERATIONS: Table = (
     Generation("pascal", 60, 69),
     Generation("volta", 70, 74, tensor_core=1),
@@ -104,11 +109,13 @@ def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
     for row in rows:
         if row.sm_first <= sm <= row.sm_last:
             return row
-    older = max((row for row in rows if row.sm_last < sm), key=lambda row: row.sm_last, default=None)
+    older = max((row for row in rows if row.sm_last < sm), key=lambda row: row.sm_last,
+                default=None)
     if older is None:
         return Generation("unknown", 0, max(sm, 1))
     newer_than_all = older.sm_last == max(row.sm_last for row in rows)
-    return replace(older, name="unknown", sm_first=sm, sm_last=sm, bf16=older.bf16 or newer_than_all)
+    return replace(older, name="unknown", sm_first=sm, sm_last=sm, bf16=older.bf16
+                   or newer_than_all)
 
 
 def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
@@ -129,9 +136,11 @@ def table_from_json(rows: Any) -> Table:
     table = tuple(Generation.from_json(row, f"generation row {i}") for i, row in enumerate(rows))
     for i, row in enumerate(table):
         for other in table[:i]:
-            if row.sm_last and other.sm_last and row.sm_first <= other.sm_last and other.sm_first <= row.sm_last:
-                raise SpecError(f"generation rows {other.name!r} (SM {other.sm_first}-{other.sm_last}) and "
-                                f"{row.name!r} (SM {row.sm_first}-{row.sm_last}) overlap; give each SM one row")
+            if (row.sm_last and other.sm_last and row.sm_first <= other.sm_last
+                and other.sm_first <= row.sm_last):
+                raise SpecError(
+                    f"generation rows {other.name!r} (SM {other.sm_first}-{other.sm_last}) and "
+                    f"{row.name!r} (SM {row.sm_first}-{row.sm_last}) overlap; give each SM one row")
     return table
 
 
@@ -139,7 +148,8 @@ def table_from_json(rows: Any) -> Table:
 class Device(Record):
     """One device and the software that drives it. Unknown text is "", an unknown number 0."""
 
-    type: str                                  # torch's device type; ROCm is "cuda" with vendor "amd"
+    # torch's device type; ROCm is "cuda" with vendor "amd"
+    type: str
     index: int
     name: str
     vendor: str
@@ -153,7 +163,8 @@ class Device(Record):
     isa: tuple[str, ...] = ()                  # of a CPU, in the order of CPU_ISA
     cores: int = 0                             # physical cores, multiprocessors or compute units
     total_memory: int = 0                      # bytes
-    shared_per_block: int = 0                  # bytes of shared memory that a block of a GPU may ask for
+    # bytes of shared memory that a block of a GPU may ask for
+    shared_per_block: int = 0
     driver_version: str = ""
     runtime_version: str = ""                  # CUDA, HIP or SYCL, as torch was built for
     cudnn_version: str = ""
@@ -164,23 +175,30 @@ class Device(Record):
         owner = f"device {self.name!r}"
         _check_types(self, owner)
         if self.type not in DEVICE_TYPES:
-            raise SpecError(f"{owner}: type must be one of {', '.join(DEVICE_TYPES)}, got {self.type!r}")
+            raise SpecError(
+                f"{owner}: type must be one of {', '.join(DEVICE_TYPES)}, got {self.type!r}")
         if self.vendor not in VENDORS:
-            raise SpecError(f"{owner}: vendor must be one of {', '.join(VENDORS)}, got {self.vendor!r}")
+            raise SpecError(
+                f"{owner}: vendor must be one of {', '.join(VENDORS)}, got {self.vendor!r}")
         if not self.name.strip():
-            raise SpecError(f"a {self.type} device needs a name, got {self.name!r}: measurements are kept under it")
+            raise SpecError(
+                f"a {self.type} device needs a name, got {self.name!r}: measurements are kept "
+                "under it")
         is_nvidia_gpu = self.type == "cuda" and self.vendor == "nvidia"
         if bool(self.sm) != is_nvidia_gpu:
-            raise SpecError(f"{owner}: sm must be > 0 for cuda devices of nvidia and 0 for all others, "
-                            f"got {self.sm} for {self.type} of {self.vendor}")
+            raise SpecError(
+                f"{owner}: sm must be > 0 for cuda devices of nvidia and 0 for all others, "
+                f"got {self.sm} for {self.type} of {self.vendor}")
         if bool(self.gpu_generation) != (self.type != "cpu"):
-            raise SpecError(f"{owner}: gpu_generation must be '' for a cpu and a name or 'unknown' for all others, "
-                            f"got {self.gpu_generation!r} for {self.type}")
+            raise SpecError(
+                f"{owner}: gpu_generation must be '' for a cpu and a name or 'unknown' for all "
+                f"others, got {self.gpu_generation!r} for {self.type}")
         if self.isa and self.type != "cpu":
             raise SpecError(f"{owner}: isa is for a cpu, got {', '.join(self.isa)} for {self.type}")
         unknown = [name for name in self.isa if name not in CPU_ISA]
         if unknown:
-            raise SpecError(f"{owner}: isa must be among {', '.join(CPU_ISA)}, got {', '.join(unknown)}")
+            raise SpecError(
+                f"{owner}: isa must be among {', '.join(CPU_ISA)}, got {', '.join(unknown)}")
 
     @property
     def generation(self) -> GPUGeneration | None:
@@ -188,7 +206,8 @@ class Device(Record):
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
     def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
-        """Whether torch multiplies matrices of a dtype that needs one of `isa` at full speed here."""
+        """Whether torch multiplies matrices of a dtype that needs one of `isa` at full speed here.
+        """
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property
@@ -205,12 +224,14 @@ class Device(Record):
     def facts(self) -> dict[str, Any]:
         """The facts that rules may read of a device; the keys are DEVICE_FACTS."""
         return {
-            "device": self.type, "vendor": self.vendor, "sm": self.sm, "gpu_generation": self.gpu_generation,
+            "device": self.type, "vendor": self.vendor, "sm": self.sm,
+            "gpu_generation": self.gpu_generation,
             "tensor_core_generation": self.tensor_core_generation, "isa": self.isa,
             "fast_bf16_matmul": self.has_fast_matmul(FAST_BF16_MATMUL),
             "fast_fp16_matmul": self.has_fast_matmul(FAST_FP16_MATMUL),
             "supports_bf16": self.supports_bf16, "supports_fp8": self.supports_fp8,
             "supports_fp4": self.supports_fp4, "torch_version": self.torch_version,
             "shared_per_block": self.shared_per_block,
-            "cuda_version": self.runtime_version if self.sm else "",  # HIP's number is no CUDA version
+            # HIP's number is no CUDA version
+            "cuda_version": self.runtime_version if self.sm else "",
         }

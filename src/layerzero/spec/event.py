@@ -25,21 +25,27 @@ class Event(Record):
 
 
 @dataclass(frozen=True)
-class Selected(Event, json="op kernel candidates microseconds transforms source transform_cost_total reasons"):
+class Selected(Event,
+               json="op kernel candidates microseconds transforms source transform_cost_total "
+                    "reasons"):
     """A kernel was selected for a kind of call that was not in the cache."""
 
     name: ClassVar[str] = "selected"
     candidates: int = 0
     microseconds: float = 0.0
     transforms: tuple[str, ...] = ()
-    source: str = ""                           # what the choice rests on: measured, shipped, default, ...
-    transform_cost_total: float = 0.0          # microseconds that the transforms are expected to take
-    rejected: tuple[Rejected, ...] = ()        # the other kernels that may not serve such a call, and why
+    # what the choice rests on: measured, shipped, default, ...
+    source: str = ""
+    # microseconds that the transforms are expected to take
+    transform_cost_total: float = 0.0
+    # the other kernels that may not serve such a call, and why
+    rejected: tuple[Rejected, ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """`kernel: CODE, ...` for each rejected kernel."""
-        return tuple(f"{r.kernel}: {', '.join(reason.code.value for reason in r.reasons)}" for r in self.rejected)
+        return tuple(f"{r.kernel}: {', '.join(reason.code.value for reason in r.reasons)}"
+                     for r in self.rejected)
 
     def log_fields(self) -> dict[str, Any]:
         fields = super().log_fields()
@@ -65,7 +71,9 @@ class WarmupSkipped(Event):
 
 @dataclass(frozen=True)
 class LearningStarted(Event):
-    """Calls of a new kind are served by these candidates in turn and timed, to learn which is fastest."""
+    """Calls of a new kind are served by these candidates in turn and timed, to learn which is
+    fastest.
+    """
 
     name: ClassVar[str] = "learning_started"
     kind: str = ""
@@ -81,12 +89,15 @@ class Learned(Event):
     clear: bool = True
     samples: int = 0
     calls: int = 0                             # of this kind, until it was settled
-    cost: float = 0.0                          # seconds that exploring took, beyond what the calls take anyway
+    # seconds that exploring took, beyond what the calls take anyway
+    cost: float = 0.0
 
 
 @dataclass(frozen=True)
 class PlanMissed(Event):
-    """The dispatch table in force has no answer for a kind of call; `kernel` was selected at run time."""
+    """The dispatch table in force has no answer for a kind of call; `kernel` was selected at run
+    time.
+    """
 
     name: ClassVar[str] = "plan_missed"
     reason: Reason | None = None
@@ -170,7 +181,8 @@ class PolicyRejected(Event):
 
 @dataclass(frozen=True)
 class StoreTrouble(Event):
-    """The store of measurements could not be read or written; `action` says what was done instead."""
+    """The store of measurements could not be read or written; `action` says what was done instead.
+    """
 
     name: ClassVar[str] = "store_trouble"
     store: str = ""

@@ -35,22 +35,27 @@ class Expr:
 
     def __init__(self, source: str) -> None:
         if len(source) > MOST_CHARACTERS:
-            raise SpecError(f"expression {source[:60]!r}... has {len(source)} characters; write at most "
-                            f"{MOST_CHARACTERS}")
+            raise SpecError(
+                f"expression {source[:60]!r}... has {len(source)} characters; write at most "
+                f"{MOST_CHARACTERS}")
         try:
             tree = ast.parse(source, mode="eval")
             self.postfix: Postfix = tuple(_walk(tree.body, source))
             self._code = compile(tree, "<expression>", "eval")
         except SpecError:
             raise
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:    # a zero byte; the parser's own limits
-            raise SpecError(f"expression {source!r:.200} does not parse: {getattr(e, 'msg', '') or e}") from e
+        # a zero byte; the parser's own limits
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+            raise SpecError(
+                f"expression {source!r:.200} does not parse: {getattr(e, 'msg', '') or e}") from e
         self.source = source
-        self.names: tuple[str, ...] = tuple(dict.fromkeys(v for op, v in self.postfix if op == "fact"))
+        self.names: tuple[str,
+                          ...] = tuple(dict.fromkeys(v for op, v in self.postfix if op == "fact"))
 
     def __call__(self, facts: Mapping[str, Any]) -> Any:
         try:
-            return eval(self._code, {"__builtins__": {"max": max, "min": min}}, facts)  # whitelisted by _walk
+            # whitelisted by _walk
+            return eval(self._code, {"__builtins__": {"max": max, "min": min}}, facts)
         except ZeroDivisionError:
             return 0
 
@@ -69,12 +74,15 @@ def _walk(node: ast.AST, source: str) -> list[tuple[str, Any]]:
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return [("const", node.value)]
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return [*_walk(node.left, source), *_walk(node.right, source), (_BINARY[type(node.op)][0], None)]
+        return [*_walk(node.left, source), *_walk(node.right, source),
+                (_BINARY[type(node.op)][0], None)]
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
-        return [*_walk(node.left, source), *_walk(node.comparators[0], source), (_COMPARE[type(node.ops[0])][0], None)]
+        return [*_walk(node.left, source), *_walk(node.comparators[0], source),
+                (_COMPARE[type(node.ops[0])][0], None)]
     if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS
             and len(node.args) == 2 and not node.keywords):
-        return [*_walk(node.args[0], source), *_walk(node.args[1], source), (_CALLS[node.func.id][0], None)]
+        return [*_walk(node.args[0], source), *_walk(node.args[1], source),
+                (_CALLS[node.func.id][0], None)]
     raise SpecError(
         f"expression {source!r} uses {type(node).__name__}; allowed are facts, numbers, "
         "+ - * // %, one comparison, max(a, b), min(a, b)")

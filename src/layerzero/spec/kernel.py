@@ -16,9 +16,11 @@ from .rules import Condition, Facts
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
-# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend names them.
+# The implementations behind torch's scaled_dot_product_attention, as torch.nn.attention.SDPBackend
+# names them.
 SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
-SDPA = "SDPA"                                  # calls scaled_dot_product_attention, which obeys them
+# calls scaled_dot_product_attention, which obeys them
+SDPA = "SDPA"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Direct:
     def params(self) -> tuple[str, ...]:
         """The op parameters it reads, with repetitions."""
         values = (*self.args, *self.kwargs.values())
-        return tuple(v.param if isinstance(v, LastSize) else v for v in values if not isinstance(v, (Const, ByFact)))
+        return tuple(v.param if isinstance(v, LastSize) else v for v in values
+                     if not isinstance(v, (Const, ByFact)))
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -72,7 +75,8 @@ class ByFact:
     otherwise: Any
 
     def constant(self, known: Mapping[str, Any]) -> Const:
-        return Const(self.then if self.fact in known and known[self.fact] == self.value else self.otherwise)
+        return Const(self.then if self.fact in known and known[self.fact] == self.value
+                     else self.otherwise)
 
 
 @dataclass(frozen=True)
@@ -105,30 +109,41 @@ class Kernel:
     distribution: str = ""                     # name on the package index, where it differs
     version: str = ""                          # of the distribution: ">=2.5,<3"
     torch: str = ""                            # range of torch versions it is known to work with
-    prior: float = 1.0                         # guessed speed relative to the eager formula, until measured
+    # guessed speed relative to the eager formula, until measured
+    prior: float = 1.0
     overhead_us: float = 0.0                   # guessed fixed cost of one call
     workspace: str = "0"                       # bytes beyond inputs and outputs
-    shared_memory: str = "0"                   # bytes that a block of a GPU must have at least; 0: any has enough
-    variants: tuple[str, ...] = ()             # values of the op's variant parameter it takes natively
+    # bytes that a block of a GPU must have at least; 0: any has enough
+    shared_memory: str = "0"
+    # values of the op's variant parameter it takes natively
+    variants: tuple[str, ...] = ()
     deterministic: bool = True
     deterministic_backward: bool = True
     differentiable: bool = True
     graph_safe: bool = True
-    traceable: bool = True                     # made of torch ops only, so torch.compile can look inside
-    baseline: bool = False                     # what torch runs: the default, and all under lz.disabled()
-    less_work: str = ""                        # why it does less than the baseline by construction, in words
+    # made of torch ops only, so torch.compile can look inside
+    traceable: bool = True
+    # what torch runs: the default, and all under lz.disabled()
+    baseline: bool = False
+    # why it does less than the baseline by construction, in words
+    less_work: str = ""
     less_work_when: tuple[Condition, ...] = () # where that is so; everywhere, if empty
     jit: bool = False                          # compiles on first use: never chosen unwarmed
-    plans_each_size: bool = False              # the first call of every new size takes tens of milliseconds
-    sdpa_backend: str = ""                     # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
+    # the first call of every new size takes tens of milliseconds
+    plans_each_size: bool = False
+    # one of SDPA_BACKENDS, or SDPA; "": serves while none is switched off
+    sdpa_backend: str = ""
     replayable: bool = False                   # reports every launch to spec/replay.py
-    untested: bool = False                     # written from source, not run on the hardware it is for
+    # written from source, not run on the hardware it is for
+    untested: bool = False
     note: str = ""
-    built: Callable[[], bool | Reason] | None = None     # whether its binary exists, or why it cannot
+    # whether its binary exists, or why it cannot
+    built: Callable[[], bool | Reason] | None = None
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
-            raise RegistrationError(f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
+            raise RegistrationError(
+                f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
         for rule in (*self.requires, *self.less_work_when):
             self.op.check_rule(rule, f"kernel {self.id!r}")
         self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
@@ -136,8 +151,9 @@ class Kernel:
         if self.prior <= 0:
             raise RegistrationError(f"kernel {self.id!r}: prior must be > 0, got {self.prior}")
         if self.sdpa_backend not in ("", SDPA, *SDPA_BACKENDS):
-            raise RegistrationError(f"kernel {self.id!r}: sdpa_backend must be one of {', '.join(SDPA_BACKENDS)}, "
-                                    f"{SDPA}, or empty, got {self.sdpa_backend!r}")
+            raise RegistrationError(
+                f"kernel {self.id!r}: sdpa_backend must be one of {', '.join(SDPA_BACKENDS)}, "
+                f"{SDPA}, or empty, got {self.sdpa_backend!r}")
 
     @property
     def backend(self) -> str:
@@ -145,12 +161,14 @@ class Kernel:
 
     @property
     def health(self) -> str:
-        """The circuit breaker that its faults count against: of its library, or its own for torch."""
+        """The circuit breaker that its faults count against: of its library, or its own for torch.
+        """
         return self.backend if self.package else self.id
 
     def does_less(self, facts: Facts) -> bool:
         """Whether the kernel claims to do less work than the baseline for this call."""
-        return bool(self.less_work) and all(rule.check(facts) is None for rule in self.less_work_when)
+        return (bool(self.less_work)
+                and all(rule.check(facts) is None for rule in self.less_work_when))
 
     def reasons(self, facts: Facts) -> Iterator[Reason]:
         return (reason for rule in self.requires if (reason := rule.check(facts)) is not None)
@@ -169,24 +187,28 @@ class Kernel:
         return replace(self, requires=requires, **changes)
 
 
-Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel) if f.name not in ("op", "load", "built")))
+Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
+                                  if f.name not in ("op", "load", "built")))
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
     """The op parameters that `run` takes; RegistrationError if it needs one that the op lacks."""
     if isinstance(run, Direct):
-        named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise) if run.otherwise is not None else ())]
+        named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise)
+                                if run.otherwise is not None else ())]
     else:
         try:
             signature = inspect.signature(run)
         except (TypeError, ValueError) as e:
             raise RegistrationError(
-                f"kernel {kernel_id!r}: cannot read the signature of {run!r}; wrap it in direct(...)") from e
+                f"kernel {kernel_id!r}: cannot read the signature of {run!r}; wrap it in "
+                "direct(...)") from e
         named = []
         for p in signature.parameters.values():
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
                 raise RegistrationError(
-                    f"kernel {kernel_id!r}: takes *args or **kwargs; name the parameters of lz.{op.name}")
+                    f"kernel {kernel_id!r}: takes *args or **kwargs; name the parameters of "
+                    f"lz.{op.name}")
             if p.name in op.by_name:
                 named.append(p.name)
             elif p.default is p.empty:

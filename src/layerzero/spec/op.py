@@ -27,17 +27,19 @@ from .rules import Condition
 
 DEVICE_FACTS = frozenset({
     "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "fast_bf16_matmul",
-    "fast_fp16_matmul", "supports_bf16", "supports_fp8", "supports_fp4", "torch_version", "cuda_version",
-    "shared_per_block"})
+    "fast_fp16_matmul", "supports_bf16", "supports_fp8", "supports_fp4", "torch_version",
+    "cuda_version", "shared_per_block"})
 CALL_FACTS = frozenset({"dtype", "grad", "deterministic", "graph", "tensor_kind", "itemsize"})
-TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad", "ndim", "broadcast")
+TENSOR_FACTS = ("dtype", "device", "stride_last", "contiguous", "alignment", "requires_grad",
+                "ndim", "broadcast")
 
 Returns = Union[tuple[str, ...], Mapping[str, tuple[str, ...]]]
 # Ranges of numeric parameters: most kernels take lengths and counts as 32 bits, torch takes 64.
 Range = tuple[float, float]                    # both ends included
 INT32: Range = (-2**31, 2**31 - 1)
 INT64: Range = (-2**63, 2**63 - 1)
-SEED: Range = (-2**63, 2**64 - 1)              # as torch.manual_seed: negative ones are taken modulo 2^64
+# as torch.manual_seed: negative ones are taken modulo 2^64
+SEED: Range = (-2**63, 2**64 - 1)
 FINITE: Range = (-sys.float_info.max, sys.float_info.max)
 
 # Facts that every op of a family must declare.
@@ -52,7 +54,8 @@ FAMILY_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Tolerance(Record):
-    """A kernel's error may be `times_eager` times the eager one at its dtype, within (rtol, atol)."""
+    """A kernel's error may be `times_eager` times the eager one at its dtype, within (rtol, atol).
+    """
 
     by_dtype: Mapping[str, tuple[float, float]]
     times_eager: float = 2.0
@@ -66,7 +69,8 @@ class Param:
     """One parameter of the signature."""
 
     name: str
-    kind: str                                  # tensor | bool | int | float | str | generator | object
+    # tensor | bool | int | float | str | generator | object
+    kind: str
     optional: bool = False                     # may be None
     default: Any = inspect.Parameter.empty
     choices: tuple[str | None, ...] = ()       # of a Literal
@@ -105,39 +109,55 @@ class Op:
     inputs: Callable[..., dict[str, Any]]
     cases: tuple[Mapping[str, Any], ...]
     tolerance: Tolerance
-    shapes: Mapping[str, Any]                  # param -> "batch heads seq_q head_dim", or per variant
+    # param -> "batch heads seq_q head_dim", or per variant
+    shapes: Mapping[str, Any]
     variant: str = ""                          # the str parameter whose value picks the shapes
     returns: Annotated[Any, Returns] = ()      # shape of each result, or per variant
     same_dtype: tuple[str, ...] = ()           # tensors that must share the main one's dtype
-    main: str = ""                             # the tensor that gives dtype and device; else the first
+    # the tensor that gives dtype and device; else the first
+    main: str = ""
     derived: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
-    ranges: Mapping[str, Range] = field(default_factory=dict)  # by default INT64 for an int, FINITE for a float
-    requires: tuple[Condition, ...] = ()       # the contract's own limits: breaking one is the caller's error
+    # by default INT64 for an int, FINITE for a float
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    # the contract's own limits: breaking one is the caller's error
+    requires: tuple[Condition, ...] = ()
     flops: str = "0"
     bytes: str = "0"
     differentiable: tuple[str, ...] = ()
-    autocast: str = ""                         # "lower": cast to autocast's dtype; "promote": to the widest given
-    canonical: Callable[[dict[str, Any]], Redirect | None] | None = None   # rewrites unusual calls (3-D, nested)
-    extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None  # what rules cannot express
-    adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None     # casts what may be cast, such as a KV cache
-    outputs: str = "Tensor"                    # Tensor, or Tensor[] for several or where the count depends on the call
-    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None   # facts of an op whose arguments are not tensors
+    # "lower": cast to autocast's dtype; "promote": to the widest given
+    autocast: str = ""
+    # rewrites unusual calls (3-D, nested)
+    canonical: Callable[[dict[str, Any]], Redirect | None] | None = None
+    # what rules cannot express
+    extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+    # casts what may be cast, such as a KV cache
+    adapt: Callable[[dict[str, Any]], Adaptation | None] | None = None
+    # Tensor, or Tensor[] for several or where the count depends on the call
+    outputs: str = "Tensor"
+    # facts of an op whose arguments are not tensors
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     reads: tuple[str, ...] = ()                # the names of those facts
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
     stress: tuple[Mapping[str, Any], ...] = ()  # large cases, for the longer lanes of verification
-    gradient_cases: tuple[Mapping[str, Any], ...] = ()      # for the backward; by default some of `cases`
-    dropout_case: Mapping[str, Any] = field(default_factory=dict)  # sizes at which dropped weights show
+    # for the backward; by default some of `cases`
+    gradient_cases: tuple[Mapping[str, Any], ...] = ()
+    # sizes at which dropped weights show
+    dropout_case: Mapping[str, Any] = field(default_factory=dict)
     alterations: tuple[Alteration, ...] = ()   # mistakes that a kernel could make
-    reference_kernel: Mapping[str, Any] = field(default_factory=dict)  # fields of reference.<name>: its workspace, say
-    sdpa_switches: bool = False                # torch.nn.attention.sdpa_kernel says which kernels may serve it
-    in_place: tuple[str, ...] = ()             # tensors that a kernel writes into, and whose memory it may return
+    # fields of reference.<name>: its workspace, say
+    reference_kernel: Mapping[str, Any] = field(default_factory=dict)
+    # torch.nn.attention.sdpa_kernel says which kernels may serve it
+    sdpa_switches: bool = False
+    # tensors that a kernel writes into, and whose memory it may return
+    in_place: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_names()
         if not self.cases:
-            raise SpecError(f"op {self.name!r} has no cases: without inputs nothing of it can be tested")
+            raise SpecError(
+                f"op {self.name!r} has no cases: without inputs nothing of it can be tested")
         missing = [f for f in FAMILY_FACTS.get(self.family, ()) if f not in self.fact_names]
         if missing:
             raise SpecError(
@@ -156,12 +176,17 @@ class Op:
         for name, (low, high) in self.ranges.items():
             p = self.by_name.get(name)
             if p is None or p.kind not in ("int", "float"):
-                raise SpecError(f"op {self.name!r}: ranges names {name!r}, which is no int or float parameter")
+                raise SpecError(
+                    f"op {self.name!r}: ranges names {name!r}, which is no int or float parameter")
             widest = SEED if p.kind == "int" else FINITE
             if not widest[0] <= low <= high <= widest[1]:
-                raise SpecError(f"op {self.name!r}: the range of {name!r} must lie within {widest}, got {(low, high)}")
+                raise SpecError(
+                    f"op {self.name!r}: the range of {name!r} must lie within {widest}, got "
+                    f"{(low, high)}")
             if not p.required and p.default is not None and not low <= p.default <= high:
-                raise SpecError(f"op {self.name!r}: the range of {name!r} is {(low, high)}, its default {p.default}")
+                raise SpecError(
+                    f"op {self.name!r}: the range of {name!r} is {(low, high)}, its default "
+                    f"{p.default}")
 
     @cached_property
     def limits(self) -> Mapping[str, Range]:
@@ -171,19 +196,22 @@ class Op:
 
     def _check_names(self) -> None:
         """Raise unless every name in an expression and in `exact` is a number of the call."""
-        known = {*self.dims, *self.derived, "itemsize", *(p.name for p in self.params if p.kind in ("int", "float"))}
+        known = {*self.dims, *self.derived, "itemsize",
+                 *(p.name for p in self.params if p.kind in ("int", "float"))}
         for what, text in (*self.derived.items(), ("flops", self.flops), ("bytes", self.bytes)):
             self.check_expression(text, f"op {self.name!r}: {what}", known)
         for name in self.exact:
             if name not in known:
-                raise SpecError(f"op {self.name!r}: exact names {name!r}; the sizes are {', '.join(self.dims)}")
+                raise SpecError(
+                    f"op {self.name!r}: exact names {name!r}; the sizes are {', '.join(self.dims)}")
 
     def check_expression(self, text: str, owner: str, known: Collection[str] | None = None) -> None:
         numbers = (p.name for p in self.params if p.kind in ("int", "float"))
         known = {*self.dims, *self.derived, "itemsize", *numbers} if known is None else known
         for name in parse(text).names:
             if name not in known:
-                raise SpecError(f"{owner} = {text!r} reads {name!r}; there are {', '.join(sorted(known))}")
+                raise SpecError(
+                    f"{owner} = {text!r} reads {name!r}; there are {', '.join(sorted(known))}")
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
@@ -203,7 +231,8 @@ class Op:
     def patterns(self) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         """variant -> tensor parameter -> tokens of its shape."""
         table = self.shapes if self.variant else {"": self.shapes}
-        return {v: {p: tuple(text.split()) for p, text in shapes.items()} for v, shapes in table.items()}
+        return {v: {p: tuple(text.split()) for p, text in shapes.items()}
+                for v, shapes in table.items()}
 
     @cached_property
     def result_patterns(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
@@ -221,32 +250,40 @@ class Op:
     @cached_property
     def fact_names(self) -> frozenset[str]:
         tensor_facts = {f"{t}.{f}" for t in self.tensors for f in TENSOR_FACTS}
-        return frozenset({*DEVICE_FACTS, *CALL_FACTS, *self.dims, *self.derived, *tensor_facts, *self.reads,
-                          *(p.name for p in self.params if p.kind in ("bool", "int", "float", "str"))})
+        return frozenset({*DEVICE_FACTS, *CALL_FACTS, *self.dims, *self.derived, *tensor_facts,
+                          *self.reads,
+                          *(p.name for p in self.params
+                            if p.kind in ("bool", "int", "float", "str"))})
 
     @property
     def main_tensor(self) -> str:
-        return self.main or next((p.name for p in self.params if p.kind == "tensor" and not p.optional), "")
+        return (self.main
+                or next((p.name for p in self.params if p.kind == "tensor" and not p.optional), ""))
 
     def check_rule(self, rule: Condition, owner: str) -> None:
         for leaf in rule.leaves():
             if leaf.fact not in self.fact_names:
                 near = difflib.get_close_matches(leaf.fact, self.fact_names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise SpecError(f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not have{hint}")
+                raise SpecError(
+                    f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not "
+                    f"have{hint}")
 
     def to_json(self) -> dict[str, Any]:
-        code = {name: import_path(getattr(self, name)) for name in _CALLABLES if getattr(self, name) is not None}
+        code = {name: import_path(getattr(self, name)) for name in _CALLABLES
+                if getattr(self, name) is not None}
         return {**encode_fields(self), "code": code}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], resolve: Callable[[str], Any] | None = None) -> Op:
         code = {name: (resolve or resolve_import_path)(path) for name, path in data["code"].items()}
-        return decode(cls, {key: value for key, value in data.items() if key != "code"}, "op", **code)
+        return decode(cls, {key: value for key, value in data.items() if key != "code"}, "op",
+                      **code)
 
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
-Op.json_layout = Layout(tuple(f.name for f in fields(Op) if f.name not in (*_CALLABLES, "alterations")))
+Op.json_layout = Layout(tuple(f.name for f in fields(Op)
+                              if f.name not in (*_CALLABLES, "alterations")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:
@@ -256,14 +293,16 @@ def import_path(fn: Callable[..., Any]) -> str:
 def resolve_import_path(path: str) -> Any:
     module, _, name = path.partition(":")
     if "<" in name:
-        raise SpecError(f"{path!r} names a local function; only module-level functions can be loaded by name")
+        raise SpecError(
+            f"{path!r} names a local function; only module-level functions can be loaded by name")
     value: Any = importlib.import_module(module)
     for part in name.split("."):
         value = getattr(value, part)
     return value
 
 
-_KINDS = {"Tensor": "tensor", "bool": "bool", "int": "int", "float": "float", "str": "str", "Generator": "generator"}
+_KINDS = {"Tensor": "tensor", "bool": "bool", "int": "int", "float": "float", "str": "str",
+          "Generator": "generator"}
 
 
 def _param(p: inspect.Parameter, hint: Any, op: str, any_object: bool) -> Param:
@@ -283,7 +322,8 @@ def _param(p: inspect.Parameter, hint: Any, op: str, any_object: bool) -> Param:
         kind, optional = "object", True
     if not kind:
         raise SpecError(f"op {op!r}: parameter {p.name!r} has type {hint!r}; "
-                        "known are Tensor, bool, int, float, str, Literal, Generator, each also optional")
+                        "known are Tensor, bool, int, float, str, Literal, Generator, each also "
+                        "optional")
     return Param(p.name, kind, optional, p.default, choices, p.kind is p.KEYWORD_ONLY)
 
 

@@ -23,14 +23,18 @@ class Transform(NamedTuple):
 
 
 # Sources of a score. All but the last are evidence, which a kernel needs to replace torch's own.
-MEASURED = "measured"                          # on this machine, for this kind of call, in this mode
+#
+# on this machine, for this kind of call, in this mode
+MEASURED = "measured"
 INTERPOLATED = "interpolated"                  # from neighbouring kinds of call
-SHIPPED = "shipped"                            # measured on this model of device, and part of this package
+# measured on this model of device, and part of this package
+SHIPPED = "shipped"
 LESS_WORK = "less work"                        # by construction, as the kernel declares
 POLICY = "policy"                              # the user prefers it
 DEFAULT = "default"                            # what torch itself would run
 TABLE = "table"                                # chosen ahead of time
-PRIOR = "prior"                                # a guess: it orders what has no evidence, behind the default
+# a guess: it orders what has no evidence, behind the default
+PRIOR = "prior"
 
 
 class Score(NamedTuple):
@@ -43,7 +47,8 @@ class Score(NamedTuple):
     source: str = PRIOR
     samples: int = 0
     spread: float = 0.0                        # relative spread of the measurement
-    distance: float = 0.0                      # of an interpolated one: octaves to the nearest measurement
+    # of an interpolated one: octaves to the nearest measurement
+    distance: float = 0.0
     evidence: str = ""                         # in words, if the source alone does not say it
 
     @property
@@ -98,7 +103,8 @@ class Plan(SelectionReport, Record, json=_MEMBERS):
     from_cache: bool = field(default=False, compare=False)
     table: str = ""                            # id of the dispatch table it came from, if any
     missed: Reason | None = None               # why the table in force was not followed
-    refused_workspace: int = field(default=0, compare=False)     # the smallest workspace that was too large, or 0
+    # the smallest workspace that was too large, or 0
+    refused_workspace: int = field(default=0, compare=False)
 
     @property
     def kernel(self) -> str | None:
@@ -129,7 +135,9 @@ class Plan(SelectionReport, Record, json=_MEMBERS):
         for i, s in enumerate(self.steps):
             how = f"{s.score.total_us:10.2f} us ({s.score.origin})"
             extra = "  after " + ", ".join(map(str, s.transforms)) if s.transforms else ""
-            lines.append(f"  {'->' if i == 0 else '  '} {s.kernel:<28} {how}{extra}{'  ' + s.note if s.note else ''}")
+            lines.append(
+                f"  {'->' if i == 0 else '  '} {s.kernel:<28} "
+                f"{how}{extra}{'  ' + s.note if s.note else ''}")
         for r in self.rejected:
             lines.append(f"   x {r.kernel:<28} " + "; ".join(map(str, r.reasons)))
         return "\n".join(lines)

@@ -57,7 +57,8 @@ class Predicate(ABC):
 
     operand: Any
     name: ClassVar[str]                        # in a rule and its JSON
-    expression: ClassVar[str]                  # `holds` in Python, of the variable {x} and operand {n}
+    # `holds` in Python, of the variable {x} and operand {n}
+    expression: ClassVar[str]
     phrase: ClassVar[str] = "{}"               # follows "must be" in a message
     relation: ClassVar[str] = "{}"             # follows the name of the fact in the docs
     cut: ClassVar[str] = ""                    # which of the Cuts each number in the operand is
@@ -82,7 +83,8 @@ class Predicate(ABC):
 
     def cuts(self) -> Cuts:
         """True is a number here, as it equals 1; text and None equal none."""
-        numbers: frozenset[Any] = frozenset(v for v in _listed(self.operand) if isinstance(v, (int, float)))
+        numbers: frozenset[Any] = frozenset(v for v in _listed(self.operand)
+                                            if isinstance(v, (int, float)))
         return Cuts(**{self.cut: numbers}) if self.cut else Cuts()
 
     def over_span(self, low: Number, high: Number, multiples: Collection[int] = (),

@@ -37,7 +37,8 @@ LIMITS = FileLimits()
 _SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 
-def read_bytes(path: Path, expected: str, *, size: int = LIMITS.size, error: Error = DataError) -> bytes:
+def read_bytes(path: Path, expected: str, *, size: int = LIMITS.size,
+               error: Error = DataError) -> bytes:
     """The content of a file of at most `size` bytes; `expected` describes it in an error."""
     with _open(path, expected, error) as file:
         content = file.read(size + 1)
@@ -71,24 +72,28 @@ def _is_shell_pipe(path: Path) -> bool:
     return os.fspath(path).startswith(("/dev/", "/proc/"))
 
 
-def read_text(path: Path, expected: str, *, size: int = LIMITS.size, error: Error = DataError) -> str:
+def read_text(path: Path, expected: str, *, size: int = LIMITS.size,
+              error: Error = DataError) -> str:
     """The content as UTF-8, without a byte order mark."""
     return _decode(read_bytes(path, expected, size=size, error=error), str(path), expected, error)
 
 
-def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False, unique: bool = True,
+def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
+              unique: bool = True,
               error: Error = DataError) -> Any:
     """The JSON value in a file; see `parse_json`."""
-    return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path), expected, limits=limits,
-                      nan=nan, unique=unique, error=error)
+    return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path),
+                      expected, limits=limits, nan=nan, unique=unique, error=error)
 
 
 def read_json_lines(
-    path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False, error: Error = DataError
+    path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
+    error: Error = DataError
 ) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for each line that is not blank; an error names the line."""
     for number, line in read_lines(path, expected, limits=limits, error=error):
-        yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line", limits=limits, nan=nan,
+        yield number, parse_json(line, f"{path}:{number}", "one JSON value on the line",
+                                 limits=limits, nan=nan,
                                  error=error)
 
 
@@ -100,15 +105,18 @@ def read_lines(path: Path, expected: str, *, limits: FileLimits = LIMITS, error:
         while line := file.readline(limits.line + 2):
             size, number = size + len(line), number + 1
             if size > limits.size:
-                raise error(f"{path}: wanted {expected} of at most {_bytes(limits.size)}; it is larger")
+                raise error(
+                    f"{path}: wanted {expected} of at most {_bytes(limits.size)}; it is larger")
             line = line.removesuffix(b"\n")
             if len(line) > limits.line:
-                raise error(f"{path}:{number}: wanted lines of at most {_bytes(limits.line)}; it is longer")
+                raise error(
+                    f"{path}:{number}: wanted lines of at most {_bytes(limits.line)}; it is longer")
             if line.strip():
                 yield number, line
 
 
-def parse_json(content: bytes | str, origin: str, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
+def parse_json(content: bytes | str, origin: str, expected: str, *, limits: FileLimits = LIMITS,
+               nan: bool = False,
                unique: bool = True, error: Error = DataError) -> Any:
     """The value of a JSON text.
 
@@ -131,12 +139,15 @@ def parse_json(content: bytes | str, origin: str, expected: str, *, limits: File
     except RecursionError:
         raise error(f"{origin}: wanted {expected}; its JSON is nested too deeply") from None
     except UnicodeEncodeError:
-        raise error(f"{origin}: wanted {expected}; its JSON holds half of a surrogate pair, which is no character"
-                    ) from None
+        raise error(
+            f"{origin}: wanted {expected}; its JSON holds half of a surrogate pair, which is no "
+            "character"
+            ) from None
     except ValueError as e:
         raise error(f"{origin}: wanted {expected}; it is not JSON: {e}") from e
     if _is_deeper(value, limits.depth):
-        raise error(f"{origin}: wanted {expected}; its JSON is nested more than {limits.depth} deep")
+        raise error(
+            f"{origin}: wanted {expected}; its JSON is nested more than {limits.depth} deep")
     return value
 
 
@@ -185,13 +196,15 @@ def _bytes(n: int) -> str:
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"             # C0, C1: ESC, CSI, OSC, CR and their kin
-    "\u00ad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"    # order and width of text
+    # order and width of text
+    "\u00ad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
     "\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]")
 
 
 def printable(text: str) -> str:
     """`text` for a terminal: characters that would steer it or reorder the line become escapes."""
-    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape",
+                                                     "surrogatepass").decode("ascii"), text)
 
 
 # Panics of libraries written in Rust
@@ -210,7 +223,8 @@ def no_panic(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except BaseException as e:             # each library has a class of its own, known by its name alone
+        # each library has a class of its own, known by its name alone
+        except BaseException as e:
             if type(e).__name__ != "PanicException":
                 raise
             raise RustPanic(f"a Rust library panicked: {e}") from e

@@ -53,47 +53,62 @@ class Code(str, Enum):
         return self.value
 
     # hardware
-    PLATFORM_MISMATCH = ("PLATFORM_MISMATCH", Category.HARDWARE, "runs on {want}, the tensors are on {got}")
-    VENDOR_MISMATCH = ("VENDOR_MISMATCH", Category.HARDWARE, "made for {want} hardware, this is {got}")
-    SM_TOO_OLD = ("SM_TOO_OLD", Category.HARDWARE, "needs compute capability {want}, this GPU has {got}")
-    SM_TOO_NEW = ("SM_TOO_NEW", Category.HARDWARE, "supports compute capability {want}, this GPU has {got}")
+    PLATFORM_MISMATCH = ("PLATFORM_MISMATCH", Category.HARDWARE,
+                         "runs on {want}, the tensors are on {got}")
+    VENDOR_MISMATCH = ("VENDOR_MISMATCH", Category.HARDWARE,
+                       "made for {want} hardware, this is {got}")
+    SM_TOO_OLD = ("SM_TOO_OLD", Category.HARDWARE,
+                  "needs compute capability {want}, this GPU has {got}")
+    SM_TOO_NEW = ("SM_TOO_NEW", Category.HARDWARE,
+                  "supports compute capability {want}, this GPU has {got}")
     GPU_GENERATION_UNSUPPORTED = (
         "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}")
     TENSOR_CORE_GENERATION = (
-        "TENSOR_CORE_GENERATION", Category.HARDWARE, "needs tensor cores {want}, this GPU has {got}")
+        "TENSOR_CORE_GENERATION", Category.HARDWARE,
+        "needs tensor cores {want}, this GPU has {got}")
     MATMUL_IS_FAST = (
-        "MATMUL_IS_FAST", Category.HARDWARE, "for CPUs on which torch emulates this dtype's matmul, this is none")
-    CPU_ISA_MISSING = ("CPU_ISA_MISSING", Category.HARDWARE, "needs CPU instructions {want}, this CPU has {got}")
+        "MATMUL_IS_FAST", Category.HARDWARE,
+        "for CPUs on which torch emulates this dtype's matmul, this is none")
+    CPU_ISA_MISSING = ("CPU_ISA_MISSING", Category.HARDWARE,
+                       "needs CPU instructions {want}, this CPU has {got}")
     CUDA_BLOCK_LIMIT_EXCEEDED = (
         "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, "{fact} must be {want}, got {got}",
         "split the batch, or let another kernel serve the call")
     # dtype
     DTYPE_UNSUPPORTED = ("DTYPE_UNSUPPORTED", Category.DTYPE, "{fact} must be {want}, got {got}")
-    MASK_DTYPE_UNSUPPORTED = ("MASK_DTYPE_UNSUPPORTED", Category.DTYPE, "the mask must be {want}, got {got}")
+    MASK_DTYPE_UNSUPPORTED = ("MASK_DTYPE_UNSUPPORTED", Category.DTYPE,
+                              "the mask must be {want}, got {got}")
     QUANT_FORMAT_UNSUPPORTED = (
         "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}")
-    SCALE_LAYOUT_MISMATCH = ("SCALE_LAYOUT_MISMATCH", Category.DTYPE, "scales must be {want}, got {got}")
+    SCALE_LAYOUT_MISMATCH = ("SCALE_LAYOUT_MISMATCH", Category.DTYPE,
+                             "scales must be {want}, got {got}")
     KV_CACHE_DTYPE_MISMATCH = (
         "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "the KV cache must be {want}, got {got}",
-        "keep the cache in the query's dtype, pass its scales (1.0 for a plain cast), or set allow_adaptation: true")
+        "keep the cache in the query's dtype, pass its scales (1.0 for a plain cast), or set "
+        "allow_adaptation: true")
     # shape
     HEAD_DIM_INVALID = ("HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}")
     HEAD_DIM_TOO_LARGE = ("HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}")
     HEAD_DIM_ALIGNMENT = ("HEAD_DIM_ALIGNMENT", Category.SHAPE, "{fact} must be {want}, got {got}")
-    SEQ_LEN_UNSUPPORTED = ("SEQ_LEN_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
+    SEQ_LEN_UNSUPPORTED = ("SEQ_LEN_UNSUPPORTED", Category.SHAPE,
+                           "{fact} must be {want}, got {got}")
     SHAPE_UNSUPPORTED = ("SHAPE_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
     EMPTY_INPUT = ("EMPTY_INPUT", Category.SHAPE, "{fact} must be {want}, got {got}")
     GQA_UNSUPPORTED = ("GQA_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
-    PAGE_SIZE_UNSUPPORTED = ("PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size must be {want}, got {got}")
+    PAGE_SIZE_UNSUPPORTED = ("PAGE_SIZE_UNSUPPORTED", Category.SHAPE,
+                             "page size must be {want}, got {got}")
     # layout
     STRIDE_LAST_DIM = (
         "STRIDE_LAST_DIM", Category.LAYOUT, "{fact} must be {want}, got {got}",
-        "pass a tensor whose last dimension is contiguous, or allow LayerZero to copy it (strict_mode: false)")
+        "pass a tensor whose last dimension is contiguous, or allow LayerZero to copy it "
+        "(strict_mode: false)")
     NOT_CONTIGUOUS = ("NOT_CONTIGUOUS", Category.LAYOUT, "{fact} must be {want}, got {got}")
-    POINTER_ALIGNMENT = ("POINTER_ALIGNMENT", Category.LAYOUT, "{fact} must be {want} bytes, got {got}")
+    POINTER_ALIGNMENT = ("POINTER_ALIGNMENT", Category.LAYOUT,
+                         "{fact} must be {want} bytes, got {got}")
     LAYOUT_UNSUPPORTED = ("LAYOUT_UNSUPPORTED", Category.LAYOUT, "layout must be {want}, got {got}")
     KV_CACHE_LAYOUT_MISMATCH = (
-        "KV_CACHE_LAYOUT_MISMATCH", Category.LAYOUT, "the KV cache layout must be {want}, got {got}")
+        "KV_CACHE_LAYOUT_MISMATCH", Category.LAYOUT,
+        "the KV cache layout must be {want}, got {got}")
     RAGGED_UNSUPPORTED = (
         "RAGGED_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
         "pack the sequences and call lz.varlen_attention, or pad them")
@@ -103,25 +118,34 @@ class Code(str, Enum):
     MASK_UNSUPPORTED = ("MASK_UNSUPPORTED", Category.FEATURE, "takes no attention mask, got {got}")
     MASK_BROADCAST_UNSUPPORTED = (
         "MASK_BROADCAST_UNSUPPORTED", Category.FEATURE, "the mask must be {want}, got {got}")
-    CAUSAL_UNSUPPORTED = ("CAUSAL_UNSUPPORTED", Category.FEATURE, "causal attention is not supported here")
+    CAUSAL_UNSUPPORTED = ("CAUSAL_UNSUPPORTED", Category.FEATURE,
+                          "causal attention is not supported here")
     CAUSAL_ALIGNMENT_UNSUPPORTED = (
         "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
-    DROPOUT_UNSUPPORTED = ("DROPOUT_UNSUPPORTED", Category.FEATURE, "dropout must be {want}, got {got}")
-    WINDOW_UNSUPPORTED = ("WINDOW_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
+    DROPOUT_UNSUPPORTED = ("DROPOUT_UNSUPPORTED", Category.FEATURE,
+                           "dropout must be {want}, got {got}")
+    WINDOW_UNSUPPORTED = ("WINDOW_UNSUPPORTED", Category.FEATURE,
+                          "{fact} must be {want}, got {got}")
     ALIBI_UNSUPPORTED = ("ALIBI_UNSUPPORTED", Category.FEATURE, "takes no ALiBi slopes")
-    SOFTCAP_UNSUPPORTED = ("SOFTCAP_UNSUPPORTED", Category.FEATURE, "softcap must be {want}, got {got}")
+    SOFTCAP_UNSUPPORTED = ("SOFTCAP_UNSUPPORTED", Category.FEATURE,
+                           "softcap must be {want}, got {got}")
     LSE_UNSUPPORTED = ("LSE_UNSUPPORTED", Category.FEATURE, "does not return the log-sum-exp")
     SCALE_UNSUPPORTED = ("SCALE_UNSUPPORTED", Category.FEATURE, "scale must be {want}, got {got}")
-    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
-    ROPE_STYLE_UNSUPPORTED = ("ROPE_STYLE_UNSUPPORTED", Category.FEATURE, "rope style must be {want}, got {got}")
+    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", Category.FEATURE,
+                           "{fact} must be {want}, got {got}")
+    ROPE_STYLE_UNSUPPORTED = ("ROPE_STYLE_UNSUPPORTED", Category.FEATURE,
+                              "rope style must be {want}, got {got}")
     # mode
     BACKWARD_UNSUPPORTED = (
         "BACKWARD_UNSUPPORTED", Category.MODE, "has no backward; a gradient was asked for",
         "call under torch.no_grad() for inference")
     NOT_DETERMINISTIC = (
-        "NOT_DETERMINISTIC", Category.MODE, "is not deterministic; deterministic results were asked for")
-    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph: {got}")
-    COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile")
+        "NOT_DETERMINISTIC", Category.MODE,
+        "is not deterministic; deterministic results were asked for")
+    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE,
+                         "is not safe to capture in a CUDA graph: {got}")
+    COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE,
+                           "cannot be traced by torch.compile")
     TP_INVARIANCE_REQUIRED = (
         "TP_INVARIANCE_REQUIRED", Category.MODE,
         "results may differ across tensor-parallel sizes; {want} was asked for")
@@ -129,13 +153,18 @@ class Code(str, Enum):
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
     SDPA_BACKEND_DISABLED = (
-        "SDPA_BACKEND_DISABLED", Category.MODE, "is {want}; torch.nn.attention.sdpa_kernel allows only {got}",
-        "leave that block, name more implementations in it, or undo torch.backends.cuda.enable_*_sdp(False)")
+        "SDPA_BACKEND_DISABLED", Category.MODE,
+        "is {want}; torch.nn.attention.sdpa_kernel allows only {got}",
+        "leave that block, name more implementations in it, or undo "
+        "torch.backends.cuda.enable_*_sdp(False)")
     # software
-    NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed")
-    NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet", "run: lz build")
+    NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE,
+                     "needs package {want}, which is not installed")
+    NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet",
+                 "run: lz build")
     BUILD_REFUSED = (
-        "BUILD_REFUSED", Category.SOFTWARE, "its compiled code is not trusted: {got}", "run: lz build")
+        "BUILD_REFUSED", Category.SOFTWARE, "its compiled code is not trusted: {got}",
+        "run: lz build")
     COMPILER_MISSING = (
         "COMPILER_MISSING", Category.SOFTWARE, "compiles its code with {want}, which was not found",
         "install one, or name it in CXX")
@@ -147,25 +176,33 @@ class Code(str, Enum):
     CUDA_TOO_OLD = ("CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}")
     TORCH_ENTRY_MISSING = ("TORCH_ENTRY_MISSING", Category.SOFTWARE, "this torch has no {want}")
     UNTESTED_ON_HARDWARE = (
-        "UNTESTED_ON_HARDWARE", Category.SOFTWARE, "was written from its source and never run on such hardware")
+        "UNTESTED_ON_HARDWARE", Category.SOFTWARE,
+        "was written from its source and never run on such hardware")
     # policy
     DENIED_BY_POLICY = ("DENIED_BY_POLICY", Category.POLICY, "denied by {got}")
-    NOT_ALLOWED_BY_POLICY = ("NOT_ALLOWED_BY_POLICY", Category.POLICY, "not among {want}, allowed by {got}")
+    NOT_ALLOWED_BY_POLICY = ("NOT_ALLOWED_BY_POLICY", Category.POLICY,
+                             "not among {want}, allowed by {got}")
     LOCKED_TO_ANOTHER = ("LOCKED_TO_ANOTHER", Category.POLICY, "{got} locks this call to {want}")
     NOT_THE_NAMED_KERNEL = ("NOT_THE_NAMED_KERNEL", Category.POLICY, "the call asked for {want}")
     STRICT_TRANSFORM_REFUSED = (
-        "STRICT_TRANSFORM_REFUSED", Category.POLICY, "would need the transform {got}, refused by {want}",
+        "STRICT_TRANSFORM_REFUSED", Category.POLICY,
+        "would need the transform {got}, refused by {want}",
         "set strict_mode: false, or allow_adaptation: true for casts")
-    UNCERTIFIED = ("UNCERTIFIED", Category.POLICY, "has no certificate for this machine; policy demands one",
+    UNCERTIFIED = ("UNCERTIFIED", Category.POLICY,
+                   "has no certificate for this machine; policy demands one",
                    "run lz verify for it")
     CERTIFICATE_VOID = (
-        "CERTIFICATE_VOID", Category.POLICY, "its certificate was for {want}, now it is {got}", "run lz verify for it")
+        "CERTIFICATE_VOID", Category.POLICY, "its certificate was for {want}, now it is {got}",
+        "run lz verify for it")
     CERTIFICATE_REFUSED = (
-        "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}", "run lz verify for it")
-    LZ_DISABLED = ("LZ_DISABLED", Category.POLICY, "LayerZero is disabled here; only torch's default runs")
+        "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}",
+        "run lz verify for it")
+    LZ_DISABLED = ("LZ_DISABLED", Category.POLICY,
+                   "LayerZero is disabled here; only torch's default runs")
     # health
     CIRCUIT_OPEN = (
-        "CIRCUIT_OPEN", Category.HEALTH, "disabled after {got}; it will be tried again after {want}")
+        "CIRCUIT_OPEN", Category.HEALTH,
+        "disabled after {got}; it will be tried again after {want}")
     BACKEND_DISABLED = ("BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}")
     KERNEL_FAILED = ("KERNEL_FAILED", Category.HEALTH, "failed when called: {got}")
     KERNEL_TIMEOUT = ("KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}")
@@ -180,16 +217,19 @@ class Code(str, Enum):
         "the device context is lost; restart the process")
     # memory
     MEMORY_HEADROOM_EXCEEDED = (
-        "MEMORY_HEADROOM_EXCEEDED", Category.MEMORY, "needs {got} bytes of workspace, the headroom is {want}")
+        "MEMORY_HEADROOM_EXCEEDED", Category.MEMORY,
+        "needs {got} bytes of workspace, the headroom is {want}")
     OUT_OF_MEMORY = ("OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}")
     # the caller's own mistakes
     WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}")
     TENSOR_UNREADABLE = (
         "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
-        "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of a nested one")
+        "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of "
+        "a nested one")
     WRONG_NDIM = ("WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}")
     DIM_MISMATCH = ("DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}")
-    MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER, "all tensors must be on {want}, {fact} is {got}",
+    MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER,
+                     "all tensors must be on {want}, {fact} is {got}",
                      "move the tensors to one device")
     MIXED_DTYPES = ("MIXED_DTYPES", Category.CALLER, "{fact} must be {want}, got {got}",
                     "cast the tensors to one dtype, or set allow_adaptation: true")
@@ -198,8 +238,10 @@ class Code(str, Enum):
         "fold the causal triangle into attn_mask, or drop one of the two")
     MASK_BROADCAST_INVALID = (
         "MASK_BROADCAST_INVALID", Category.CALLER, "attn_mask must broadcast to {want}, got {got}")
-    MASK_TYPE_INVALID = ("MASK_TYPE_INVALID", Category.CALLER, "attn_mask must be {want}, got {got}")
-    HEADS_NOT_DIVISIBLE = ("HEADS_NOT_DIVISIBLE", Category.CALLER, "{fact} must be {want}, got {got}")
+    MASK_TYPE_INVALID = ("MASK_TYPE_INVALID", Category.CALLER,
+                         "attn_mask must be {want}, got {got}")
+    HEADS_NOT_DIVISIBLE = ("HEADS_NOT_DIVISIBLE", Category.CALLER,
+                           "{fact} must be {want}, got {got}")
     LAYOUT_AMBIGUOUS = (
         "LAYOUT_AMBIGUOUS", Category.CALLER, "layout='auto' cannot tell bhsd from bshd for {got}",
         "pass layout='bhsd' or layout='bshd'")
@@ -207,16 +249,19 @@ class Code(str, Enum):
     VALUE_OUT_OF_RANGE = ("VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}")
     MISSING_METADATA = ("MISSING_METADATA", Category.CALLER, "{fact} is required: {want}")
     # cache, plans, data
-    TOKENIZER_MISMATCH = ("TOKENIZER_MISMATCH", Category.DATA, "tokenizer identity must be {want}, got {got}")
+    TOKENIZER_MISMATCH = ("TOKENIZER_MISMATCH", Category.DATA,
+                          "tokenizer identity must be {want}, got {got}")
     BLOCK_TABLE_INVALID = ("BLOCK_TABLE_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
     KV_METADATA_INVALID = ("KV_METADATA_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
     CACHE_EXPIRED = ("CACHE_EXPIRED", Category.CACHE, "the remembered choice is older than {want}")
     PLAN_BUCKET_MISS = ("PLAN_BUCKET_MISS", Category.PLAN, "the table has no entry for {got}")
-    PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}", "solve again")
+    PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}",
+                  "solve again")
     SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
 
 
-FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception,)        # what methods of a foreign object may raise
+# what methods of a foreign object may raise
+FOREIGN_ERRORS: tuple[type[BaseException], ...] = (Exception,)
 
 
 def plain(value: Any) -> Value:
@@ -258,7 +303,8 @@ class Reason:
 
     @property
     def message(self) -> str:
-        return self.code.template.format(want=_text(self.want), got=_text(self.got), fact=self.fact or "it")
+        return self.code.template.format(want=_text(self.want), got=_text(self.got), fact=self.fact
+                                         or "it")
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.message}"

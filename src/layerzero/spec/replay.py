@@ -48,11 +48,14 @@ class Launch:
     shared: int
     cluster: int
     params: bytes
-    places: tuple[int, ...]                    # where in `params` each parameter of the kernel begins
-    fields: tuple[tuple[int, int], ...]        # offset and size of each number and pointer in `params`
+    # where in `params` each parameter of the kernel begins
+    places: tuple[int, ...]
+    # offset and size of each number and pointer in `params`
+    fields: tuple[tuple[int, int], ...]
     pointers: tuple[tuple[int, Any], ...]      # field and tensor
     varying: tuple[Varying, ...]
-    refused: Callable[[int, int, Grid], BaseException]     # the error for a driver code, device and grid
+    # the error for a driver code, device and grid
+    refused: Callable[[int, int, Grid], BaseException]
     hooks: tuple[list[Any], ...] = ()          # while one is not empty, the launch is not replayed
     kept: Any = None                           # what must live as long as the function
 
@@ -85,7 +88,8 @@ def watching(by: Watcher) -> Iterator[None]:
 def fields_of(format: str) -> tuple[tuple[int, int], ...]:
     """Offset and size of each field of a `struct` format with native alignment."""
     codes = expand_format(format)
-    return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code), struct.calcsize(code))
+    return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code),
+                  struct.calcsize(code))
                  for i, code in enumerate(codes))
 
 

@@ -160,7 +160,8 @@ def at_least(fact: str, n: float, code: Code = Code.SHAPE_UNSUPPORTED) -> Rule:
 
 
 def multiple_of(fact: str, n: int, code: Code = Code.SHAPE_UNSUPPORTED) -> Rule:
-    return Rule(fact, "multiple_of", n, Code.HEAD_DIM_ALIGNMENT if fact.startswith("head_dim") else code)
+    return Rule(fact, "multiple_of", n, Code.HEAD_DIM_ALIGNMENT if fact.startswith("head_dim")
+                else code)
 
 
 def absent(fact: str, code: Code = Code.FEATURE_UNSUPPORTED) -> Rule:
@@ -206,8 +207,10 @@ def cpu_isa(name: str) -> Rule:
 
 def slow_half_matmul() -> tuple[Condition, ...]:
     """For CPUs without matmul instructions for a half dtype: torch is very slow there."""
-    bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST) for name in ("bf16", "fp16"))
-    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),   # of the device alone
+    bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST)
+                  for name in ("bf16", "fp16"))
+    # of the device alone
+    return (device("cpu"), dtypes("bfloat16", "float16"), any_of(bf16, fp16),
             when(dtypes("bfloat16"), bf16), when(dtypes("float16"), fp16))
 
 
@@ -219,11 +222,13 @@ def dtypes(*names: str, of: str = "dtype", cast: bool = False) -> Rule:
 
 def unit_stride(tensor: str, repair: bool = True) -> Rule:
     """The last dimension must be contiguous; copying the tensor repairs it."""
-    return Rule(f"{tensor}.stride_last", "eq", 1, Code.STRIDE_LAST_DIM, repair="contiguous" if repair else "")
+    return Rule(f"{tensor}.stride_last", "eq", 1, Code.STRIDE_LAST_DIM, repair="contiguous"
+                if repair else "")
 
 
 def contiguous(tensor: str, repair: bool = True) -> Rule:
-    return Rule(f"{tensor}.contiguous", "eq", True, Code.NOT_CONTIGUOUS, repair="contiguous" if repair else "")
+    return Rule(f"{tensor}.contiguous", "eq", True, Code.NOT_CONTIGUOUS, repair="contiguous"
+                if repair else "")
 
 
 def aligned(tensor: str, to_bytes: int) -> Rule:

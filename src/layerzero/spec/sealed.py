@@ -191,7 +191,8 @@ class SealedFolder:
             os.close(file)
         key = self.key(create=True)
         seal = draft.with_name(f"{draft.name}.seal")
-        create_file(seal, json.dumps({"sha256": digest, "seal": _seal(key, parts, digest)}).encode())
+        create_file(seal,
+                    json.dumps({"sha256": digest, "seal": _seal(key, parts, digest)}).encode())
         with self._folder(parts[:-1]) as folder, folder.write_lock():
             folder.replace(seal, f"{parts[-1]}.seal")
             folder.replace(draft, parts[-1])
@@ -207,14 +208,17 @@ class SealedFolder:
         # to another file later: where it contains the descriptor, that stays open for good.
         stays_open = os.path.exists(through)
         try:
-            loader = importlib.machinery.ExtensionFileLoader(name, through if stays_open else str(path))
+            loader = importlib.machinery.ExtensionFileLoader(name, through if stays_open
+                                                             else str(path))
             spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
             now = os.fstat(file) if stays_open else os.stat(path, follow_symlinks=False)
             if _identity(now) != before:
-                raise UntrustedFile(f"{path} was changed while it was loaded; build it again and restart the process")
+                raise UntrustedFile(
+                    f"{path} was changed while it was loaded; build it again and restart the "
+                    "process")
         finally:
             if not stays_open:
                 os.close(file)
@@ -222,7 +226,8 @@ class SealedFolder:
         return module
 
     def key(self, create: bool = False) -> bytes:
-        """The seal key, of the fleet or of this user and store; FileNotFoundError if there is none."""
+        """The seal key, of the fleet or of this user and store; FileNotFoundError if there is none.
+        """
         shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
         if shared:
             return shared.encode()
@@ -236,7 +241,8 @@ class SealedFolder:
         with _private_temp(home) as temp:
             create_file(temp / KEY, secrets.token_bytes(KEY_BYTES))
             try:
-                os.link(temp / KEY, home / KEY)      # the first of several processes wins; all then use its key
+                # the first of several processes wins; all then use its key
+                os.link(temp / KEY, home / KEY)
             except FileExistsError:
                 pass
             except OSError:                    # a file system without hard links
@@ -266,16 +272,20 @@ class SealedFolder:
             raise UntrustedFile(f"{path}: its seal cannot be read ({e}); it is not used") from e
         digest = hashlib.sha256(content).hexdigest()
         if digest != sealed_digest:
-            raise _SealMismatch(f"{path} is not the file that was sealed: wanted sha256 {sealed_digest[:16]}, got "
-                                f"{digest[:16]}; it is not used")
-        if not ours:                           # root's, and only root can write here: the digest is enough
+            raise _SealMismatch(
+                f"{path} is not the file that was sealed: wanted sha256 {sealed_digest[:16]}, got "
+                f"{digest[:16]}; it is not used")
+        # root's, and only root can write here: the digest is enough
+        if not ours:
             return
         try:
             key = self.key()
         except FileNotFoundError as e:
-            raise UntrustedFile(f"{path}: the key it was sealed with, {self.path(KEY)}, is gone; it is not used") from e
+            raise UntrustedFile(
+                f"{path}: the key it was sealed with, {self.path(KEY)}, is gone; it is not used") from e
         if not hmac.compare_digest(mac.encode(), _seal(key, parts, digest).encode()):
-            raise _SealMismatch(f"{path}: its seal was not made with the key of this cache; it is not used")
+            raise _SealMismatch(
+                f"{path}: its seal was not made with the key of this cache; it is not used")
 
 
 class _SealMismatch(UntrustedFile, CacheCorruptionError):
@@ -296,14 +306,17 @@ class _Folder:
             file = os.open(self._at(name), flags, dir_fd=self.descriptor)
         except OSError as e:
             if e.errno == errno.ELOOP:
-                raise UntrustedFile(f"{self.path / name} is a link; wanted is a plain file, it is not used") from e
+                raise UntrustedFile(
+                    f"{self.path / name} is a link; wanted is a plain file, it is not used") from e
             raise
         try:
             info = os.fstat(file)
             if not stat.S_ISREG(info.st_mode):
-                raise UntrustedFile(f"{self.path / name}: wanted a plain file, got something else; it is not used")
+                raise UntrustedFile(
+                    f"{self.path / name}: wanted a plain file, got something else; it is not used")
             check_owner(info, self.path / name)
-        except BaseException:                  # passed on, an interrupt too: the file is not left open
+        # passed on, an interrupt too: the file is not left open
+        except BaseException:
             os.close(file)
             raise
         return file
@@ -321,14 +334,16 @@ class _Folder:
             raise UntrustedFile(f"the seal key cannot be read: {_unreadable(path, e)}") from e
         try:
             if _POSIX and (not _is_ours(file) or os.fstat(file).st_mode & _OTHERS_ANY):
-                raise UntrustedFile(f"{path} can be read by others, so it is no secret; delete it and build or verify "
-                                    f"again (or, if you alone use this machine: chmod 600 {path})")
+                raise UntrustedFile(
+                    f"{path} can be read by others, so it is no secret; delete it and build or "
+                    f"verify again (or, if you alone use this machine: chmod 600 {path})")
             key = os.read(file, KEY_BYTES + 1)
         finally:
             os.close(file)
         if len(key) != KEY_BYTES:
-            raise UntrustedFile(f"{path}: wanted {KEY_BYTES} bytes, got {len(key)} or more; delete it and build or "
-                                "verify again")
+            raise UntrustedFile(
+                f"{path}: wanted {KEY_BYTES} bytes, got {len(key)} or more; delete it and build or "
+                "verify again")
         return key
 
     @contextmanager
@@ -360,13 +375,15 @@ def _open_folders(root: Path, parts: tuple[str, ...], repair: bool = False) -> I
     """Yield `root/parts`, with each folder opened relative to its parent and checked."""
     if not _POSIX:
         if not root.joinpath(*parts).is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.joinpath(*parts)))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT),
+                                    str(root.joinpath(*parts)))
         yield _Folder(root.joinpath(*parts), None)
         return
     chosen = bool(os.environ.get("LAYERZERO_CACHE_DIR", "").strip())
     path, descriptor = root, -1
     try:
-        descriptor = _open_folder(root, None, repair and not chosen and root == cache_dir(), sticky=True)
+        descriptor = _open_folder(root, None, repair and not chosen and root == cache_dir(),
+                                  sticky=True)
         for part in parts:
             path = path / part
             inner = _open_folder(path, descriptor, repair)
@@ -391,8 +408,9 @@ def _open_folder(path: Path, parent: int | None, repair: bool, sticky: bool = Fa
         if not stat.S_ISLNK(link.st_mode):
             raise                              # a file in the place of a folder
         if link.st_uid not in (os.geteuid(), 0):
-            raise UntrustedFile(f"{path} is a link of user {link.st_uid}; nothing is used from where it leads, "
-                                "remove it") from e
+            raise UntrustedFile(
+                f"{path} is a link of user {link.st_uid}; nothing is used from where it leads, "
+                "remove it") from e
         folder = os.open(name, flags, dir_fd=parent)
     try:
         info = os.fstat(folder)
@@ -412,11 +430,14 @@ def check_owner(info: os.stat_result, path: Path, sticky: bool = False) -> None:
     if not _POSIX:
         return
     if info.st_uid not in (os.geteuid(), 0):
-        raise UntrustedFile(f"{path} belongs to user {info.st_uid}, not to this one ({os.geteuid()}) or root; nothing "
-                            "is used from there. Remove it, or set LAYERZERO_CACHE_DIR to a folder of your own")
+        raise UntrustedFile(
+            f"{path} belongs to user {info.st_uid}, not to this one ({os.geteuid()}) or root; "
+            "nothing is used from there. Remove it, or set LAYERZERO_CACHE_DIR to a folder of your "
+            "own")
     if info.st_mode & _OTHERS_WRITE and not (sticky and info.st_mode & stat.S_ISVTX):
-        raise UntrustedFile(f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):04o}); nothing is "
-                            f"used from there. Run: chmod go-w {path}")
+        raise UntrustedFile(
+            f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):04o}); nothing is "
+            f"used from there. Run: chmod go-w {path}")
 
 
 def _make_folder(path: Path) -> None:

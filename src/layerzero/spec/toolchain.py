@@ -23,7 +23,8 @@ class BuildPart(NamedTuple):
     pronoun: str
 
 
-def build(part: BuildPart, path: Path, source: Path, target: str, force: bool, say: Callable[[str], None],
+def build(part: BuildPart, path: Path, source: Path, target: str, force: bool,
+          say: Callable[[str], None],
           compile_: Callable[[list[str], Path], None]) -> Path:
     """Compile `source` into the library `path` of the cache folder, unless an intact one is there.
 
@@ -33,10 +34,12 @@ def build(part: BuildPart, path: Path, source: Path, target: str, force: bool, s
     store, parts = SealedFolder.of(path)
     if not force and store.is_intact(*parts):
         return path
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    compiler = (os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+                or shutil.which("clang++"))
     if compiler is None:
-        raise ConfigError(f"building {part.name} needs a C++ compiler (g++ or clang++); none was found. "
-                          f"Install one, or set CXX; LayerZero works without {part.pronoun}")
+        raise ConfigError(
+            f"building {part.name} needs a C++ compiler (g++ or clang++); none was found. "
+            f"Install one, or set CXX; LayerZero works without {part.pronoun}")
     try:
         with store.draft(*parts) as draft:
             say(f"compiling {source.name} with {Path(compiler).name} for {target}")
@@ -47,8 +50,9 @@ def build(part: BuildPart, path: Path, source: Path, target: str, force: bool, s
     except DataError as e:
         raise ConfigError(f"{e}; LayerZero works without {part.ours}") from e
     except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
-                          f"written; LayerZero works without {part.ours}") from e
+        raise ConfigError(
+            f"cannot write {path}: {e.strerror}. Set LAYERZERO_CACHE_DIR to a folder that can be "
+            f"written; LayerZero works without {part.ours}") from e
     return path
 
 
@@ -57,13 +61,16 @@ def run_compiler(part: BuildPart, command: list[str]) -> str:
     try:
         process = subprocess.run(command, capture_output=True, text=True)
     except OSError as e:
-        raise ConfigError(f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
-                          f"LayerZero works without {part.ours}") from e
+        raise ConfigError(
+            f"the C++ compiler {command[0]!r} cannot be run: {e.strerror}. Correct or unset CXX; "
+            f"LayerZero works without {part.ours}") from e
     if process.returncode == 0:
         return ""
-    errors = [line for line in process.stderr.splitlines() if "error" in line] or process.stderr.splitlines()
+    errors = ([line for line in process.stderr.splitlines() if "error" in line]
+              or process.stderr.splitlines())
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"
 
 
 def compile_error(part: BuildPart, problem: str) -> ConfigError:
-    return ConfigError(f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")
+    return ConfigError(
+        f"{part.name} did not compile; LayerZero works without {part.pronoun}.\n  {problem}")

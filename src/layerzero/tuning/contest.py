@@ -1,4 +1,6 @@
-"""A contest of the kernels that may serve one call: which is fastest, by how much, and with what confidence."""
+"""A contest of the kernels that may serve one call: which is fastest, by how much, and with what
+confidence.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ from ..world.snapshot import World
 from .harness import SURE, Contestant, Race, Timings, Watch
 from .report import TimedKernel, Tuned
 
-FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5       # until the slowest leave, until a verdict, until the next
-CALL_SECONDS = 3.0                             # for the rounds of one kind of call, after the first ones
-BEHIND_DEFAULT = 1.005                         # a tie with torch's default is recorded as this much slower
-DROP_ON_ENTRY, DROP_AFTER_FIRST = 10.0, 3.0    # times slower than the best: after two calls, after the first rounds
+# until the slowest leave, until a verdict, until the next
+FIRST_ROUNDS, MIN_ROUNDS, MORE_ROUNDS = 3, 10, 5
+# for the rounds of one kind of call, after the first ones
+CALL_SECONDS = 3.0
+# a tie with torch's default is recorded as this much slower
+BEHIND_DEFAULT = 1.005
+# times slower than the best: after two calls, after the first rounds
+DROP_ON_ENTRY, DROP_AFTER_FIRST = 10.0, 3.0
 
 
 def mode_facts(mode: str) -> dict[str, bool]:
@@ -45,22 +51,31 @@ def mode_facts(mode: str) -> dict[str, bool]:
 
 
 def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
-    """Return the plan as if every kernel were compiled, which tuning does, and no dispatch table were in use."""
+    """Return the plan as if every kernel were compiled, which tuning does, and no dispatch table
+    were in use.
+    """
     jit_kernels = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.replace(warmed=world.warmed | jit_kernels, table=None)
     plan = free.plan(op, facts, context.current.get(), thorough=True)
     if mode_of(facts) != COMPILED:
         return plan
     by_id = world.catalog.by_id                # torch.compile takes only what it can trace
-    return replace(plan, steps=tuple(s for s in plan.steps if by_id[s.kernel].traceable and not by_id[s.kernel].jit))
+    return replace(plan, steps=tuple(s for s in plan.steps if by_id[s.kernel].traceable
+                                     and not by_id[s.kernel].jit))
 
 
 class Contest:
-    """The contest for one call with its tensors. Everything must run in the gradient mode of the call."""
+    """The contest for one call with its tensors.
 
-    def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...], facts: Mapping[str, Any],
-                 watch: Watch, compile: bool = True, deadline: float | None = None) -> None:
-        self.call, self.dispatcher, self.op, self.values, self.facts = call, dispatcher, dispatcher.op, values, facts
+    Everything must run in the gradient mode of the call.
+    """
+
+    def __init__(self, call: Call, dispatcher: Dispatcher, values: tuple[Any, ...],
+                 facts: Mapping[str, Any], watch: Watch, compile: bool = True,
+                 deadline: float | None = None) -> None:
+        self.call, self.dispatcher, self.op, self.values, self.facts = (call, dispatcher,
+                                                                        dispatcher.op, values,
+                                                                        facts)
         self.mode = mode_of(facts)
         self.world = worlds.current()
         self.plan = eligible_plan(self.world, self.op, facts, compile)
@@ -71,10 +86,11 @@ class Contest:
         self.no_time_for: list[str] = []       # kernels, because of the deadline
 
     def enter(self) -> None:
-        """Load and compile each kernel, in the order of the plan, and drop those that are far behind already.
+        """Load and compile each kernel, in the order of the plan, and drop those that are far
+        behind already.
 
-        A kernel enters only if there should be time for the two calls of its entry. If a first call takes all the
-        time that is left, it is the last: what was measured before it stays.
+        A kernel enters only if there should be time for the two calls of its entry. If a first call
+        takes all the time that is left, it is the last: what was measured before it stays.
         """
         best = math.inf
         fixed = fixed_by_key(self.world.program(self.op), self.facts)
@@ -84,9 +100,11 @@ class Contest:
                 self.no_time_for.append(kernel.id)
                 continue
             try:
-                run = self.dispatcher.bind(kernel, step, self.facts, {} if kernel.jit else fixed).run
+                run = self.dispatcher.bind(kernel, step, self.facts, {} if kernel.jit
+                                           else fixed).run
                 inputs = apply_transforms(self.op, step, self.values, self.facts)
-                if kernel.jit:                 # as a request will call it, with the check of its form
+                # as a request will call it, with the check of its form
+                if kernel.jit:
                     warmed = jit.warmed_keys(kernel, self.facts, inputs)
                     run = jit.only_compiled(kernel, run, self.facts, warmed, _unreachable)
             except loading.LoadFailed as e:
@@ -112,7 +130,8 @@ class Contest:
                     self._note_failures()
                     continue
                 us = called
-            self.compile_us[kernel.id] = max(first - us, 0.0) if kernel.jit or self.mode == COMPILED else 0.0
+            self.compile_us[kernel.id] = (max(first - us, 0.0) if kernel.jit
+                                          or self.mode == COMPILED else 0.0)
             if us > DROP_ON_ENTRY * best:
                 race.run(only=kernel.id)       # once more: the first time may be noise
                 self._note_failures()
@@ -154,7 +173,8 @@ class Contest:
                 torch.cuda.empty_cache()
 
     def costs(self) -> Timings:
-        """Return the costs that selection counts: with transforms of inputs and the user's boosts."""
+        """Return the costs that selection counts: with transforms of inputs and the user's boosts.
+        """
         return Timings({name: [self._cost(name, us) for us in rounds]
                         for name, rounds in self.race.timings.rounds.items()})
 
@@ -163,43 +183,55 @@ class Contest:
         return (us + score.transform_us) / score.boost
 
     def verdict(self, rates: Mapping[str, Rates]) -> Tuned:
-        """Return which kernel is fastest, and the measurements to record. `rates`, by place, were measured just now."""
+        """Return which kernel is fastest, and the measurements to record.
+
+        `rates`, by place, were measured just now.
+        """
         costs, override = self.costs(), context.current.get()
         ranked = sorted(costs.rounds, key=lambda name: (costs.median(name), name))
         margin = self.race.watch.margin
-        tied = [ranked[0], *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
+        tied = [ranked[0],
+                *(name for name in ranked[1:] if costs.beats(ranked[0], name, margin) < SURE)]
         rows, chosen = tighten_spread(self.world, self.op, self.facts,
-                                      self._level_ties(self._measurements(ranked), tied, costs), tied, override)
+                                      self._level_ties(self._measurements(ranked), tied, costs),
+                                      tied, override)
         best = chosen if chosen in tied else ranked[0]
         baseline = next((name for name in ranked if self.world.catalog.by_id[name].baseline), "")
         kind, flops, nbytes = kind_of(self.op, self.facts), rows[0].flops, rows[0].bytes
         roof = rates.get(rows[0].place) or self.world.perf.rates.get(rows[0].place)
-        if self.call.grad or not (flops or nbytes):             # the contract counts the forward pass only
+        # the contract counts the forward pass only
+        if self.call.grad or not (flops or nbytes):
             roof = None
-        timed = {name: TimedKernel(name, self.race.timings.summary(name), costs.median(name), self.compile_us[name],
+        timed = {name: TimedKernel(name, self.race.timings.summary(name), costs.median(name),
+                                   self.compile_us[name],
                              name not in self.race.running) for name in ranked}
         return Tuned(
             self.call, kind.sizes_text, kind.family, best, chosen, mode=self.mode,
             before=self.world.plan(self.op, self.facts, override).kernel or "",
-            sure=min((costs.beats(best, name, 0.0) for name in ranked if name not in tied), default=1.0),
+            sure=min((costs.beats(best, name, 0.0) for name in ranked if name not in tied),
+                     default=1.0),
             tied=tuple(sorted({*tied} - {best})), kernels=tuple(timed.values()), baseline=baseline,
             gain=costs.gain(baseline, best) if baseline else None, flops=flops, bytes=nbytes,
             roofline=roof.roofline_us(flops, nbytes) / timed[best].summary.median if roof else None,
-            failed=dict(self.failed), no_time_for=tuple(self.no_time_for), rejected=self.plan.rejected,
-            measurements=rows)
+            failed=dict(self.failed), no_time_for=tuple(self.no_time_for),
+            rejected=self.plan.rejected, measurements=rows)
 
     def _measurements(self, names: list[str]) -> tuple[Measurement, ...]:
-        op, kind, place = self.op, kind_of(self.op, self.facts), self.world.place(self.facts["device"])
+        op, kind, place = self.op, kind_of(self.op,
+                                           self.facts), self.world.place(self.facts["device"])
         flops, nbytes = (float(parse(text)(self.facts)) for text in (op.flops, op.bytes))
         summaries = ((name, self.race.timings.summary(name)) for name in names)
         return tuple(Measurement(
-            name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family, kind.sizes_text, flops,
-            nbytes, s.p95, s.p99, self.compile_us[name], builds.build_of(self.world.catalog.by_id[name]), time.time(),
+            name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family,
+            kind.sizes_text, flops, nbytes, s.p95, s.p99, self.compile_us[name],
+            builds.build_of(self.world.catalog.by_id[name]), time.time(),
             mode=self.mode)
             for name, s in summaries)
 
-    def _level_ties(self, rows: tuple[Measurement, ...], tied: list[str], costs: Timings) -> tuple[Measurement, ...]:
-        """Record kernels that cannot be told apart as equal, so that noise does not change the choice in every run.
+    def _level_ties(self, rows: tuple[Measurement, ...], tied: list[str],
+                    costs: Timings) -> tuple[Measurement, ...]:
+        """Record kernels that cannot be told apart as equal, so that noise does not change the
+        choice in every run.
 
         Torch's own default wins a tie: the others have nothing to offer over it.
         """
@@ -212,9 +244,11 @@ class Contest:
 
         def level(m: Measurement) -> Measurement:
             score = self.scores[m.kernel]
-            total = shared_us if not baselines or m.kernel in baselines else shared_us * BEHIND_DEFAULT
+            total = (shared_us if not baselines or m.kernel in baselines
+                     else shared_us * BEHIND_DEFAULT)
             us = total * score.boost - score.transform_us
-            return m._replace(median_us=us if us > 0 else m.median_us, spread=spread, samples=samples)
+            return m._replace(median_us=us if us > 0 else m.median_us, spread=spread,
+                              samples=samples)
 
         return tuple(level(m) if m.kernel in tied else m for m in rows)
 
@@ -231,18 +265,21 @@ def _unreachable(values: tuple[Any, ...]) -> tuple[str, Any]:
 def far_behind(timings: Timings, running: Iterable[str]) -> list[str]:
     """Return those whose every sample took several times as long as any of the fastest."""
     entered = [name for name in running if name in timings.rounds]
-    limit = DROP_AFTER_FIRST * min((max(timings.rounds[name]) for name in entered), default=math.inf)
+    limit = DROP_AFTER_FIRST * min((max(timings.rounds[name]) for name in entered),
+                                   default=math.inf)
     return [name for name in entered if min(timings.rounds[name]) > limit]
 
 
 def is_settled(costs: Timings, running: Iterable[str], margin: float) -> bool:
     """Is the fastest, with confidence, faster than each of the others or equal to it?"""
     names = sorted((name for name in running if name in costs.rounds), key=costs.median)
-    return all(costs.beats(names[0], name, margin) >= SURE or costs.even(names[0], name, margin) >= SURE
+    return all(costs.beats(names[0], name, margin) >= SURE
+               or costs.even(names[0], name, margin) >= SURE
                for name in names[1:])
 
 
-def apply_transforms(op: Op, step: Step, values: tuple[Any, ...], facts: Mapping[str, Any]) -> tuple[Any, ...]:
+def apply_transforms(op: Op, step: Step, values: tuple[Any, ...],
+                     facts: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the inputs after the transforms of the step, whose cost is in its score already."""
     inputs = {p.name: value for p, value in zip(op.params, values)}
     variant = facts[op.variant] if op.variant else ""
@@ -256,7 +293,8 @@ def apply_transforms(op: Op, step: Step, values: tuple[Any, ...], facts: Mapping
                 inputs[name] = _leaf(inputs[name], partial(Tensor.to, dtype=dtype))
     for t in step.transforms:
         if t.kind == "contiguous":             # as the kernel sees it, in its own layout
-            axes = permutation(op.patterns[variant].get(t.target, ()), op.patterns[layout].get(t.target, ()))
+            axes = permutation(op.patterns[variant].get(t.target, ()),
+                               op.patterns[layout].get(t.target, ()))
             inputs[t.target] = _leaf(inputs[t.target], partial(_contiguous, axes=axes))
     return tuple(inputs.values())
 

@@ -1,13 +1,14 @@
 """Timing several contestants, which compute one thing, on a machine that is not quiet.
 
-They take turns: every round times each of them once, in an order that is shuffled each time, so that what the
-machine does in that moment falls on all of them. Two are compared by the ratio in each round, and the confidence
-of the verdict comes from resampling the rounds (bootstrap).
+They take turns: every round times each of them once, in an order that is shuffled each time, so
+that what the machine does in that moment falls on all of them. Two are compared by the ratio in
+each round, and the confidence of the verdict comes from resampling the rounds (bootstrap).
 
-A sample is as many calls as fill a watch's `seconds`, timed as one, so that the clock costs nothing. The caches are
-warm, as they are for what the layer before has just written. An eager call on a GPU is timed as a caller in a loop
-sees it: calls back to back, host and device at work at the same time. Only the replay of a captured graph is timed
-with a cold L2, because between two calls of a layer a captured model reads all its other weights.
+A sample is as many calls as fill a watch's `seconds`, timed as one, so that the clock costs
+nothing. The caches are warm, as they are for what the layer before has just written. An eager call
+on a GPU is timed as a caller in a loop sees it: calls back to back, host and device at work at the
+same time. Only the replay of a captured graph is timed with a cold L2, because between two calls of
+a layer a captured model reads all its other weights.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from ..spec.codec import Record
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 SAMPLE_SECONDS = 5e-4
-LOOP_SECONDS = 2e-3                            # of eager calls on a device: the first and the last do not overlap
+# of eager calls on a device: the first and the last do not overlap
+LOOP_SECONDS = 2e-3
 MAX_CALLS, MAX_COLD_CALLS = 100_000, 20        # in one sample
-ATTEMPTS, MIN_CPU_SHARE = 3, 0.9               # a sample with a smaller share of CPU time is taken again
-LONG_NS = 200_000_000                          # a sample this long is not taken again: its noise is small
-MARGIN = 0.02                                  # a smaller difference is a tie: two runs may differ by as much
+# a sample with a smaller share of CPU time is taken again
+ATTEMPTS, MIN_CPU_SHARE = 3, 0.9
+# a sample this long is not taken again: its noise is small
+LONG_NS = 200_000_000
+# a smaller difference is a tie: two runs may differ by as much
+MARGIN = 0.02
 GRAPH_MARGIN = 0.01                            # replays of a graph differ less
 SURE = 0.95
 RESAMPLES = 1000
@@ -64,11 +69,15 @@ class WallWatch:
 
     margin = MARGIN
 
-    def __init__(self, flush: Callable[[], Any] | None = None, wait: Callable[[], Any] = lambda: None,
-                 now: Callable[[], int] = time.perf_counter_ns, cpu_time: Callable[[], int] | None = None,
+    def __init__(self, flush: Callable[[], Any] | None = None,
+                 wait: Callable[[], Any] = lambda: None,
+                 now: Callable[[], int] = time.perf_counter_ns,
+                 cpu_time: Callable[[], int] | None = None,
                  seconds: float = SAMPLE_SECONDS) -> None:
-        self._flush, self._wait, self._now, self._cpu_time, self.seconds = flush, wait, now, cpu_time, seconds
-        self.max_calls = MAX_CALLS if flush is None else 1  # only the first call after a flush is cold
+        self._flush, self._wait, self._now, self._cpu_time, self.seconds = (flush, wait, now,
+                                                                            cpu_time, seconds)
+        # only the first call after a flush is cold
+        self.max_calls = MAX_CALLS if flush is None else 1
 
     def sample(self, contestant: Contestant, calls: int) -> float:
         if calls > 1:
@@ -85,7 +94,8 @@ class WallWatch:
             self._wait()
             took = self._now() - began
             best = min(best, took)
-            if self._cpu_time is None or took >= LONG_NS or self._cpu_time() - worked >= MIN_CPU_SHARE * took:
+            if (self._cpu_time is None or took >= LONG_NS
+                or self._cpu_time() - worked >= MIN_CPU_SHARE * took):
                 break
         return best / calls / 1e3
 
@@ -93,8 +103,8 @@ class WallWatch:
 class ColdWatch:
     """CUDA events around each call, with the L2 cache overwritten before it.
 
-    The flush before a call hides its launch; since launching may take longest, the sample is the longer of the
-    device's time and the host's.
+    The flush before a call hides its launch; since launching may take longest, the sample is the
+    longer of the device's time and the host's.
     """
 
     margin = MARGIN
@@ -105,7 +115,8 @@ class ColdWatch:
         self._buffer = torch.empty(2 * cache_bytes("cuda"), dtype=torch.uint8, device="cuda")
 
     def sample(self, contestant: Contestant, calls: int) -> float:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                  for _ in range(calls)]
         host = 0
         torch.cuda.synchronize()
         for begin, end in events:
@@ -121,24 +132,29 @@ class ColdWatch:
 
 
 class GraphWatch:
-    """Replays of CUDA graphs, as in a captured decode step: each contestant is captured once, and its replay timed
-    after a read of more than the L2 cache. The host's time is not in it. One that cannot be captured raises."""
+    """Replays of CUDA graphs, as in a captured decode step: each contestant is captured once, and
+    its replay timed after a read of more than the L2 cache. The host's time is not in it. One that
+    cannot be captured raises.
+    """
 
     max_calls = MAX_COLD_CALLS
     margin = GRAPH_MARGIN
     seconds = SAMPLE_SECONDS
 
     def __init__(self, cold: bool = True) -> None:
-        self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8, device="cuda").view(
+        self._sweep = torch.zeros(2 * cache_bytes("cuda") if cold else 4, dtype=torch.uint8,
+                                  device="cuda").view(
             torch.int32)
         self._side = torch.cuda.Stream()
-        self._graphs: weakref.WeakKeyDictionary[Contestant, torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[Contestant,
+                                                torch.cuda.CUDAGraph] = weakref.WeakKeyDictionary()
 
     def sample(self, contestant: Contestant, calls: int) -> float:
         graph = self._graphs.get(contestant)
         if graph is None:
             graph = self._graphs[contestant] = self._capture(contestant)
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                  for _ in range(calls)]
         for begin, end in events:
             self._sweep.sum()
             begin.record()
@@ -152,7 +168,8 @@ class GraphWatch:
         return statistics.median(self.sample(contestant, 1) for _ in range(runs))
 
     def _capture(self, contestant: Contestant) -> torch.cuda.CUDAGraph:
-        warm_up(contestant, self._side)        # libraries make handles and plans now, some of them per stream
+        # libraries make handles and plans now, some of them per stream
+        warm_up(contestant, self._side)
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, stream=self._side):
             contestant()
@@ -160,12 +177,15 @@ class GraphWatch:
 
 
 def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
-    """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last cache overwritten."""
+    """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last
+    cache overwritten.
+    """
     if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
     if device == "cuda" and cold:
         return ColdWatch()
-    flush = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if cold else None
+    flush = (torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device).zero_ if cold
+             else None)
     if device == "cpu":
         return WallWatch(flush, cpu_time=time.thread_time_ns)
     wait = torch.cuda.synchronize if device == "cuda" else torch.accelerator.synchronize
@@ -177,7 +197,8 @@ def cache_bytes(device: str) -> int:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return int(getattr(properties, "L2_cache_size", 0)) or 64 << 20
-    sizes = [_cache_size(file) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [_cache_size(file)
+             for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(sizes, default=0) or 32 << 20
 
 
@@ -193,7 +214,10 @@ def _cache_size(file: Path) -> int:
 
 @dataclass(frozen=True)
 class TimingSummary:
-    """Statistics in microseconds. Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not."""
+    """Statistics in microseconds.
+
+    Mean, variance, p10 and p90 leave outliers out; median, p95 and p99 do not.
+    """
 
     median: float
     mean: float
@@ -212,9 +236,9 @@ class TimingSummary:
         reach = OUTLIER_REACH * (q3 - q1)
         usual = [s for s in everything if q1 - reach <= s <= q3 + reach]
         return cls(quantile(everything, 0.5), statistics.fmean(usual),
-                   statistics.variance(usual) if len(usual) > 1 else 0.0, quantile(usual, 0.1), quantile(usual, 0.9),
-                   quantile(everything, 0.95), quantile(everything, 0.99), len(everything),
-                   len(everything) - len(usual))
+                   statistics.variance(usual) if len(usual) > 1 else 0.0, quantile(usual, 0.1),
+                   quantile(usual, 0.9), quantile(everything, 0.95), quantile(everything, 0.99),
+                   len(everything), len(everything) - len(usual))
 
     @property
     def spread(self) -> float:
@@ -249,7 +273,9 @@ class Ratio(Record, json="median low high verdict"):
 
 @dataclass(frozen=True)
 class Timings:
-    """Microseconds per call of each contestant, one number per round; a dropped one has its first rounds only."""
+    """Microseconds per call of each contestant, one number per round; a dropped one has its first
+    rounds only.
+    """
 
     rounds: Mapping[str, list[float]]
 
@@ -266,7 +292,9 @@ class Timings:
         return Ratio(middle, low, high)
 
     def beats(self, one: str, other: str, margin: float = MARGIN) -> float:
-        """Return the confidence, from 0 to 1, that `one` is faster than `other` by more than the margin."""
+        """Return the confidence, from 0 to 1, that `one` is faster than `other` by more than the
+        margin.
+        """
         return float((self._gaps(one, other) > math.log1p(margin)).double().mean())
 
     def even(self, one: str, other: str, margin: float = MARGIN) -> float:
@@ -274,7 +302,9 @@ class Timings:
         return float((self._gaps(one, other).abs() <= math.log1p(margin)).double().mean())
 
     def _gaps(self, one: str, other: str) -> torch.Tensor:
-        """Return the median of log(other / one) over resampled rounds, with the same seed every time."""
+        """Return the median of log(other / one) over resampled rounds, with the same seed every
+        time.
+        """
         gaps = torch.tensor([math.log(b / a) for a, b in zip(self.rounds[one], self.rounds[other])],
                             dtype=torch.float64, device="cpu")
         draws = torch.randint(len(gaps), (RESAMPLES, len(gaps)), device="cpu",
@@ -315,12 +345,14 @@ class Race:
     def enter(self, name: str, contestant: Contestant) -> tuple[float, float] | None:
         """Return microseconds of the first call, which loads and compiles, and of the next.
 
-        None if it failed, or if there was no time for a second call: the first says nothing of its speed.
+        None if it failed, or if there was no time for a second call: the first says nothing of its
+        speed.
         """
         began = time.perf_counter()
         if self._sample(name, contestant, 1) is None:
             return None
-        first = (time.perf_counter() - began) * 1e6            # wall-clock: waiting for a compiler is not noise
+        # wall-clock: waiting for a compiler is not noise
+        first = (time.perf_counter() - began) * 1e6
         if self.out_of_time:
             return None
         after = self._sample(name, contestant, 1)
@@ -333,7 +365,9 @@ class Race:
         return first, after
 
     def replace(self, name: str, contestant: Contestant) -> float | None:
-        """Call a contestant in another way from now on; return microseconds of one such call, None if it failed."""
+        """Call a contestant in another way from now on; return microseconds of one such call, None
+        if it failed.
+        """
         self._sample(name, contestant, 1)      # loads and compiles what it needs
         after = self._sample(name, contestant, 1) if name in self._running else None
         if after is not None:
@@ -347,7 +381,9 @@ class Race:
         self._running.pop(name, None)
 
     def run(self, rounds: int = 1, only: str = "") -> None:
-        """Run this many rounds, or fewer if the time is up: one that had no turn then keeps its time on entry."""
+        """Run this many rounds, or fewer if the time is up: one that had no turn then keeps its
+        time on entry.
+        """
         with no_collection():
             for _ in range(rounds):
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
@@ -370,8 +406,11 @@ class Race:
             return None
 
 
-def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str, deadline: float = math.inf) -> Timings:
-    """Run rounds for about `seconds`, with warm caches, of the contestants that could be called twice in time."""
+def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str,
+             deadline: float = math.inf) -> Timings:
+    """Run rounds for about `seconds`, with warm caches, of the contestants that could be called
+    twice in time.
+    """
     race = Race(stopwatch(device), deadline=deadline)
     for name, contestant in contestants.items():
         race.enter(name, contestant)

@@ -1,8 +1,8 @@
 """Public models as data, and the calls that one step of each makes.
 
-`calls_of("llama-3-8b")` is every lz operation of one prefill and of one decode step, with its shapes and strides;
-`count` says how often the step makes it. Layers of equal shapes are one call. What is no operation of ours
-(convolutions, residual sums, resnets) is left out.
+`calls_of("llama-3-8b")` is every lz operation of one prefill and of one decode step, with its
+shapes and strides; `count` says how often the step makes it. Layers of equal shapes are one call.
+What is no operation of ours (convolutions, residual sums, resnets) is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ PAGE = 64                                      # tokens in one page of a latent 
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution of a UNet: its image tokens, its width, and how many transformer blocks work there."""
+    """One resolution of a UNet: its image tokens, its width, and how many transformer blocks work
+    there.
+    """
 
     tokens: int
     channels: int
@@ -52,7 +54,8 @@ class Model:
     rope: str = "rotate_half"                  # or interleaved; "": positions are learned
     qk_norm: bool = False
     window: int = 0                            # 0: full attention in every layer
-    full_layers: int = 0                       # of a model with a window: layers with full attention
+    # of a model with a window: layers with full attention
+    full_layers: int = 0
     softcap: float = 0.0
     scale: float | None = None
     tokens: int = 0                            # of one image; 0: as long as the prompt
@@ -64,8 +67,10 @@ class Model:
     shared_experts: int = 0
     dense_layers: int = 0                      # of a mixture: layers without experts
     routing: Mapping[str, Any] = field(default_factory=dict)
-    q_rank: int = 0                            # latent attention: width of the compressed query, 0 for none
-    kv_rank: int = 0                           # width of the compressed keys and values, 0: ordinary attention
+    # latent attention: width of the compressed query, 0 for none
+    q_rank: int = 0
+    # width of the compressed keys and values, 0: ordinary attention
+    kv_rank: int = 0
     rope_dim: int = 0                          # the part of each head that carries the position
     value_dim: int = 0
     single_layers: int = 0                     # Flux: layers with one stream
@@ -75,53 +80,66 @@ class Model:
 def _rows() -> tuple[Model, ...]:
     llama = Model("", "decoder", head_dim=128)
     qwen = replace(llama, eps=1e-6, qk_norm=True, vocab=151936, kv_heads=8)
-    gemma = replace(llama, eps=1e-6, norm_offset=1.0, norms=4, activation="geglu_tanh", head_dim=256)
+    gemma = replace(llama, eps=1e-6, norm_offset=1.0, norms=4, activation="geglu_tanh",
+                    head_dim=256)
     deepseek = Model("", "decoder", eps=1e-6, kv_rank=512, rope_dim=64, head_dim=192, value_dim=128,
                      rope="interleaved")
-    bert = Model("", "encoder", 12, 768, 12, 12, 64, 3072, norm="layer", activation="gelu", bias=True, rope="")
+    bert = Model("", "encoder", 12, 768, 12, 12, 64, 3072, norm="layer", activation="gelu",
+                 bias=True, rope="")
     return (
-        replace(llama, name="llama-3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
-        replace(llama, name="llama-3.1-70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
-        replace(llama, name="llama-3.2-1b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192,
+        replace(llama, name="llama-3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336,
+                vocab=128256),
+        replace(llama, name="llama-3.1-70b", layers=80, hidden=8192, heads=64, kv_heads=8,
+                ffn=28672, vocab=128256),
+        replace(llama, name="llama-3.2-1b", layers=16, hidden=2048, heads=32, kv_heads=8,
+                head_dim=64, ffn=8192,
                 vocab=128256),
         replace(qwen, name="qwen3-0.6b", layers=28, hidden=1024, heads=16, ffn=3072),
         replace(qwen, name="qwen3-8b", layers=36, hidden=4096, heads=32, ffn=12288),
-        replace(qwen, name="qwen3-30b-a3b", layers=48, hidden=2048, heads=32, kv_heads=4, experts=128,
+        replace(qwen, name="qwen3-30b-a3b", layers=48, hidden=2048, heads=32, kv_heads=4,
+                experts=128,
                 experts_per_token=8, expert_ffn=768),
-        replace(llama, name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000,
-                window=4096),
-        replace(gemma, name="gemma-2-9b", layers=42, hidden=3584, heads=16, kv_heads=8, ffn=14336, vocab=256000,
-                window=4096, full_layers=21, softcap=50.0),
-        replace(gemma, name="gemma-3-1b", layers=26, hidden=1152, heads=4, kv_heads=1, ffn=6912, vocab=262144,
-                window=512, full_layers=4, qk_norm=True),
-        replace(llama, name="phi-3-mini", layers=32, hidden=3072, heads=32, kv_heads=32, head_dim=96, ffn=8192,
+        replace(llama, name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336,
+                vocab=32000, window=4096),
+        replace(gemma, name="gemma-2-9b", layers=42, hidden=3584, heads=16, kv_heads=8, ffn=14336,
+                vocab=256000, window=4096, full_layers=21, softcap=50.0),
+        replace(gemma, name="gemma-3-1b", layers=26, hidden=1152, heads=4, kv_heads=1, ffn=6912,
+                vocab=262144, window=512, full_layers=4, qk_norm=True),
+        replace(llama, name="phi-3-mini", layers=32, hidden=3072, heads=32, kv_heads=32,
+                head_dim=96, ffn=8192,
                 vocab=32064, window=2047),
-        replace(llama, name="smollm2-135m", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536,
+        replace(llama, name="smollm2-135m", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64,
+                ffn=1536,
                 vocab=49152),
-        replace(llama, name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8, vocab=32000, experts=8,
-                experts_per_token=2, expert_ffn=14336),
-        replace(deepseek, name="deepseek-v2-lite", layers=27, hidden=2048, heads=16, kv_heads=16, ffn=10944,
-                vocab=102400, experts=64, experts_per_token=6, expert_ffn=1408, shared_experts=2, dense_layers=1,
-                routing={"normalize": False}),
-        replace(deepseek, name="deepseek-v3", layers=61, hidden=7168, heads=128, kv_heads=128, ffn=18432,
-                vocab=129280, experts=256, experts_per_token=8, expert_ffn=2048, shared_experts=1, dense_layers=3,
-                q_rank=1536, routing={"scoring": "sigmoid", "n_group": 8, "topk_group": 4,
+        replace(llama, name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8,
+                vocab=32000, experts=8, experts_per_token=2, expert_ffn=14336),
+        replace(deepseek, name="deepseek-v2-lite", layers=27, hidden=2048, heads=16, kv_heads=16,
+                ffn=10944, vocab=102400, experts=64, experts_per_token=6, expert_ffn=1408,
+                shared_experts=2, dense_layers=1, routing={"normalize": False}),
+        replace(deepseek, name="deepseek-v3", layers=61, hidden=7168, heads=128, kv_heads=128,
+                ffn=18432, vocab=129280, experts=256, experts_per_token=8, expert_ffn=2048,
+                shared_experts=1, dense_layers=3, q_rank=1536,
+                routing={"scoring": "sigmoid", "n_group": 8, "topk_group": 4,
                                       "routed_scaling_factor": 2.5}),
-        Model("gpt2", "decoder", 12, 768, 12, 12, 64, 3072, 50257, norm="layer", activation="gelu_tanh", bias=True,
+        Model("gpt2", "decoder", 12, 768, 12, 12, 64, 3072, 50257, norm="layer",
+              activation="gelu_tanh", bias=True,
               rope=""),
-        Model("t5-base", "encoder-decoder", 12, 768, 12, 12, 64, 3072, 32128, eps=1e-6, activation="relu", rope="",
+        Model("t5-base", "encoder-decoder", 12, 768, 12, 12, 64, 3072, 32128, eps=1e-6,
+              activation="relu", rope="",
               scale=1.0),
         replace(bert, name="bert-base", vocab=30522, eps=1e-12),
         replace(bert, name="vit-base-16", tokens=197, vocab=1000, eps=1e-12),
-        Model("sd-1.5", "unet", activation="geglu", rope="", text_tokens=77, text_width=768, levels=(
-            Level(4096, 320, 8, 5, 5), Level(1024, 640, 8, 5, 5), Level(256, 1280, 8, 5, 5), Level(64, 1280, 8, 1, 1))),
+        Model("sd-1.5", "unet", activation="geglu", rope="", text_tokens=77, text_width=768,
+              levels=(
+            Level(4096, 320, 8, 5, 5), Level(1024, 640, 8, 5, 5), Level(256, 1280, 8, 5, 5),
+            Level(64, 1280, 8, 1, 1))),
         Model("sdxl", "unet", activation="geglu", rope="", text_tokens=77, text_width=2048, levels=(
             Level(4096, 640, 10, 10, 5), Level(1024, 1280, 20, 60, 6))),
         Model("dit-xl-2", "dit", 28, 1152, 16, 16, 72, 4608, norm="layer", eps=1e-6, affine=False,
               activation="gelu_tanh", bias=True, rope="", tokens=256),
-        Model("flux-1-dev", "dit", 19, 3072, 24, 24, 128, 12288, norm="layer", eps=1e-6, affine=False,
-              activation="gelu_tanh", bias=True, rope="interleaved", qk_norm=True, tokens=4096, text_tokens=512,
-              single_layers=38),
+        Model("flux-1-dev", "dit", 19, 3072, 24, 24, 128, 12288, norm="layer", eps=1e-6,
+              affine=False, activation="gelu_tanh", bias=True, rope="interleaved", qk_norm=True,
+              tokens=4096, text_tokens=512, single_layers=38),
     )
 
 
@@ -130,16 +148,20 @@ MODELS: Mapping[str, Model] = {model.name: model for model in _rows()}
 
 def model_named(name: str) -> Model:
     if name not in MODELS:
-        raise ConfigError(f"there is no model {name!r}{suggest(name, MODELS)}; known: {', '.join(MODELS)}")
+        raise ConfigError(
+            f"there is no model {name!r}{suggest(name, MODELS)}; known: {', '.join(MODELS)}")
     return MODELS[name]
 
 
-def calls_of(model: str | Model, *, batch: int = 1, prompt: int = 512, context: int = 4096, dtype: str = "bfloat16",
-             decode: bool = True, prefill: bool = True, scale: float = 1.0) -> tuple[Call, ...]:
-    """Return the calls of one prefill over `prompt` tokens, and of one decode step after `context` tokens.
+def calls_of(model: str | Model, *, batch: int = 1, prompt: int = 512, context: int = 4096,
+             dtype: str = "bfloat16", decode: bool = True, prefill: bool = True,
+             scale: float = 1.0) -> tuple[Call, ...]:
+    """Return the calls of one prefill over `prompt` tokens, and of one decode step after `context`
+    tokens.
 
-    `scale` makes the model narrower (its heads, widths, vocabulary and experts, and the tokens of an image) and
-    keeps what kernels depend on: the size of a head, how many heads share keys, the shape of a layer.
+    `scale` makes the model narrower (its heads, widths, vocabulary and experts, and the tokens of
+    an image) and keeps what kernels depend on: the size of a head, how many heads share keys, the
+    shape of a layer.
     """
     for name, value in (("batch", batch), ("prompt", prompt), ("context", context)):
         if value < 1:
@@ -154,8 +176,9 @@ def calls_of(model: str | Model, *, batch: int = 1, prompt: int = 512, context: 
     if decode and scaled.kind in ("decoder", "encoder-decoder"):
         calls += _BUILDERS[scaled.kind](_Step(scaled, dtype, batch, 1, context, "decode", prompt))
     if not calls:
-        raise ConfigError(f"{scaled.name} makes no call: it has {'no decode' if decode else 'a decode'} step; "
-                          "ask for prefill as well")
+        raise ConfigError(
+            f"{scaled.name} makes no call: it has {'no decode' if decode else 'a decode'} step; "
+            "ask for prefill as well")
     return calls
 
 
@@ -170,20 +193,25 @@ def _scale(model: Model, scale: float) -> Model:
     heads = kv_heads * (model.heads // model.kv_heads) if model.kv_heads else 0
     experts = max(part(model.experts, model.routing.get("n_group", 1)), 2 * model.experts_per_token)
     levels = tuple(replace(level, tokens=max(part(level.tokens, 16), 16), heads=part(level.heads),
-                           channels=part(level.heads) * (level.channels // level.heads)) for level in model.levels)
+                           channels=part(level.heads) * (level.channels // level.heads))
+                   for level in model.levels)
     return replace(
-        model, hidden=part(model.hidden, 64), heads=heads, kv_heads=kv_heads, ffn=part(model.ffn, 64),
-        vocab=part(model.vocab, 32), tokens=part(model.tokens),
-        text_width=part(model.text_width, 64), experts=experts, expert_ffn=part(model.expert_ffn, 64),
-        q_rank=part(model.q_rank, 64), kv_rank=part(model.kv_rank, 64), levels=levels)
+        model, hidden=part(model.hidden, 64), heads=heads, kv_heads=kv_heads,
+        ffn=part(model.ffn, 64), vocab=part(model.vocab, 32), tokens=part(model.tokens),
+        text_width=part(model.text_width, 64), experts=experts,
+        expert_ffn=part(model.expert_ffn, 64), q_rank=part(model.q_rank, 64),
+        kv_rank=part(model.kv_rank, 64), levels=levels)
 
 
 class _Step:
-    """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to `seen` in all."""
+    """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to
+    `seen` in all.
+    """
 
     def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
-        self.model, self.dtype, self.batch, self.tokens, self.seen = model, dtype, batch, tokens, seen
+        self.model, self.dtype, self.batch, self.tokens, self.seen = (model, dtype, batch, tokens,
+                                                                      seen)
         self.decoding, self.prompt = phase == "decode", prompt
         image = model.tokens or model.levels
         self.name = f"{model.name} image" if image else f"{model.name} {phase} {seen}"
@@ -204,13 +232,18 @@ class _Step:
         return TensorSpec(shape, dtype, values=tuple(values))
 
     def heads(self, heads: int, tokens: int, dim: int, transposed: bool) -> TensorSpec:
-        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch, tokens, heads, dim)."""
-        shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim, 1)
-        return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1 else None)
+        """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch,
+        tokens, heads, dim).
+        """
+        shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim,
+                                                            1)
+        return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1
+                          else None)
 
     # the parts of a layer
 
-    def linear(self, count: int, width: int, out: int, tokens: int = 0, bias: bool | None = None) -> None:
+    def linear(self, count: int, width: int, out: int, tokens: int = 0,
+               bias: bool | None = None) -> None:
         bias = self.model.bias if bias is None else bias
         self.add("linear", count, x=self.tensor(self.batch, tokens or self.tokens, width),
                  weight=self.tensor(out, width), bias=self.optional(bias, out))
@@ -221,10 +254,13 @@ class _Step:
             self.add("layer_norm", count, x=x, weight=self.optional(m.affine, width),
                      bias=self.optional(m.affine, width), eps=m.eps)
         else:
-            self.add("rms_norm", count, x=x, weight=self.tensor(width), eps=m.eps, offset=m.norm_offset or None)
+            self.add("rms_norm", count, x=x, weight=self.tensor(width), eps=m.eps,
+                     offset=m.norm_offset or None)
 
     def norms(self) -> None:
-        """Add the norms of all layers and the last one; after the first, fused with the residual add if possible."""
+        """Add the norms of all layers and the last one; after the first, fused with the residual
+        add if possible.
+        """
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)
@@ -235,17 +271,23 @@ class _Step:
 
     def head_norm(self, count: int, heads: int, tokens: int) -> None:
         if self.model.qk_norm:
-            self.add("rms_norm", count, x=self.tensor(self.batch, tokens, heads, self.model.head_dim),
-                     weight=self.tensor(self.model.head_dim), eps=self.model.eps, offset=self.model.norm_offset or None)
+            self.add("rms_norm", count,
+                     x=self.tensor(self.batch, tokens, heads, self.model.head_dim),
+                     weight=self.tensor(self.model.head_dim), eps=self.model.eps,
+                     offset=self.model.norm_offset or None)
 
     def rope(self, count: int, q: TensorSpec, k: TensorSpec | None, tokens: int) -> None:
         if self.model.rope:
             table = self.tensor(tokens, q.shape[-1] // 2, dtype="float32")
             self.add("rope", count, q=q, k=k, cos=table, sin=table, style=self.model.rope)
 
-    def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *, value_dim: int = 0,
-                  causal: bool = False, window: int = 0, mask: TensorSpec | None = None) -> None:
-        """Add attention. Rope leaves queries and keys contiguous; a projection leaves its outputs transposed."""
+    def attention(self, count: int, tokens: int, seen: int, heads: int, kv_heads: int, dim: int, *,
+                  value_dim: int = 0, causal: bool = False, window: int = 0,
+                  mask: TensorSpec | None = None) -> None:
+        """Add attention.
+
+        Rope leaves queries and keys contiguous; a projection leaves its outputs transposed.
+        """
         m, rotated = self.model, bool(self.model.rope)
         cached = self.decoding
         if window and seen > window and cached:
@@ -253,15 +295,17 @@ class _Step:
         self.add("attention", count, query=self.heads(heads, tokens, dim, not rotated),
                  key=self.heads(kv_heads, seen, dim, not rotated and not cached),
                  value=self.heads(kv_heads, seen, value_dim or dim, not cached), attn_mask=mask,
-                 is_causal=(causal and tokens > 1) or None, scale=m.scale, softcap=m.softcap or None,
-                 window_left=window - 1 if window and window < seen else None)
+                 is_causal=(causal and tokens > 1) or None, scale=m.scale, softcap=m.softcap
+                 or None, window_left=window - 1 if window and window < seen else None)
 
-    def mlp(self, count: int, width: int, ffn: int, tokens: int = 0, bias: bool | None = None) -> None:
+    def mlp(self, count: int, width: int, ffn: int, tokens: int = 0,
+            bias: bool | None = None) -> None:
         activation, bias = self.model.activation, self.model.bias if bias is None else bias
         wide = 2 * ffn if activation in ("swiglu", "geglu", "geglu_tanh", "reglu") else ffn
         self.add("mlp", count, x=self.tensor(self.batch, tokens or self.tokens, width),
-                 weight_in=self.tensor(wide, width), weight_down=self.tensor(width, ffn), activation=activation,
-                 bias_in=self.optional(bias, wide), bias_down=self.optional(bias, width))
+                 weight_in=self.tensor(wide, width), weight_down=self.tensor(width, ffn),
+                 activation=activation, bias_in=self.optional(bias, wide),
+                 bias_down=self.optional(bias, width))
 
     def feed_forward(self) -> None:
         m = self.model
@@ -273,9 +317,11 @@ class _Step:
         self.linear(count, m.hidden, m.experts, bias=False)
         logits = self.tensor(self.batch, self.tokens, m.experts)
         self.add("moe_gate", count, logits=logits, top_k=k, **m.routing)
-        by: dict[str, Any] = {"logits": logits, "top_k": k}                # where the ids are too many to describe
+        # where the ids are too many to describe
+        by: dict[str, Any] = {"logits": logits, "top_k": k}
         if rows * k <= MOST_VALUES:
-            chosen = [(t * k + slot) % m.experts for t in range(rows) for slot in range(k)]    # evenly spread
+            # evenly spread
+            chosen = [(t * k + slot) % m.experts for t in range(rows) for slot in range(k)]
             by = {"topk_ids": self.integers(chosen, self.batch, self.tokens, k),
                   "topk_weights": self.tensor(self.batch, self.tokens, k, dtype="float32")}
         self.add("moe", count, x=self.tensor(self.batch, self.tokens, m.hidden),
@@ -294,7 +340,8 @@ class _Step:
         """Add the calls from the last hidden state to the next token."""
         m = self.model
         self.linear(1, m.hidden, m.vocab, tokens=1, bias=False)
-        self.add("sample", 1, logits=self.tensor(self.batch, m.vocab, dtype="float32"), temperature=0.7, top_k=50,
+        self.add("sample", 1, logits=self.tensor(self.batch, m.vocab, dtype="float32"),
+                 temperature=0.7, top_k=50,
                  top_p=0.9, seed=1)
 
 
@@ -312,7 +359,8 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
         s.rope(m.layers, q, k, s.tokens)
         windowed = m.layers - m.full_layers if m.window else 0
         for count, window in ((windowed, m.window), (m.layers - windowed, 0)):
-            s.attention(count, s.tokens, s.seen, m.heads, m.kv_heads, m.head_dim, causal=True, window=window)
+            s.attention(count, s.tokens, s.seen, m.heads, m.kv_heads, m.head_dim, causal=True,
+                        window=window)
         s.linear(m.layers, m.heads * m.head_dim, m.hidden)
     s.feed_forward()
     s.token()
@@ -320,7 +368,9 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
 
 
 def _latent_attention(s: _Step) -> None:
-    """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in pages."""
+    """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in
+    pages.
+    """
     m, plain = s.model, s.model.head_dim - s.model.rope_dim
     if m.q_rank:
         s.linear(m.layers, m.hidden, m.q_rank)
@@ -328,15 +378,18 @@ def _latent_attention(s: _Step) -> None:
     s.linear(m.layers, m.q_rank or m.hidden, m.heads * m.head_dim)
     s.linear(m.layers, m.hidden, m.kv_rank + m.rope_dim)
     s.norm(m.layers, m.kv_rank)
-    s.rope(m.layers, s.heads(m.heads, s.tokens, m.rope_dim, True), s.heads(1, s.tokens, m.rope_dim, False), s.tokens)
+    s.rope(m.layers, s.heads(m.heads, s.tokens, m.rope_dim, True),
+           s.heads(1, s.tokens, m.rope_dim, False), s.tokens)
     if not s.decoding:
         s.linear(m.layers, m.kv_rank, m.heads * (plain + m.value_dim))
-        s.attention(m.layers, s.tokens, s.seen, m.heads, m.heads, m.head_dim, value_dim=m.value_dim, causal=True)
+        s.attention(m.layers, s.tokens, s.seen, m.heads, m.heads, m.head_dim, value_dim=m.value_dim,
+                    causal=True)
     else:
         pages = -(-s.seen // PAGE)
         table = s.integers(list(range(s.batch * pages)), s.batch, pages, dtype="int32")
         s.add("mla_paged_attention", m.layers, q_nope=s.tensor(s.batch, m.heads, m.kv_rank),
-              q_pe=s.tensor(s.batch, m.heads, m.rope_dim), ckv_cache=s.tensor(s.batch * pages, PAGE, m.kv_rank),
+              q_pe=s.tensor(s.batch, m.heads, m.rope_dim),
+              ckv_cache=s.tensor(s.batch * pages, PAGE, m.kv_rank),
               kpe_cache=s.tensor(s.batch * pages, PAGE, m.rope_dim), block_table=table,
               context_lens=s.integers([s.seen] * s.batch, s.batch, dtype="int32"), is_causal=True,
               scale=m.head_dim ** -0.5, max_seqlen_q=1)
@@ -364,7 +417,8 @@ def _encoder_decoder(s: _Step) -> tuple[Call, ...]:
     s.norm((3 if s.decoding else 2) * m.layers + 1, m.hidden)
     s.linear(m.layers, m.hidden, 3 * m.heads * m.head_dim)
     s.attention(m.layers, s.tokens, s.seen, m.heads, m.kv_heads, m.head_dim, mask=bias)
-    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)  # and two for cross attention
+    # and two for cross attention
+    s.linear((3 if s.decoding else 1) * m.layers, m.heads * m.head_dim, m.hidden)
     if s.decoding:
         s.attention(m.layers, s.tokens, s.prompt, m.heads, m.kv_heads, m.head_dim)
         s.token()
@@ -377,9 +431,10 @@ def _unet(s: _Step) -> tuple[Call, ...]:
     for level in m.levels:
         c, n, heads, count = level.channels, level.tokens, level.heads, level.blocks
         side = max(int(n ** 0.5), 1)
-        s.add("group_norm", level.inputs, x=s.tensor(s.batch, c, side, n // side), groups=_groups(c),
-              weight=s.tensor(c), bias=s.tensor(c), eps=1e-6)
-        s.add("layer_norm", 3 * count, x=s.tensor(s.batch, n, c), weight=s.tensor(c), bias=s.tensor(c), eps=1e-5)
+        s.add("group_norm", level.inputs, x=s.tensor(s.batch, c, side, n // side),
+              groups=_groups(c), weight=s.tensor(c), bias=s.tensor(c), eps=1e-6)
+        s.add("layer_norm", 3 * count, x=s.tensor(s.batch, n, c), weight=s.tensor(c),
+              bias=s.tensor(c), eps=1e-5)
         s.linear(4 * count, c, c, tokens=n)
         s.linear(2 * count, c, c, tokens=n, bias=True)
         s.linear(2 * count, m.text_width, c, tokens=m.text_tokens)
@@ -394,7 +449,9 @@ def _groups(channels: int) -> int:
 
 
 def _dit(s: _Step) -> tuple[Call, ...]:
-    """Image and text have weights of their own and attend to each other; then come the shared layers, if any."""
+    """Image and text have weights of their own and attend to each other; then come the shared
+    layers, if any.
+    """
     m, width = s.model, s.model.heads * s.model.head_dim
     both = s.tokens + m.text_tokens
     for tokens in filter(None, (s.tokens, m.text_tokens)):
@@ -416,4 +473,5 @@ def _dit(s: _Step) -> tuple[Call, ...]:
     return tuple(s.calls)
 
 
-_BUILDERS = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _encoder_decoder, "unet": _unet, "dit": _dit}
+_BUILDERS = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _encoder_decoder,
+             "unet": _unet, "dit": _dit}

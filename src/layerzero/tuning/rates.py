@@ -1,4 +1,6 @@
-"""The peak rates of a device, measured: one bandwidth and one matmul rate, the roofline of every percentage."""
+"""The peak rates of a device, measured: one bandwidth and one matmul rate, the roofline of every
+percentage.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,15 @@ def measure_rates(device: str, seconds: float = 1.5) -> Reading:
     spreads: list[float] = []
     with torch.no_grad(), no_collection():
         bandwidth = _bandwidth(watch, device, began + seconds / 2, spreads)
-        rates = [_matmul_rate(watch, device, dtype, began + seconds, spreads) for dtype in matmul_dtypes(device)]
+        rates = [_matmul_rate(watch, device, dtype, began + seconds, spreads)
+                 for dtype in matmul_dtypes(device)]
     return Reading(Rates(max(rates), bandwidth), max(spreads) > NOISY)
 
 
 def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes to time: 16-bit on a GPU; on a CPU float32 and, if it supports it, bfloat16."""
+    """Return the dtypes to time: 16-bit on a GPU; on a CPU float32 and, if it supports it,
+    bfloat16.
+    """
     bf16 = hardware.probe(device).supports_bf16
     if device == "cpu":
         return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
@@ -43,7 +48,9 @@ def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 def _bandwidth(watch: Watch, device: str, end: float, spreads: list[float]) -> float:
-    """Measure bytes per microsecond: the better of reading memory and copying half of it to the other half."""
+    """Measure bytes per microsecond: the better of reading memory and copying half of it to the
+    other half.
+    """
     size = min(max(256 << 20, 2 * cache_bytes(device)), free_bytes(device) // 8)
     memory = torch.ones(max(size // 8, 1 << 16) * 2, dtype=torch.float32, device=device)
     source, target = memory.chunk(2)
@@ -52,7 +59,8 @@ def _bandwidth(watch: Watch, device: str, end: float, spreads: list[float]) -> f
     return nbytes / min(_best_us(watch, contestant, end, spreads) for contestant in contestants)
 
 
-def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float, spreads: list[float]) -> float:
+def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float,
+                 spreads: list[float]) -> float:
     """Measure FLOPs per microsecond, of the fastest size there is time for."""
     best = 0.0
     for n in _sizes(device):
@@ -63,7 +71,8 @@ def _matmul_rate(watch: Watch, device: str, dtype: torch.dtype, end: float, spre
             best = max(best, 2.0 * n ** 3 / us)
         except OUT_OF_MEMORY:
             break
-        if time.perf_counter() + 8 * (time.perf_counter() - began) > end:      # the next has eight times the work
+        # the next has eight times the work
+        if time.perf_counter() + 8 * (time.perf_counter() - began) > end:
             break
     return best
 
@@ -72,7 +81,8 @@ def _sizes(device: str) -> Iterator[int]:
     yield from (512, 1024, 2048, 4096) if device == "cpu" else (2048, 4096, 8192)
 
 
-def _best_us(watch: Watch, contestant: Callable[[], Any], end: float, spreads: list[float]) -> float:
+def _best_us(watch: Watch, contestant: Callable[[], Any], end: float,
+             spreads: list[float]) -> float:
     watch.sample(contestant, 1)                # loads code, starts threads, touches the memory
     samples = [watch.sample(contestant, 1)]
     for _ in range(SAMPLES):

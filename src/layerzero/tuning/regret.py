@@ -1,8 +1,9 @@
-"""The regret of selection: the chosen kernel against every one that could have served, timed in turns.
+"""The regret of selection: the chosen kernel against every one that could have served, timed in
+turns.
 
-The regret of a call is chosen / best - 1. The fastest of several noisy times is partly the luckiest, so the best is
-picked by one half of the rounds and judged by the other, for many random halves, and always by the ratio within
-each round; the median of these judgements is the regret.
+The regret of a call is chosen / best - 1. The fastest of several noisy times is partly the
+luckiest, so the best is picked by one half of the rounds and judged by the other, for many random
+halves, and always by the ratio within each round; the median of these judgements is the regret.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one num
 # statistics
 
 def ratio(rounds: Rounds, over: str, of: str, part: Sequence[int] | None = None) -> float:
-    """Return how many times as long `over` takes as `of`: the median of the ratios within each round of the part."""
+    """Return how many times as long `over` takes as `of`: the median of the ratios within each
+    round of the part.
+    """
     part = range(len(rounds[of])) if part is None else part
     return statistics.median([rounds[over][i] / rounds[of][i] for i in part])
 
@@ -75,7 +78,8 @@ def regret(rounds: Rounds, chosen: str) -> float:
     return max(statistics.median(regrets), 0.0)
 
 
-def quantile(values: Sequence[float], share: float, weights: Sequence[float] | None = None) -> float:
+def quantile(values: Sequence[float], share: float,
+             weights: Sequence[float] | None = None) -> float:
     """Return the smallest value such that `share` of the weight is not above it."""
     pairs = sorted(zip(values, weights or [1.0] * len(values)))
     target, so_far = share * sum(w for _, w in pairs), 0.0
@@ -90,14 +94,17 @@ def quantile(values: Sequence[float], share: float, weights: Sequence[float] | N
 
 @dataclass(frozen=True)
 class Replayed:
-    """One call: the chosen kernel, what torch would run, and the rounds of all that could have served."""
+    """One call: the chosen kernel, what torch would run, and the rounds of all that could have
+    served.
+    """
 
     call: Call
     label: str
     chosen: str
     default: str                               # torch's own kernel; "" where there is none
     rounds: Rounds
-    far_slower: Mapping[str, float] = field(default_factory=dict)      # microseconds in the first rounds
+    # microseconds in the first rounds
+    far_slower: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -117,18 +124,20 @@ class Replayed:
     @property
     def gain(self) -> float | None:
         """How many times faster than torch's own choice."""
-        return ratio(self.rounds, self.default, self.chosen) if self.default in self.rounds else None
+        return (ratio(self.rounds, self.default, self.chosen) if self.default in self.rounds
+                else None)
 
     def us(self, kernel: str) -> float:
         return statistics.median(self.rounds[kernel])
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "call": self.call.to_json(), "label": self.label, "count": self.call.count, "chosen": self.chosen,
-            "best": self.best, "default": self.default, "regret": self.regret, "gain": self.gain,
-            "flip": encode(self.flip), "rounds": len(next(iter(self.rounds.values()))),
-            "microseconds": {name: self.us(name) for name in self.rounds}, "far_slower": dict(self.far_slower),
-            "failed": dict(self.failed)}
+            "call": self.call.to_json(), "label": self.label, "count": self.call.count,
+            "chosen": self.chosen, "best": self.best, "default": self.default,
+            "regret": self.regret, "gain": self.gain, "flip": encode(self.flip),
+            "rounds": len(next(iter(self.rounds.values()))),
+            "microseconds": {name: self.us(name) for name in self.rounds},
+            "far_slower": dict(self.far_slower), "failed": dict(self.failed)}
 
 
 @dataclass(frozen=True)
@@ -163,37 +172,47 @@ class RegretReport:
     @property
     def flips_that_matter(self) -> tuple[Replayed, ...]:
         """The flips between kernels that are not equally fast over all the rounds."""
-        return tuple(row for row in self.flips if row.flip and abs(ratio(row.rounds, *row.flip) - 1.0) > WORSE)
+        return tuple(row for row in self.flips if row.flip
+                     and abs(ratio(row.rounds, *row.flip) - 1.0) > WORSE)
 
     def worse(self, weighted: bool = False) -> float:
         """Share of the calls that torch's own choice serves faster, by more than 3 %."""
         compared = [row for row in self.rows if row.gain is not None]
         weights = [row.call.count if weighted else 1 for row in compared]
-        slower = [w for row, w in zip(compared, weights) if row.gain and 1.0 / row.gain > 1.0 + WORSE]
+        slower = [w for row, w in zip(compared, weights) if row.gain
+                  and 1.0 / row.gain > 1.0 + WORSE]
         return sum(slower) / sum(weights) if weights else 0.0
 
     def gain(self, weighted: bool = False) -> float:
         """Geometric mean over the calls of how many times faster than torch's own choice."""
-        values = [(math.log(row.gain), row.call.count if weighted else 1) for row in self.rows if row.gain]
-        return math.exp(sum(g * w for g, w in values) / sum(w for _, w in values)) if values else 1.0
+        values = [(math.log(row.gain), row.call.count if weighted else 1) for row in self.rows
+                  if row.gain]
+        return (math.exp(sum(g * w for g, w in values) / sum(w for _, w in values)) if values
+                else 1.0)
 
     def _weights(self, weighted: bool) -> list[float]:
         return [float(row.call.count) if weighted else 1.0 for row in self.rows]
 
     def problems(self, max_median: float = MAX_MEDIAN, max_p95: float = MAX_P95) -> tuple[str, ...]:
         """Return what exceeds the limits; empty if nothing does."""
-        values = [f"{name} regret is {value:.1%}, wanted at most {limit:.1%}" for name, value, limit in (
-            ("median", self.regret(0.5), max_median), ("p95", self.regret(0.95), max_p95)) if value > limit]
+        values = [f"{name} regret is {value:.1%}, wanted at most {limit:.1%}"
+                  for name, value, limit in (
+            ("median", self.regret(0.5), max_median), ("p95", self.regret(0.95), max_p95))
+                  if value > limit]
         if not self.rows:
             values.append(f"none of the {len(self.skipped)} calls could be replayed")
         return tuple(values)
 
     def summary(self) -> dict[str, Any]:
         return {
-            "calls": len(self.rows), "skipped": len(self.skipped), "place": self.place, "lost": self.lost,
-            **{f"{name}{suffix}": value for suffix, weighted in (("", False), ("_weighted", True)) for name, value in (
-                ("median_regret", self.regret(0.5, weighted)), ("p95_regret", self.regret(0.95, weighted)),
-                ("worse_than_torch", self.worse(weighted)), ("gain_over_torch", self.gain(weighted)))},
+            "calls": len(self.rows), "skipped": len(self.skipped), "place": self.place,
+            "lost": self.lost,
+            **{f"{name}{suffix}": value for suffix, weighted in (("", False), ("_weighted", True))
+               for name, value in (
+                ("median_regret", self.regret(0.5, weighted)),
+                ("p95_regret", self.regret(0.95, weighted)),
+                ("worse_than_torch", self.worse(weighted)),
+                ("gain_over_torch", self.gain(weighted)))},
             "flips": len(self.flips), "flips_that_matter": len(self.flips_that_matter)}
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +224,8 @@ class RegretReport:
 def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", seed: int = 0,
            watch: Watch | None = None, mode: str = EAGER,
            advance: Callable[[Call], None] = lambda call: None) -> RegretReport:
-    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may serve.
+    """Time each call for about `seconds`: the kernel that is chosen now, and all others that may
+    serve.
 
     `mode`: as eager, captured or compiled calls are made and chosen."""
     rows: list[Replayed] = []
@@ -218,7 +238,9 @@ def replay(calls: Iterable[Call], *, seconds: float = 0.5, device: str = "cpu", 
         try:
             result = replay_one(call, seconds, device, seed, watch, mode)
         except expected as e:
-            skipped.append(NotReplayed(call, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
+            skipped.append(NotReplayed(call,
+                                       f"{type(e).__name__}: "
+                                       f"{str(e).splitlines()[0] if str(e) else ''}"))
             continue
         if isinstance(result, NotReplayed):
             skipped.append(result)
@@ -252,12 +274,17 @@ def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
     kind = kind_of(dispatcher.op, facts)
     label = f"{dispatcher.op.name} {kind.family} {kind.sizes_text}"
     if chosen not in rounds:
-        return NotReplayed(call, f"{chosen}, which is chosen, failed: {failed.get(chosen, 'it is not in the plan')}")
-    return Replayed(call, label, chosen, default if default in rounds else "", rounds, far_slower, failed)
+        return NotReplayed(call,
+                           f"{chosen}, which is chosen, failed: "
+                           f"{failed.get(chosen, 'it is not in the plan')}")
+    return Replayed(call, label, chosen, default if default in rounds else "", rounds, far_slower,
+                    failed)
 
 
 def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float]:
-    """Run rounds for about `seconds`; return the medians of those that were dropped after the first few."""
+    """Run rounds for about `seconds`; return the medians of those that were dropped after the first
+    few.
+    """
     end = time.perf_counter() + seconds
     race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}
@@ -272,16 +299,19 @@ def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float
     return far
 
 
-def _contestants(dispatcher: Dispatcher, plan: Plan, facts: Mapping[str, Any], values: tuple[Any, ...],
-                 grad: bool, mode: str) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Bind every step of the plan as dispatch would; return also those whose library does not load."""
+def _contestants(dispatcher: Dispatcher, plan: Plan, facts: Mapping[str, Any],
+                 values: tuple[Any, ...], grad: bool, mode: str) -> tuple[dict[str, Contestant],
+                                                                          dict[str, str]]:
+    """Bind every step of the plan as dispatch would; return also those whose library does not load.
+    """
     world = worlds.current()
     fixed = fixed_by_key(world.program(dispatcher.op), facts)
     contestants: dict[str, Contestant] = {}
     failed: dict[str, str] = {}
     for step in plan.steps:
         try:
-            run: Callable[..., Any] = dispatcher.bind(world.catalog.by_id[step.kernel], step, facts, fixed).run
+            run: Callable[..., Any] = dispatcher.bind(world.catalog.by_id[step.kernel], step, facts,
+                                                      fixed).run
             if mode == COMPILED:
                 run = compile_call(dispatcher, step.kernel)
             elif mode == EAGER and not step.transforms and dispatcher.native is not None:

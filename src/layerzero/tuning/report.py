@@ -1,4 +1,6 @@
-"""The results of tuning: for each kind of call the fastest kernel, with what confidence, and what was left out."""
+"""The results of tuning: for each kind of call the fastest kernel, with what confidence, and what
+was left out.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,19 @@ class TimedKernel:
     dropped: bool = False                      # after the first rounds
 
     def to_json(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, **self.summary.__dict__, "spread": self.summary.spread, "cost_us": self.cost_us,
+        return {"kernel": self.kernel, **self.summary.__dict__, "spread": self.summary.spread,
+                "cost_us": self.cost_us,
                 "compile_us": self.compile_us, "dropped": self.dropped}
 
 
 @dataclass(frozen=True)
-class Tuned(Record, json="call label sizes family mode best chosen before sure tied baseline gain roofline kernels "
-                         "no_time_for failed rejected"):
-    """The result for one kind of call. `best` is the fastest; of ties, the one that selection prefers."""
+class Tuned(Record,
+            json="call label sizes family mode best chosen before sure tied baseline gain roofline "
+                         "kernels no_time_for failed rejected"):
+    """The result for one kind of call.
+
+    `best` is the fastest; of ties, the one that selection prefers.
+    """
 
     call: Call
     sizes: str
@@ -40,7 +47,8 @@ class Tuned(Record, json="call label sizes family mode best chosen before sure t
     best: str
     chosen: str                                # by selection, from now on
     before: str                                # what selection chose before; "" for none
-    sure: float                                # confidence that none but the ties is as fast, 0 to 1
+    # confidence that none but the ties is as fast, 0 to 1
+    sure: float
     tied: tuple[str, ...]                      # others that cannot be told from the best
     kernels: tuple[TimedKernel, ...]                 # fastest first
     baseline: str = ""                         # torch's own kernel, if it could serve
@@ -88,7 +96,8 @@ class TuneReport(Record):
     already: tuple[Call, ...] = ()             # measured before, every kernel in its current build
     skipped: tuple[Skipped, ...] = ()
     left: tuple[Call, ...] = ()                # not reached; tuning again goes on there
-    stopped: str = ""                          # why it was not reached: "interrupted" or "out of time"
+    # why it was not reached: "interrupted" or "out of time"
+    stopped: str = ""
     rates: Mapping[str, Rates] = field(default_factory=dict)           # by place
     seconds: float = 0.0
 
@@ -101,7 +110,9 @@ class TuneReport(Record):
         for t in self.tuned:
             gain = f", {t.gain} over {t.baseline}" if t.gain and t.baseline != t.best else ""
             before = f", before: {t.before or 'none'}" if t.before != t.chosen else ""
-            lines.append(f"{t.label}: {t.best} {t.winner.summary.median:.2f} us ({t.certainty}){gain}{before}")
+            lines.append(
+                f"{t.label}: {t.best} {t.winner.summary.median:.2f} us "
+                f"({t.certainty}){gain}{before}")
         lines += [f"{label(s.call)}: skipped: {s.reason}" for s in self.skipped]
         lines.append(self.closing)
         return "\n".join(lines)
@@ -125,5 +136,6 @@ def label(call: Call, family: str = "", sizes: str = "") -> str:
     if not text:
         arguments = call.case if call.case is not None else call.arguments
         text = " ".join(f"{name}={'x'.join(map(str, shape)) if shape is not None else value}"
-                        for name, value in arguments.items() for shape in (getattr(value, "shape", None),))
+                        for name, value in arguments.items()
+                        for shape in (getattr(value, "shape", None),))
     return f"{call.op} {text}" + (f" [{call.name}]" if call.name else "")

@@ -1,7 +1,9 @@
-"""Tuning: time every kernel that may serve, for every kind of call, and let the measurements decide from then on.
+"""Tuning: time every kernel that may serve, for every kind of call, and let the measurements decide
+from then on.
 
-One call stands for its kind; kinds that are expected to take most of the time go first, so that stopping
-early leaves little undone. Measurements are saved after each kind: an interrupted run goes on where it was.
+One call stands for its kind; kinds that are expected to take most of the time go first, so that
+stopping early leaves little undone. Measurements are saved after each kind: an interrupted run goes
+on where it was.
 """
 
 from __future__ import annotations
@@ -37,18 +39,22 @@ from .report import Skipped, Tuned, TuneReport
 from .workload import calls_for, meta_tensor
 
 ROUNDS = 60
-BEYOND = 1.05          # times the rates of a device: a faster kernel shows that they were measured too low
+# times the rates of a device: a faster kernel shows that they were measured too low
+BEYOND = 1.05
 MEMORY_SHARE = 0.8     # of free memory that one call may take
 # Raised by a call that is described wrongly, or does not fit into memory.
 CANNOT_BE_MADE = (LayerZeroError, RuntimeError, TypeError, ValueError, MemoryError)
 
-Progress = Callable[[int, int, str], None]     # kinds of call done, their number, what is being timed
+# kinds of call done, their number, what is being timed
+Progress = Callable[[int, int, str], None]
 Save = Callable[[Sequence[Measurement], Mapping[str, Rates] | None], Any]
 
 
-def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None, seconds: float | None = None,
-         rounds: int = ROUNDS, again: bool = False, mode: str | Sequence[str] | None = None, cold: bool = False,
-         compile: bool = True, progress: Progress | None = None, save: Save | None = None) -> TuneReport:
+def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None,
+         seconds: float | None = None, rounds: int = ROUNDS, again: bool = False,
+         mode: str | Sequence[str] | None = None, cold: bool = False,
+         compile: bool = True, progress: Progress | None = None,
+         save: Save | None = None) -> TuneReport:
     """Time the kernels that may serve these calls, and select by the measurements from then on.
 
     calls     some, or what they come from: an operation, a model, a file of calls
@@ -56,16 +62,19 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     seconds   stop after about so long
     rounds    the most samples of one kernel in one kind of call
     again     also what was measured before
-    mode      eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is measured apart and
+    mode
+            eager, captured (in a CUDA graph), compiled (by torch.compile), or several: each is
+            measured apart and
               decides the calls that are made in it; by default eager, and on a GPU captured too
     cold      eager calls with cold caches, instead of back to back in a loop
     compile   also kernels that have to be compiled first, which takes seconds each
     progress  called with (done, total, what) before each kind of call
-    save      called with the measurements of each kind, instead of keeping them where all others are
+    save  called with the measurements of each kind, instead of keeping them where all others are
     """
     began = time.perf_counter()
     target = hardware.probe(device).type if device else hardware.main_kind()
-    tuner = Tuner(rounds, cold, None if seconds is None else began + seconds, save or measurements.record, compile)
+    tuner = Tuner(rounds, cold, None if seconds is None else began + seconds,
+                  save or measurements.record, compile)
     report_progress = progress or (lambda done, total, what: None)
     surveyed, skipped = survey(_calls(calls), target)
     jobs = [replace(job, mode=m) for job in surveyed for m in modes_of(mode, target)]
@@ -91,7 +100,8 @@ def tune(calls: str | Path | Call | Iterable[Call], *, device: str | None = None
     except KeyboardInterrupt:
         stopped = "interrupted"
     report_progress(done, len(jobs), stopped)
-    return TuneReport(tuple(tuned), tuple(already), tuple(skipped), tuple(job.call for job in jobs[done:]), stopped,
+    return TuneReport(tuple(tuned), tuple(already), tuple(skipped),
+                      tuple(job.call for job in jobs[done:]), stopped,
                       tuner.rates, time.perf_counter() - began)
 
 
@@ -102,9 +112,12 @@ def modes_of(mode: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
     modes = tuple(dict.fromkeys([mode] if isinstance(mode, str) else mode))
     wrong = [m for m in modes if m not in MODES]
     if wrong or not modes:
-        raise ConfigError(f"mode must be of {', '.join(MODES)}, got {', '.join(map(repr, wrong)) or 'none'}")
+        raise ConfigError(
+            f"mode must be of {', '.join(MODES)}, got {', '.join(map(repr, wrong)) or 'none'}")
     if CAPTURED in modes and device != "cuda":
-        raise ConfigError(f"mode {CAPTURED!r} needs a CUDA device, whose graphs it means; this is for the {device}")
+        raise ConfigError(
+            f"mode {CAPTURED!r} needs a CUDA device, whose graphs it means; this is for the "
+            f"{device}")
     return modes
 
 
@@ -138,7 +151,8 @@ class Job:
 
 
 def survey(calls: Iterable[Call], device: str) -> tuple[list[Job], list[Skipped]]:
-    """Return the kinds of call, those that take most time first, and the calls that cannot be made."""
+    """Return the kinds of call, those that take most time first, and the calls that cannot be made.
+    """
     jobs: dict[tuple[str, str], Job] = {}
     skipped: list[Skipped] = []
     for call in calls:
@@ -175,12 +189,15 @@ def _job(call: Call, device: str) -> Job:
         facts = {**facts, "device": device}
     plan = world.plan(op, facts, context.current.get())
     tensors = [*values, *(results if isinstance(results, (tuple, list)) else (results,))]
-    return Job(op, call, kind_of(op, facts), facts, plan.steps[0].score.total_us if plan.steps else 0.0,
+    return Job(op, call, kind_of(op, facts), facts, plan.steps[0].score.total_us if plan.steps
+               else 0.0,
                sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
 
 
 def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
-    """Return the dispatcher of the call and its arguments in order; an unusual call is made canonical first."""
+    """Return the dispatcher of the call and its arguments in order; an unusual call is made
+    canonical first.
+    """
     values = dict(arguments)
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
@@ -199,9 +216,11 @@ def is_measured(world: World, job: Job, compile: bool = True) -> bool:
     """Was every kernel that may serve measured, in its current build?"""
     facts, place = {**job.facts, **mode_facts(job.mode)}, world.place(job.device)
     steps = eligible_plan(world, job.op, facts, compile).steps
-    rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place, job.mode)) for step in steps]
+    rows = [(step.kernel, world.perf.get(step.kernel, job.kind.bucket, place, job.mode))
+            for step in steps]
     return bool(rows) and all(
-        m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel])) for kernel, m in rows)
+        m is not None and m.build in ("", builds.build_of(world.catalog.by_id[kernel]))
+        for kernel, m in rows)
 
 
 # timing
@@ -209,8 +228,10 @@ def is_measured(world: World, job: Job, compile: bool = True) -> bool:
 class Tuner:
     """Times one kind of call after another, and saves after each."""
 
-    def __init__(self, rounds: int, cold: bool, deadline: float | None, save: Save, compile: bool) -> None:
-        self.rounds, self.cold, self.deadline, self.save, self.compile = rounds, cold, deadline, save, compile
+    def __init__(self, rounds: int, cold: bool, deadline: float | None, save: Save,
+                 compile: bool) -> None:
+        self.rounds, self.cold, self.deadline, self.save, self.compile = (rounds, cold, deadline,
+                                                                          save, compile)
         self.rates: dict[str, Rates] = {}      # by place, measured in this run
         self._watches: dict[tuple[str, str], Watch] = {}
         self._last_inputs: tuple[Call | None, Dispatcher | None, tuple[Any, ...]] = None, None, ()
@@ -221,9 +242,11 @@ class Tuner:
 
     def tune(self, job: Job) -> Tuned | Skipped:
         self._ensure_rates(job.device)
-        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):  # inputs are drawn on the host
+        # inputs are drawn on the host
+        for where, factor in ((job.device, 4 if job.call.grad else 3), ("cpu", 2)):
             if factor * job.nbytes > MEMORY_SHARE * (free := free_bytes(where)):
-                return Skipped(job.call, f"needs about {factor * job.nbytes / 2**30:.1f} GiB on the {where}, "
+                return Skipped(job.call,
+                               f"needs about {factor * job.nbytes / 2**30:.1f} GiB on the {where}, "
                                          f"{free / 2**30:.1f} GiB are free")
         with _grad_mode(job.call):
             try:
@@ -231,28 +254,36 @@ class Tuner:
                 facts = {**dispatcher.facts(values, worlds.current()), **mode_facts(job.mode)}
             except CANNOT_BE_MADE as e:
                 return Skipped(job.call, first_line(e))
-            contest = Contest(job.call, dispatcher, values, facts, self._watch(job.device, job.mode), self.compile,
+            contest = Contest(job.call, dispatcher, values, facts,
+                              self._watch(job.device, job.mode), self.compile,
                               self.deadline)
             contest.enter()
             contest.run(self.rounds)
         if not contest.race.timings.rounds:
-            return Skipped(job.call, "; ".join([*(f"{k}: {r.message}" for k, r in contest.failed.items()),
-                                                *(f"{k}: no time for it" for k in contest.no_time_for)])
+            return Skipped(job.call,
+                           "; ".join([*(f"{k}: {r.message}" for k, r in contest.failed.items()),
+                                                *(f"{k}: no time for it"
+                                                  for k in contest.no_time_for)])
                            or "no kernel may serve it")
         result = contest.verdict(self.rates)
-        if exceeds_rates(result, job.device, self._known_rates(job.device)) and not self.out_of_time:
+        if (exceeds_rates(result, job.device, self._known_rates(job.device))
+            and not self.out_of_time):
             self._measure_rates(job.device)
             result = contest.verdict(self.rates)
         self.save(result.measurements, None)
         timed = (contest.world.catalog.by_id[t.kernel] for t in result.kernels)
         with _grad_mode(job.call):
-            compiled = frozenset().union(*(jit.warmed_keys(k, facts, values) for k in timed if k.jit))
+            compiled = frozenset().union(*(jit.warmed_keys(k, facts, values) for k in timed
+                                           if k.jit))
         if not compiled <= worlds.current().warmed:
-            worlds.publish(lambda w: w.replace({contest.op.name}, warmed=w.warmed | compiled), "warmed")
+            worlds.publish(lambda w: w.replace({contest.op.name}, warmed=w.warmed | compiled),
+                           "warmed")
         return result
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
-        """Make the inputs once for all modes of a call: making large ones takes longer than timing it."""
+        """Make the inputs once for all modes of a call: making large ones takes longer than timing
+        it.
+        """
         call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
             self._last_inputs = None, None, ()         # free their memory before allocating more
@@ -276,7 +307,8 @@ class Tuner:
         """
         place, known = worlds.current().place(device), self._known_rates(device)
         reading = measure_rates(device)
-        self.rates[place] = reading.rates if known is None else Rates(*map(max, reading.rates, known))
+        self.rates[place] = (reading.rates if known is None
+                             else Rates(*map(max, reading.rates, known)))
         if not reading.noisy:
             self.save((), {place: self.rates[place]})
 
@@ -287,7 +319,8 @@ class Tuner:
 
 
 def exceeds_rates(result: Tuned, device: str, rates: Rates | None) -> bool:
-    """Was a kernel faster than the peak rates of the device? Then those were measured while the device was busy.
+    """Was a kernel faster than the peak rates of the device? Then those were measured while the
+    device was busy.
 
     A higher bandwidth proves nothing if all the bytes fit a cache.
     """
@@ -295,4 +328,5 @@ def exceeds_rates(result: Tuned, device: str, rates: Rates | None) -> bool:
         return False
     us = result.winner.summary.median
     return (result.flops > BEYOND * us * rates.flops_per_us
-            or (result.bytes > 4 * cache_bytes(device) and result.bytes > BEYOND * us * rates.bytes_per_us))
+            or (result.bytes > 4 * cache_bytes(device) and result.bytes > BEYOND * us
+                * rates.bytes_per_us))

@@ -1,4 +1,6 @@
-"""The calls to tune: from a file, a model, an operation's own cases, one call, or the standard workload."""
+"""The calls to tune: from a file, a model, an operation's own cases, one call, or the standard
+workload.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ from .models import MODELS, Model, calls_of
 STANDARD_DTYPES = ("float32", "bfloat16")
 
 
-def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None, dtype: str = "bfloat16",
-              batch: int = 1, prompt: int = 512, context: int = 4096, scale: float = 1.0, decode: bool = True,
-              prefill: bool = True) -> tuple[Call, ...]:
-    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz record writes.
+def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
+              dtype: str = "bfloat16", batch: int = 1, prompt: int = 512, context: int = 4096,
+              scale: float = 1.0, decode: bool = True, prefill: bool = True) -> tuple[Call, ...]:
+    """Return the calls of `source`: "standard", a model, an op, or a file of JSON lines such as lz
+    record writes.
 
-    An op stands for its own cases, or with `arguments` for one call with these. `batch` to `prefill` say which steps
-    of a model are meant.
+    An op stands for its own cases, or with `arguments` for one call with these. `batch` to
+    `prefill` say which steps of a model are meant.
     """
     text, ops = str(source), worlds.current().catalog.ops
     if arguments is not None or text in ops:
@@ -41,7 +44,8 @@ def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
     if text == "standard":
         return standard()
     if text in MODELS:
-        return merge(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype, decode=decode,
+        return merge(calls_of(text, batch=batch, prompt=prompt, context=context, dtype=dtype,
+                              decode=decode,
                               prefill=prefill, scale=scale))
     if Path(source).is_file():
         return merge(read_calls(Path(source)))
@@ -53,36 +57,45 @@ def calls_for(source: str | Path, *, arguments: Mapping[str, Any] | None = None,
 def _call(op: Op, arguments: Mapping[str, Any]) -> Call:
     unknown = [name for name in arguments if name not in op.by_name]
     if unknown:
-        raise InvalidCall(f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
+        raise InvalidCall(
+            f"lz.{op.name} has no parameter {', '.join(unknown)}; it has {', '.join(op.by_name)}")
     return describe(op, arguments)
 
 
 def cases_of(op: Op, dtype: str = "float32") -> tuple[Call, ...]:
     """Return the cases of an op's contract, without those that compute nothing."""
     if op.read is not None:
-        raise ConfigError(f"the cases of lz.{op.name} are not made of tensors; they cannot be replayed")
+        raise ConfigError(
+            f"the cases of lz.{op.name} are not made of tensors; they cannot be replayed")
     calls = (Call(op.name, case=case, dtype=dtype, name=f"case {dict(case)}") for case in op.cases)
-    return merge(call for call in calls if all(n != 0 for _, n in kind_of(op, _facts(op, call)).sizes))
+    return merge(call for call in calls
+                 if all(n != 0 for _, n in kind_of(op, _facts(op, call)).sizes))
 
 
 def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Merge the calls of each kind: the first stands for all, the counts add up, the names are joined."""
+    """Merge the calls of each kind: the first stands for all, the counts add up, the names are
+    joined.
+    """
     by_kind: dict[Any, Call] = {}
     for call in calls:
         key = kind_key(call)
         known = by_kind.get(key)
         by_kind[key] = call if known is None else Call(
-            known.op, known.arguments, known.case, known.dtype, known.count + call.count, known.grad,
-            _join(known.name, call.name))
+            known.op, known.arguments, known.case, known.dtype, known.count + call.count,
+            known.grad, _join(known.name, call.name))
     return tuple(by_kind.values())
 
 
 def kind_key(call: Call) -> tuple[Any, ...]:
-    """Return a key that two calls share if measurements cannot tell them apart and their strides are alike."""
+    """Return a key that two calls share if measurements cannot tell them apart and their strides
+    are alike.
+    """
     op = dispatcher_of(call.op).op
     facts = _facts(op, call)
-    strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec) and v.strides is not None)
-    return call.op, call.grad, kind_of(op, facts).bucket, strided, (call.case or {}).get("stride", "")
+    strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec)
+                    and v.strides is not None)
+    return call.op, call.grad, kind_of(op, facts).bucket, strided, (call.case or {}).get("stride",
+                                                                                         "")
 
 
 def _facts(op: Op, call: Call) -> dict[str, Any]:
@@ -96,7 +109,9 @@ def _facts(op: Op, call: Call) -> dict[str, Any]:
         values[name] = meta_tensor(value) if isinstance(value, TensorSpec) else value
     missing = [p.name for p in op.params if p.required and p.name not in call.arguments]
     if missing:
-        raise InvalidCall(f"lz.{op.name} needs {', '.join(missing)}; the call has {', '.join(call.arguments) or '-'}")
+        raise InvalidCall(
+            f"lz.{op.name} needs {', '.join(missing)}; the call has "
+            f"{', '.join(call.arguments) or '-'}")
     return {**read_facts(op, values), "grad": call.grad}
 
 
@@ -109,8 +124,10 @@ def meta_tensor(spec: TensorSpec) -> Tensor:
         if spec.strides is None:
             return torch.empty(spec.shape, dtype=dtype, device="meta")
         return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
-    except (RuntimeError, TypeError, OverflowError) as e:      # more elements than an address has bits
-        raise InvalidCall(f"there can be no tensor of shape {spec.shape!r:.100}: {str(e).splitlines()[0]}") from e
+    # more elements than an address has bits
+    except (RuntimeError, TypeError, OverflowError) as e:
+        raise InvalidCall(
+            f"there can be no tensor of shape {spec.shape!r:.100}: {str(e).splitlines()[0]}") from e
 
 
 def _join(*names: str) -> str:
@@ -121,8 +138,8 @@ def _join(*names: str) -> str:
 def read_recordings(folder: Path) -> tuple[Call, ...]:
     """Read what all processes of a recorded program wrote, as one workload.
 
-    A process may have died in the middle of a line. Of a file that is damaged otherwise, the lines before the damage
-    are taken, and a `FileRefused` event says so.
+    A process may have died in the middle of a line. Of a file that is damaged otherwise, the lines
+    before the damage are taken, and a `FileRefused` event says so.
     """
     calls: list[Call] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -130,7 +147,8 @@ def read_recordings(folder: Path) -> tuple[Call, ...]:
             calls += _read_recording(path)
         except DataError as e:
             events.emit(FileRefused(path=str(path), problem=str(e)))
-    known = worlds.current().catalog.ops       # an op that the program itself registered is not known
+    # an op that the program itself registered is not known
+    known = worlds.current().catalog.ops
     return merge(c for c in calls if c.op in known) + tuple(c for c in calls if c.op not in known)
 
 
@@ -148,7 +166,8 @@ def _read_recording(path: Path) -> Iterator[Call]:
 def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
     """Return shapes of well-known models, narrowed so that two cores can tune them in some minutes.
 
-    Attention of all kinds (prefill, decode, cross, windowed), norms, rope, MLP, linear layers, a mixture, sampling.
+    Attention of all kinds (prefill, decode, cross, windowed), norms, rope, MLP, linear layers, a
+    mixture, sampling.
     """
     calls: list[Call] = []
     for dtype in dtypes:
@@ -158,12 +177,15 @@ def standard(dtypes: Sequence[str] = STANDARD_DTYPES) -> tuple[Call, ...]:
         calls += calls_of("sdxl", dtype=dtype, scale=1 / 10)
         calls += calls_of("vit-base-16", dtype=dtype, scale=1 / 3)
         local = Model("windowed", "decoder", 1, 128, 4, 2, 64, 128, 128, window=64)
-        calls += [c for c in calls_of(local, prompt=256, decode=False, dtype=dtype) if c.op == "attention"]
+        calls += [c for c in calls_of(local, prompt=256, decode=False, dtype=dtype)
+                  if c.op == "attention"]
     calls += calls_of("t5-base", prompt=64, context=128, dtype="float32", scale=1 / 4)
-    calls += [c for c in calls_of("qwen3-30b-a3b", prompt=32, context=512, dtype="float32", scale=1 / 16)
+    calls += [c for c in calls_of("qwen3-30b-a3b", prompt=32, context=512, dtype="float32",
+                                  scale=1 / 16)
               if c.op.startswith("moe")]
     for batch, vocab in ((1, 32768), (8, 8192)):
         logits = TensorSpec((batch, vocab), "float32")
         calls.append(Call("sample", {"logits": logits, "temperature": 0.0}, name="greedy"))
-        calls.append(Call("sample", {"logits": logits, "temperature": 0.8, "seed": 1}, name="plain sampling"))
+        calls.append(Call("sample", {"logits": logits, "temperature": 0.8, "seed": 1},
+                          name="plain sampling"))
     return merge(calls)

@@ -45,9 +45,11 @@ def tolerance_of(dtypes: Iterable[str], override: float | None = None) -> Elemen
     """Returns the tolerance of the coarsest floating dtype; `override` replaces its atol and
     rtol."""
     present = set(dtypes)
-    tolerance = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present), TOLERANCES["float32"])
+    tolerance = next((TOLERANCES[d] for d in _COARSEST_FIRST if d in present),
+                     TOLERANCES["float32"])
     return (
-        tolerance if override is None else ElementTolerance(override, override, tolerance.hit_ratio, tolerance.cosine)
+        tolerance if override is None else ElementTolerance(override, override, tolerance.hit_ratio,
+                                                            tolerance.cosine)
     )
 
 
@@ -78,7 +80,8 @@ class Metrics(Record):
     cosine: float = 1.0
     mse: float = 0.0
     hit_ratio: float = 1.0
-    undefined: int = 0                         # elements that are NaN in the wanted tensor: not compared
+    # elements that are NaN in the wanted tensor: not compared
+    undefined: int = 0
     worst: tuple[ElementDifference, ...] = ()
 
 
@@ -87,7 +90,8 @@ class ComparisonVerdict:
     """The comparison of one output."""
 
     output: str
-    status: str                                # passed | INCORRECT_SHAPE | INCORRECT_DTYPE | INCORRECT_NUMERICAL
+    # passed | INCORRECT_SHAPE | INCORRECT_DTYPE | INCORRECT_NUMERICAL
+    status: str
     metrics: Metrics = field(default_factory=Metrics)
     detail: str = ""
 
@@ -97,34 +101,41 @@ class ComparisonVerdict:
 
     def __str__(self) -> str:
         m = self.metrics
-        numbers = (f"abs {m.max_abs:.3g} (mean {m.mean_abs:.3g}), rel {m.max_rel:.3g} (mean {m.mean_rel:.3g}), "
-                   f"cosine {m.cosine:.6f}, mse {m.mse:.3g}, hits {m.hit_ratio:.2%}")
-        return f"{self.output}: {self.status}, {numbers}" + (f"; {self.detail}" if self.detail else "")
+        numbers = (
+            f"abs {m.max_abs:.3g} (mean {m.mean_abs:.3g}), rel {m.max_rel:.3g} (mean "
+            f"{m.mean_rel:.3g}), cosine {m.cosine:.6f}, mse {m.mse:.3g}, hits {m.hit_ratio:.2%}")
+        return f"{self.output}: {self.status}, {numbers}" + (f"; {self.detail}" if self.detail
+                                                             else "")
 
 
-def compare(output: str, got: Any, want: Any, tolerance: ElementTolerance, top: int = 5) -> ComparisonVerdict:
+def compare(output: str, got: Any, want: Any, tolerance: ElementTolerance,
+            top: int = 5) -> ComparisonVerdict:
     """Compares `got` with the expected `want`. Integers must be equal."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
         got, want = torch.as_tensor(got), torch.as_tensor(want)
     if got.shape != want.shape:
         return ComparisonVerdict(
-            output, "INCORRECT_SHAPE", detail=f"shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+            output, "INCORRECT_SHAPE",
+            detail=f"shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
         )
     if got.dtype != want.dtype:
-        return ComparisonVerdict(output, "INCORRECT_DTYPE", detail=f"{got.dtype}, wanted {want.dtype}")
+        return ComparisonVerdict(output, "INCORRECT_DTYPE",
+                                 detail=f"{got.dtype}, wanted {want.dtype}")
     exact = not want.is_floating_point()
     a, b = got.detach().cpu().double(), want.detach().cpu().double()
     limits = ElementTolerance(0.0, 0.0) if exact else tolerance
     metrics = measure(a, b, limits, top)
     complaints = []
     if metrics.hit_ratio < limits.hit_ratio:
-        complaints.append(f"{metrics.hit_ratio:.2%} agree within atol {limits.atol:g}, rtol {limits.rtol:g}, "
-                          f"wanted {limits.hit_ratio:.0%}")
+        complaints.append(
+            f"{metrics.hit_ratio:.2%} agree within atol {limits.atol:g}, rtol {limits.rtol:g}, "
+            f"wanted {limits.hit_ratio:.0%}")
     if not exact and metrics.cosine < limits.cosine:
         complaints.append(f"cosine {metrics.cosine:.5f}, wanted {limits.cosine}")
     if complaints:
         places = "; ".join(map(str, metrics.worst))
-        return ComparisonVerdict(output, "INCORRECT_NUMERICAL", metrics, f"{', '.join(complaints)}; worst at {places}")
+        return ComparisonVerdict(output, "INCORRECT_NUMERICAL", metrics,
+                                 f"{', '.join(complaints)}; worst at {places}")
     note = f"{metrics.undefined} values are NaN in the wanted one" if metrics.undefined else ""
     return ComparisonVerdict(output, "passed", metrics, note)
 
@@ -140,7 +151,8 @@ def measure(got: Tensor, want: Tensor, tolerance: ElementTolerance, top: int = 5
     gap = torch.where(defined, gap, 0.0)
     size = want.abs()
     relative = torch.where(same, 0.0, gap / (size + TINY)).nan_to_num(nan=math.inf)
-    agree = (gap <= tolerance.atol + tolerance.rtol * torch.where(size.isfinite(), size, 0.0)) | ~defined
+    agree = (gap <= tolerance.atol + tolerance.rtol
+             * torch.where(size.isfinite(), size, 0.0)) | ~defined
     finite = defined & want.isfinite() & got.isfinite()
     x, y = got[finite], want[finite]
     norms = float(x.norm() * y.norm())
@@ -150,13 +162,14 @@ def measure(got: Tensor, want: Tensor, tolerance: ElementTolerance, top: int = 5
     places = worst_indices(torch.where(defined, got, 0.0), torch.where(defined, want, 0.0), n)
     worst = [ElementDifference(i, float(got[i]), float(want[i])) for i in places]
     return Metrics(
-        float(gap.max()), float(gap.sum()) / count, float(relative.max()), float(relative.sum()) / count,
-        min(cosine, 1.0), float((x - y).square().mean()) if x.numel() else 0.0,
-        float((agree & defined).sum()) / count, undefined,
+        float(gap.max()), float(gap.sum()) / count, float(relative.max()),
+        float(relative.sum()) / count, min(cosine, 1.0), float((x - y).square().mean()) if x.numel()
+        else 0.0, float((agree & defined).sum()) / count, undefined,
         tuple(p for p in worst if p.got != p.want))
 
 
 def overall(verdicts: Sequence[ComparisonVerdict]) -> str:
     """Returns the first status that is not passed, in the order of the schema's statuses."""
     statuses = {v.status for v in verdicts}
-    return next((s for s in ("INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL") if s in statuses), "passed")
+    return next((s for s in ("INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL")
+                 if s in statuses), "passed")

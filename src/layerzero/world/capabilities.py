@@ -1,8 +1,10 @@
 """capabilities.json: what every kernel can do, as a file.
 
-`export` lists what the declarations say. An edited file gives kernels other limits without a change of
-code: `apply` returns a catalog with them, `use` activates it for the process. A file states limits only:
-which code runs, for which op and in which layout stays as declared, and a file that differs is refused.
+`export` lists what the declarations say. An edited file gives kernels other limits without a change
+of
+code: `apply` returns a catalog with them, `use` activates it for the process. A file states limits
+only: which code runs, for which op and in which layout stays as declared, and a file that differs
+is refused.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from .catalog import Catalog
 
 SCHEMA = "layerzero.capabilities/1"
 MAX_SHOWN = 20
-_MAX_DEPTH = 16                                # of any_of and when in each other; the kernels need two
+# of any_of and when in each other; the kernels need two
+_MAX_DEPTH = 16
 
 _TOP = {"schema": str, "library": str, "kernels": list}
 # What belongs to the code: stated for the reader, and refused where it differs.
-_FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less_work", "less_work_when",
+_FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less_work",
+          "less_work_when",
           "sdpa_backend")
 _TYPES: Mapping[str, type] = {"str": str, "bool": bool, "float": float}
 _KERNEL: Mapping[str, type] = {
@@ -80,7 +84,8 @@ def validate(data: Any, catalog: Catalog | None = None) -> None:
         lines = [f"  {problem.message}" for problem in problems[:MAX_SHOWN]]
         if len(problems) > MAX_SHOWN:
             lines.append(f"  ... and {len(problems) - MAX_SHOWN} more")
-        raise DataError("the capabilities do not fit; nothing of them was applied:\n" + "\n".join(lines), problems)
+        raise DataError("the capabilities do not fit; nothing of them was applied:\n"
+                        + "\n".join(lines), problems)
 
 
 def apply(catalog: Catalog, data: Mapping[str, Any]) -> Catalog:
@@ -88,7 +93,8 @@ def apply(catalog: Catalog, data: Mapping[str, Any]) -> Catalog:
     validate(data, catalog)
     stated = {row["id"]: row for row in data["kernels"]}
     return replace(catalog, kernels=tuple(
-        _constrained(kernel, stated[kernel.id]) if kernel.id in stated else kernel for kernel in catalog.kernels))
+        _constrained(kernel, stated[kernel.id]) if kernel.id in stated else kernel
+        for kernel in catalog.kernels))
 
 
 def _constrained(kernel: Kernel, row: Mapping[str, Any]) -> Kernel:
@@ -105,7 +111,8 @@ def use(source: Mapping[str, Any] | str | os.PathLike[str]) -> str:
     """
     data = source if isinstance(source, Mapping) else load(source)
     name = capabilities_hash(data)
-    worlds.publish(lambda world: world.replace(catalog=apply(world.catalog, data)), f"capabilities:{name[:16]}")
+    worlds.publish(lambda world: world.replace(catalog=apply(world.catalog, data)),
+                   f"capabilities:{name[:16]}")
     return name
 
 
@@ -117,7 +124,8 @@ def _problems(data: Any, catalog: Catalog) -> Iterator[Reason]:
         return
     schema = data.get("schema")
     if schema != SCHEMA:
-        yield Reason(Code.SCHEMA_UNKNOWN, SCHEMA, _shown(schema) if "schema" in data else "none", "schema")
+        yield Reason(Code.SCHEMA_UNKNOWN, SCHEMA, _shown(schema) if "schema" in data else "none",
+                     "schema")
         return                                 # another version has other fields
     faults = list(_field_problems(data, _TOP, ""))
     yield from faults
@@ -138,20 +146,23 @@ def _row_problems(row: Any, at: str, catalog: Catalog, seen: set[Any]) -> Iterat
     kernel = catalog.by_id.get(name) if isinstance(name, str) else None
     if kernel is None:
         if isinstance(name, str):
-            yield _invalid(f"{at}.id", f"a kernel that is registered{_hint(name, catalog.by_id)}", _shown(name))
+            yield _invalid(f"{at}.id", f"a kernel that is registered{_hint(name, catalog.by_id)}",
+                           _shown(name))
         return
     if kernel.id in seen:
         yield _invalid(f"{at}.id", "given once", f"{kernel.id} again")
     seen.add(kernel.id)
     bad = {fault.fact for fault in faults}
     if f"{at}.op" not in bad and row["op"] not in catalog.ops:
-        yield _invalid(f"{at}.op", f"an op that is registered{_hint(row['op'], catalog.ops)}", _shown(row["op"]))
+        yield _invalid(f"{at}.op", f"an op that is registered{_hint(row['op'], catalog.ops)}",
+                       _shown(row["op"]))
         bad.add(f"{at}.op")
     declared = kernel.to_json()
     for field in _FIXED:
         if f"{at}.{field}" not in bad and row[field] != declared[field]:
             yield _invalid(f"{at}.{field}",
-                           f"{declared[field]!r}, which belongs to the code of {kernel.id}", _shown(row[field]))
+                           f"{declared[field]!r}, which belongs to the code of {kernel.id}",
+                           _shown(row[field]))
     for field, check in _CHECKS.items():
         if f"{at}.{field}" not in bad and (want := check(row[field], kernel.op)):
             yield _invalid(f"{at}.{field}", want, _shown(row[field]))
@@ -184,24 +195,30 @@ def _rule_problems(rule: Any, at: str, op: Op, depth: int) -> Iterator[Reason]:
 
 def _test_problems(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]:
     types: dict[str, type] = {"fact": str, "test": str, "value": object, "code": str}
-    faults = list(_field_problems(rule, {**types, "repair": str} if "repair" in rule else types, f"{at}."))
+    faults = list(_field_problems(rule, {**types, "repair": str} if "repair" in rule else types,
+                                  f"{at}."))
     yield from faults
     bad = {fault.fact.rpartition(".")[2] for fault in faults}
     if "fact" not in bad and rule["fact"] not in op.fact_names:
-        yield _invalid(f"{at}.fact", f"a fact of {op.name}{_hint(rule['fact'], op.fact_names)}", _shown(rule["fact"]))
+        yield _invalid(f"{at}.fact", f"a fact of {op.name}{_hint(rule['fact'], op.fact_names)}",
+                       _shown(rule["fact"]))
         bad.add("fact")
     if "test" not in bad and rule["test"] not in PREDICATES:
         yield _invalid(f"{at}.test", f"one of {', '.join(PREDICATES)}", _shown(rule["test"]))
         bad.add("test")
     if "code" not in bad and rule["code"] not in Code.__members__:
-        yield _invalid(f"{at}.code", f"a reason code{_hint(rule['code'], Code.__members__)}", _shown(rule["code"]))
+        yield _invalid(f"{at}.code", f"a reason code{_hint(rule['code'], Code.__members__)}",
+                       _shown(rule["code"]))
     if bad & {"fact", "test", "value"}:
         return
     test = PREDICATES[rule["test"]]
     if test.reads == "number" and not is_numeric(rule["fact"], op):
-        yield _invalid(f"{at}.test", f"one for a value that is no number, as {rule['fact']} is none", rule["test"])
+        yield _invalid(f"{at}.test",
+                       f"one for a value that is no number, as {rule['fact']} is none",
+                       rule["test"])
     elif test.reads == "set" and rule["fact"] not in _SET_FACTS:
-        yield _invalid(f"{at}.test", f"one for a single value, as {rule['fact']} is one", rule["test"])
+        yield _invalid(f"{at}.test", f"one for a single value, as {rule['fact']} is one",
+                       rule["test"])
     elif not test.takes(rule["value"]):
         yield _invalid(f"{at}.value", test.wanted, _shown(rule["value"]))
     elif "repair" not in bad and (want := _repair_wanted(rule, op)):
@@ -211,7 +228,8 @@ def _test_problems(rule: Mapping[str, Any], at: str, op: Op) -> Iterator[Reason]
 def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
     repair = rule.get("repair", "")
     if repair == "contiguous":
-        return "" if rule["fact"].partition(".")[0] in op.tensors else "empty: only a rule on a tensor is repaired so"
+        return ("" if rule["fact"].partition(".")[0] in op.tensors
+                else "empty: only a rule on a tensor is repaired so")
     if repair == "cast":
         first = rule["value"][0] if isinstance(rule["value"], (list, tuple)) else None
         known = isinstance(first, str) and isinstance(getattr(torch, first, None), torch.dtype)
@@ -223,7 +241,8 @@ def _repair_wanted(rule: Mapping[str, Any], op: Op) -> str:
 def is_numeric(fact: str, op: Op) -> bool:
     """Is the fact a number, which can be compared?"""
     param = op.by_name.get(fact)
-    return (fact in (*op.dims, *op.derived, *op.reads, *_NUMERIC_FACTS)    # what `reads` are, only the op knows
+    # what `reads` are, only the op knows
+    return (fact in (*op.dims, *op.derived, *op.reads, *_NUMERIC_FACTS)
             or (param is not None and param.kind in ("int", "float"))
             or fact.rpartition(".")[2] in _NUMERIC_TENSOR_FACTS)
 
@@ -241,7 +260,8 @@ def _workspace(value: str, op: Op) -> str:
         unknown = [name for name in parse(value).names if name not in op.fact_names]
     except (SpecError, ValueError, RecursionError, MemoryError):   # the parser's own limits
         return "arithmetic over facts like '4 * batch * heads'"
-    return f"arithmetic over facts of {op.name}{_hint(unknown[0], op.fact_names)}" if unknown else ""
+    return (f"arithmetic over facts of {op.name}{_hint(unknown[0], op.fact_names)}" if unknown
+            else "")
 
 
 _CHECKS = {
@@ -250,7 +270,8 @@ _CHECKS = {
     "overhead_us": lambda value, op: "" if value >= 0 else "a number >= 0"}
 
 
-def _field_problems(data: Mapping[str, Any], types: Mapping[str, type], at: str) -> Iterator[Reason]:
+def _field_problems(data: Mapping[str, Any], types: Mapping[str, type],
+                    at: str) -> Iterator[Reason]:
     """Yields missing fields, fields of another type and unknown fields."""
     for name, kind in types.items():
         if name not in data:
@@ -258,11 +279,13 @@ def _field_problems(data: Mapping[str, Any], types: Mapping[str, type], at: str)
         elif kind is float:
             if not is_number(data[name]):
                 yield _wrong_type(f"{at}{name}", "a number", _shown(data[name]))
-        elif not isinstance(data[name], Mapping if kind is dict else (list, tuple) if kind is list else kind):
+        elif not isinstance(data[name], Mapping if kind is dict else (list, tuple) if kind is list
+                            else kind):
             yield _wrong_type(f"{at}{name}", _WORDS[kind], _shown(data[name]))
     for name in data:
         if name not in types:
-            yield _invalid(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(types)}", _shown(data[name]))
+            yield _invalid(f"{at}{str(name)[:60]}", f"left out; the fields are {', '.join(types)}",
+                           _shown(data[name]))
 
 
 def _invalid(at: str, want: str, got: Any) -> Reason:
@@ -286,5 +309,6 @@ def _shown(value: Any) -> str:
     """Returns a value as one short line for a message."""
     if isinstance(value, (Mapping, list, tuple)):
         return _type_name(value)
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10 ** 18 else "a very large number"
+    text = (repr(value) if not isinstance(value, int) or abs(value) < 10 ** 18
+            else "a very large number")
     return text if len(text) <= 60 else f"{text[:57]}..."

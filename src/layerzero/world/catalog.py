@@ -25,7 +25,8 @@ from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
 
-PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)   # foreign code may raise anything
+# foreign code may raise anything
+PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 ENTRY_POINTS = ("layerzero.ops", "layerzero.backends")
 POLICIES = "layerzero.policies"
 
@@ -55,21 +56,26 @@ class Catalog:
             if item.name in self.ops and self.ops[item.name] is not item:
                 raise RegistrationError(f"op {item.name!r} from {origin} is already registered by "
                                         f"{self.origins.get(item.name, 'layerzero')}")
-            return Catalog({**self.ops, item.name: item}, self.kernels, {**self.origins, item.name: origin})
+            return Catalog({**self.ops, item.name: item}, self.kernels,
+                           {**self.origins, item.name: origin})
         known = self.ops.get(item.op.name)
         if known is None:
-            raise RegistrationError(f"kernel {item.id!r} from {origin} is for the op {item.op.name!r}, which is not "
-                                    f"registered; known ops: {', '.join(sorted(self.ops))}")
+            raise RegistrationError(
+                f"kernel {item.id!r} from {origin} is for the op {item.op.name!r}, which is not "
+                f"registered; known ops: {', '.join(sorted(self.ops))}")
         if known is not item.op:
-            raise RegistrationError(f"kernel {item.id!r} from {origin} was declared for another op called "
-                                    f"{item.op.name!r}; declare it with the registered one: lz.op({item.op.name!r})")
+            raise RegistrationError(
+                f"kernel {item.id!r} from {origin} was declared for another op called "
+                f"{item.op.name!r}; declare it with the registered one: lz.op({item.op.name!r})")
         for option, versions in (("version", item.version), ("torch", item.torch)):
             if not is_version_range(versions):
-                raise RegistrationError(f"kernel {item.id!r} from {origin}: {option}={versions!r} is not a "
-                                        "version range; write it like '>=2.5,<3'")
+                raise RegistrationError(
+                    f"kernel {item.id!r} from {origin}: {option}={versions!r} is not a "
+                    "version range; write it like '>=2.5,<3'")
         if item.id in self.by_id:
             raise RegistrationError(f"kernel {item.id!r} from {origin} is already registered by "
-                                    f"{self.origins.get(item.id, 'layerzero')}; unregister it first")
+                                    f"{self.origins.get(item.id, 'layerzero')}; unregister it "
+                                    "first")
         return Catalog(self.ops, (*self.kernels, item), {**self.origins, item.id: origin})
 
     def without(self, name: str) -> Catalog:
@@ -78,9 +84,11 @@ class Catalog:
         ops = {name} & self.ops.keys()
         removed = {k.id for k in self.kernels if name in (k.id, k.op.name)}
         if not removed and not ops:
-            from_plugin = {n for n, origin in self.origins.items() if origin.partition(" ")[0] == name}
+            from_plugin = {n for n, origin in self.origins.items()
+                           if origin.partition(" ")[0] == name}
             ops = from_plugin & self.ops.keys()
-            removed = {k.id for k in self.kernels if k.backend == name or k.id in from_plugin or k.op.name in ops}
+            removed = {k.id for k in self.kernels if k.backend == name or k.id in from_plugin
+                       or k.op.name in ops}
         if not removed and not ops:
             raise RegistrationError(f"nothing is registered as {name!r}")
         return Catalog({n: o for n, o in self.ops.items() if n not in ops},
@@ -100,7 +108,8 @@ def builtin_ops() -> dict[str, Op]:
 def discover() -> tuple[Catalog, list[Event]]:
     """Returns our own ops and kernels and those of plugins, and an event for each plugin that was
     refused."""
-    kernels = [k for name in BACKENDS for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
+    kernels = [k for name in BACKENDS
+               for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
     catalog = Catalog(builtin_ops(), tuple(kernels))
     problems: list[Event] = []
     for group in ENTRY_POINTS:
@@ -127,11 +136,13 @@ def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
             layer = _policy_layer(entry.load(), origin)
             for rule in layer.rules:
                 rule.check(ops)
-            conflicts = [n for n, value in layer.settings.items() if settings.get(n, value) != value]
+            conflicts = [n for n, value in layer.settings.items()
+                         if settings.get(n, value) != value]
             if conflicts:
                 name = conflicts[0]
-                raise RegistrationError(f"plugin {origin} sets {name} to {layer.settings[name]!r}, another one "
-                                        f"set it to {settings[name]!r}; decide it in the policy file and drop one")
+                raise RegistrationError(
+                    f"plugin {origin} sets {name} to {layer.settings[name]!r}, another one "
+                    f"set it to {settings[name]!r}; decide it in the policy file and drop one")
             settings |= layer.settings
             rules += layer.rules
         except PLUGIN_ERRORS as e:
@@ -150,18 +161,21 @@ def _plugins(group: str, problems: list[Event]) -> Iterator[tuple[Any, str]]:
             yield entry, origin
         else:
             problems.append(BackendUnavailable(kernel=entry.name, reason=Reason(
-                Code.VERSION_CONFLICT, f"layerzero {required}", f"{installed} (plugin {entry.name} of {origin})")))
+                Code.VERSION_CONFLICT, f"layerzero {required}",
+                f"{installed} (plugin {entry.name} of {origin})")))
 
 
 def _required_release(distribution: Any) -> str:
     """Returns the versions of LayerZero that a package depends on; "" for any."""
-    from packaging.requirements import InvalidRequirement, Requirement  # slow to import, and not needed without plugins
+    # slow to import, and not needed without plugins
+    from packaging.requirements import InvalidRequirement, Requirement
     for text in (distribution.requires or ()) if distribution else ():
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if requirement.name.lower() == "layerzero" and (requirement.marker is None or requirement.marker.evaluate()):
+        if (requirement.name.lower() == "layerzero"
+            and (requirement.marker is None or requirement.marker.evaluate())):
             return str(requirement.specifier)
     return ""
 
@@ -175,10 +189,12 @@ def _policy_layer(plugin: object, origin: str) -> Layer:
     """Makes a layer of a mapping with rules and settings, or of a module with one as POLICY."""
     policy = getattr(plugin, "POLICY", plugin)
     if not isinstance(policy, Mapping) or not policy.keys() <= {"rules", "settings"}:
-        raise RegistrationError(f"plugin {origin} offers {str(policy)[:80]} as its policy; wanted is a mapping POLICY "
-                                "with rules, settings or both")
+        raise RegistrationError(
+            f"plugin {origin} offers {str(policy)[:80]} as its policy; wanted is a mapping POLICY "
+            "with rules, settings or both")
     if not all(isinstance(rule, PolicyRule) for rule in policy.get("rules", ())):
-        raise RegistrationError(f"plugin {origin}: the rules of a policy are made with lz.PolicyRule.of(...)")
+        raise RegistrationError(
+            f"plugin {origin}: the rules of a policy are made with lz.PolicyRule.of(...)")
     return Layer("default", policy.get("settings", {}),
                  tuple(replace(r, origin=origin) for r in policy.get("rules", ())))
 
@@ -192,7 +208,9 @@ def _items(plugin: object, origin: str) -> Iterable[Op | Kernel]:
         *((plugin.OP,) if hasattr(plugin, "OP") else ()), *getattr(plugin, "KERNELS", ()))
     for item in items:
         if not isinstance(item, (Op, Kernel)):
-            raise RegistrationError(f"plugin {origin} offers a {type(item).__name__}; wanted are Op and Kernel")
+            raise RegistrationError(
+                f"plugin {origin} offers a {type(item).__name__}; wanted are Op and Kernel")
     if not items:
-        raise RegistrationError(f"plugin {origin} offers {type(plugin).__name__} without OP or KERNELS")
+        raise RegistrationError(
+            f"plugin {origin} offers {type(plugin).__name__} without OP or KERNELS")
     return items

@@ -51,11 +51,14 @@ class Certificate(Record, header={"format": FORMAT}):
     grid: str                                  # hash of the cases
     gradients: int = 0                         # cases whose gradients were compared too
     worst: float = 0.0
-    worst_over_eager: float = 0.0              # largest error over that of the eager formula at the same dtype
+    # largest error over that of the eager formula at the same dtype
+    worst_over_eager: float = 0.0
     deterministic: bool = False                # two runs gave the same bits in every case
-    writes_all: bool = False                   # every element of every result was written, over poisoned memory
+    # every element of every result was written, over poisoned memory
+    writes_all: bool = False
     nan_propagates: bool | None = None         # None: not checked for this op
-    graph_safe: bool | None = None             # by capture and replay; None: no CUDA, or no case to capture
+    # by capture and replay; None: no CUDA, or no case to capture
+    graph_safe: bool | None = None
     graph_problem: str = ""                    # why the capture failed, if it did
     graph_bytes: int = 0                       # memory pool of the largest capture
     made_at: str = ""
@@ -64,7 +67,8 @@ class Certificate(Record, header={"format": FORMAT}):
     def void_reason(self, kernel: Kernel, device: Device) -> Reason | None:
         """Returns why the certificate is not valid for this kernel and device; None if it is."""
         for name, expected, actual in (
-                ("build", self.build, build_of(kernel)), ("contract", self.contract, contract_of(kernel.op)),
+                ("build", self.build, build_of(kernel)),
+                ("contract", self.contract, contract_of(kernel.op)),
                 ("device or driver", self.device, device.signature)):
             if expected != actual:
                 return Reason(Code.CERTIFICATE_VOID, f"{name} {expected}", actual)
@@ -109,7 +113,8 @@ def read(path: Path) -> Certificate:
     data = read_json(path, "a certificate as lz verify writes it", nan=True)
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
-    seal = str(data.get("seal", "")).encode(errors="replace")   # compare_digest takes only ASCII text
+    # compare_digest takes only ASCII text
+    seal = str(data.get("seal", "")).encode(errors="replace")
     try:
         key = _store().key()
     except FileNotFoundError:
@@ -117,8 +122,9 @@ def read(path: Path) -> Certificate:
     except OSError as e:
         raise DataError(f"{path}: the key of its seal cannot be read: {e.strerror}") from e
     if key is None or not hmac.compare_digest(seal, _seal(data["certificate"], key).encode()):
-        raise DataError(f"{path}: the seal does not fit: the file was changed after it was written, or comes from "
-                        "another machine; run lz verify here, or share the seal key (LAYERZERO_SEAL_KEY)")
+        raise DataError(
+            f"{path}: the seal does not fit: the file was changed after it was written, or comes "
+            "from another machine; run lz verify here, or share the seal key (LAYERZERO_SEAL_KEY)")
     return Certificate.from_json(data["certificate"])
 
 
@@ -163,8 +169,10 @@ def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, boo
     certified = [k for k in by_id.values() if (certificates / f"{k.id}.json").exists()]
     verdicts = {k: c.graph_safe for k, c in statuses(certified, device).items()
                 if isinstance(c, Certificate) and c.graph_safe is not None}
-    return verdicts | {k: not problem for k, (kernel, problem) in _captures.copy().items() if by_id.get(k) is kernel}
+    return verdicts | {k: not problem for k, (kernel, problem) in _captures.copy().items()
+                       if by_id.get(k) is kernel}
 
 
 def _seal(body: Mapping[str, Any], key: bytes) -> str:
-    return hmac.new(key, json.dumps(body, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, json.dumps(body, sort_keys=True, default=str).encode(),
+                    hashlib.sha256).hexdigest()

@@ -1,8 +1,8 @@
 """One sleeping thread for everything that depends on time, so that the hot path never reads a
 clock.
 
-It sleeps until the world's next deadline (a time-boxed policy, a cooling breaker, the cache's time to
-live, the next check of the policy file) and starts only when there is one.
+It sleeps until the world's next deadline (a time-boxed policy, a cooling breaker, the cache's time
+to live, the next check of the policy file) and starts only when there is one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _run() -> None:
     self_thread = threading.current_thread()
     while True:
         with _wake:
-            if _thread is not self_thread:     # an interrupt hit its start, and another thread took over
+            # an interrupt hit its start, and another thread took over
+            if _thread is not self_thread:
                 return
             if _deadline is None:
                 _thread = None
@@ -72,7 +73,8 @@ def due(now: float) -> bool:
 def _after_fork() -> None:
     global _wake, _thread
     _wake = locks.condition()
-    _thread = None                              # threads do not survive a fork; schedule() starts it again
+    # threads do not survive a fork; schedule() starts it again
+    _thread = None
     if worlds.exists():
         worlds.call_with_current(schedule)
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ..selection.conditions import parse_when
-from ..selection.policy import ACTIONS, RENAMED, SETTINGS, Layer, PolicyRule, suggest, validate_setting
+from ..selection.policy import (
+    ACTIONS,
+    RENAMED,
+    SETTINGS,
+    Layer,
+    PolicyRule,
+    suggest,
+    validate_setting,
+)
 from ..spec import paths
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.paths import cache_dir as cache_dir
@@ -28,19 +36,23 @@ PREFIX = "LAYERZERO_"
 MAX_ERRORS = 10
 VERSION = 1
 _MAX_DEPTH = 16                                # of nesting in a policy file; the schema needs five
-_MAX_SIZE = 128 << 10                          # bytes of a policy file, some 2,000 rules: YAML is read at 100 KB/s
+# bytes of a policy file, some 2,000 rules: YAML is read at 100 KB/s
+_MAX_SIZE = 128 << 10
 _MAX_SCALAR = 1000                             # characters of one value
 _MAX_MESSAGE = 600                             # characters of one error
 
 VARIABLES: Mapping[str, str] = {
     **{PREFIX + name.upper(): setting.doc for name, setting in SETTINGS.items()},
-    **{PREFIX + name.upper(): f"deprecated; use {PREFIX + new.upper()}" for name, new in RENAMED.items()},
+    **{PREFIX + name.upper(): f"deprecated; use {PREFIX + new.upper()}"
+       for name, new in RENAMED.items()},
     "LAYERZERO_POLICY": "path of the policy file",
-    "LAYERZERO_CACHE_DIR": "folder for measurements, certificates and tables; default ~/.cache/layerzero",
+    "LAYERZERO_CACHE_DIR":
+        "folder for measurements, certificates and tables; default ~/.cache/layerzero",
     "LAYERZERO_LOCK": "op=kernel pairs, separated by ';'",
     "LAYERZERO_ALLOW": "kernel patterns, separated by ','",
     "LAYERZERO_RECORD": "folder where each process writes the calls it makes; lz record sets it",
-    "LAYERZERO_SEAL_KEY": "the key that certificates and compiled code are sealed with, where machines share them; "
+    "LAYERZERO_SEAL_KEY":
+        "the key that certificates and compiled code are sealed with, where machines share them; "
                           "default: this user's own",
     "LAYERZERO_DENY": "kernel patterns, separated by ','",
 }
@@ -57,7 +69,8 @@ def _raise_all(errors: list[str], end: str) -> None:
 
 # the environment
 
-def environment_layer(environ: Mapping[str, str] | None = None, ops: OpFacts | None = None) -> Layer | None:
+def environment_layer(environ: Mapping[str, str] | None = None,
+                      ops: OpFacts | None = None) -> Layer | None:
     """Returns the layer of LAYERZERO_* variables, None if none is set. An empty value counts as
     unset."""
     environ = os.environ if environ is None else environ
@@ -79,12 +92,15 @@ def environment_layer(environ: Mapping[str, str] | None = None, ops: OpFacts | N
     return Layer("environment", settings, tuple(rules)) if settings or rules else None
 
 
-def _variable_rules(action: str, text: str, origin: str, ops: OpFacts | None) -> Iterator[PolicyRule]:
-    parts = [part for part in text.split(";") if part.strip()] if action == "lock" else [f"*={text}"]
+def _variable_rules(action: str, text: str, origin: str,
+                    ops: OpFacts | None) -> Iterator[PolicyRule]:
+    parts = ([part for part in text.split(";") if part.strip()] if action == "lock"
+             else [f"*={text}"])
     for op, sign, kernels in (part.partition("=") for part in parts):
         if not sign:
-            raise PolicyValidationError(f"wants op=kernel pairs separated by ';', got {op.strip()!r}; "
-                                        "write it like attention=torch.sdpa_math;rms_norm=torch.rms_norm")
+            raise PolicyValidationError(
+                f"wants op=kernel pairs separated by ';', got {op.strip()!r}; "
+                "write it like attention=torch.sdpa_math;rms_norm=torch.rms_norm")
         rule = PolicyRule.of(action, _split(kernels), _split(op), origin=origin)
         if ops is not None:
             rule.check(ops)
@@ -116,12 +132,15 @@ def programmatic_layer(old: Layer | None, settings: Mapping[str, Any] | None = N
     new_settings, new_rules = dict(settings or {}), tuple(rules)
     if old is None:
         return Layer(name, new_settings, new_rules, expires_at)
-    # A rule with a deadline only hides the old one, which applies again after it; but two boosts would multiply.
-    replaced = {_subject(rule) for rule in new_rules if rule.expires_at is None or rule.action == "boost"}
+    # A rule with a deadline only hides the old one, which applies again after it; but two boosts
+    # would multiply.
+    replaced = {_subject(rule) for rule in new_rules if rule.expires_at is None
+                or rule.action == "boost"}
     merged = Layer(name, {**old.settings, **new_settings},
                    (*new_rules, *(r for r in old.rules if _subject(r) not in replaced)))
     if old.expires_at is not None and (expires_at is None or old.expires_at < expires_at):
-        after = programmatic_layer(old.before, new_settings, new_rules, name=name, expires_at=expires_at)
+        after = programmatic_layer(old.before, new_settings, new_rules, name=name,
+                                   expires_at=expires_at)
         return replace(merged, expires_at=old.expires_at, before=after)
     return replace(merged, expires_at=expires_at, before=old if expires_at is not None else None)
 
@@ -150,8 +169,9 @@ class FileStamp:
         return cls(stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None, old_layer: Layer | None,
-                      ops: OpFacts | None = None) -> tuple[FileStamp | None, Layer | None, ConfigError | None]:
+def reload_if_changed(path: str | os.PathLike[str], stamp: FileStamp | None,
+                      old_layer: Layer | None, ops: OpFacts | None = None) -> tuple[
+                          FileStamp | None, Layer | None, ConfigError | None]:
     """Returns the file's stamp and layer now. A broken or missing file keeps the old layer, with
     the error once."""
     new_stamp = FileStamp.of(path)             # before reading: a write in between shows next time
@@ -172,7 +192,8 @@ def load_policy_file(path: str | os.PathLike[str], ops: OpFacts | None = None) -
         raise PolicyValidationError(f"{e}; correct the file or unset LAYERZERO_POLICY") from e
     reader = _Reader(Path(path), text, ops)
     layer = reader.layer()
-    ordered = [f"{path}:{line}: {message}" for line, message in sorted(reader.errors, key=itemgetter(0))]
+    ordered = [f"{path}:{line}: {message}"
+               for line, message in sorted(reader.errors, key=itemgetter(0))]
     _raise_all(ordered, "nothing of this file was applied")
     return layer
 
@@ -193,7 +214,8 @@ class _Reader:
         try:
             import yaml  # type: ignore[import-untyped]
         except ImportError as e:
-            raise PolicyValidationError(f"{path}: reading a policy file needs PyYAML; install pyyaml") from e
+            raise PolicyValidationError(
+                f"{path}: reading a policy file needs PyYAML; install pyyaml") from e
         self.yaml, self.path, self.text, self.ops = yaml, path, text, ops
         self.errors: list[tuple[int, str]] = []
 
@@ -204,7 +226,8 @@ class _Reader:
             self.loader = _plain_loader(self.yaml, self.text)
             root = self.loader.get_single_node()
         except self.yaml.YAMLError as e:
-            mark = getattr(e, "problem_mark", None)      # an error of characters has a position instead
+            # an error of characters has a position instead
+            mark = getattr(e, "problem_mark", None)
             line = mark.line if mark else self.text.count("\n", 0, getattr(e, "position", 0))
             what = getattr(e, "problem", None) or str(e).splitlines()[0]
             self.errors.append((line + 1, f"not valid YAML: {what}"))
@@ -235,21 +258,27 @@ class _Reader:
             return []                          # a misspelt action was reported already
         if len(actions) != 1:
             got = " and ".join(actions) or "none"
-            raise PolicyValidationError(f"a rule wants exactly one of {', '.join(ACTIONS)}, got {got}")
+            raise PolicyValidationError(
+                f"a rule wants exactly one of {', '.join(ACTIONS)}, got {got}")
         action, target = actions[0], fields[actions[0]]
         factors: list[tuple[tuple[str, ...], Any]]
         if action == "boost" and isinstance(target, self.yaml.MappingNode):
             if "factor" in fields:
                 raise _NodeError(fields["factor"], "boost has its factors already; drop this one")
-            factors = [((pattern,), self.value(factor)) for pattern, factor in self.fields(target, "boost").items()]
+            factors = [((pattern,), self.value(factor))
+                       for pattern, factor in self.fields(target, "boost").items()]
         elif action == "boost" and "factor" not in fields:
-            raise _NodeError(target, "boost wants a factor; write boost: {\"torch.*\": 1.5}, or add factor: 1.5")
+            raise _NodeError(target,
+                             "boost wants a factor; write boost: {\"torch.*\": 1.5}, or add "
+                             "factor: 1.5")
         else:
-            factors = [(self.words(target, action), self.value(fields["factor"]) if "factor" in fields else 1.0)]
+            factors = [(self.words(target, action), self.value(fields["factor"])
+                        if "factor" in fields else 1.0)]
         ops = self.words(fields["op"], "op") if "op" in fields else ("*",)
         when = self.conditions(fields["when"]) if "when" in fields else ()
         expires_at, origin = self.deadline(fields), f"{self.path.name}:{self.line(node)}"
-        rules = [PolicyRule(action, kernels, ops, when, factor, origin, expires_at) for kernels, factor in factors]
+        rules = [PolicyRule(action, kernels, ops, when, factor, origin, expires_at)
+                 for kernels, factor in factors]
         if self.ops is not None:
             for rule in rules:
                 rule.check(self.ops)
@@ -270,13 +299,16 @@ class _Reader:
             raise _NodeError(fields["until"], "a rule takes 'for' or 'until', not both")
         if "for" in fields:
             seconds = self.value(fields["for"])
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e12:
-                raise _NodeError(fields["for"], f"for must be a number of seconds > 0, got {seconds!r}")
+            if (isinstance(seconds, bool) or not isinstance(seconds, (int, float))
+                or not 0 < seconds < 1e12):
+                raise _NodeError(fields["for"],
+                                 f"for must be a number of seconds > 0, got {seconds!r}")
             return time.monotonic() + seconds
         if "until" in fields:
             end = _parse_time(self.value(fields["until"]))
             if end is None:
-                raise _NodeError(fields["until"], f"until must be a time like 2030-12-31T18:00:00Z, "
+                raise _NodeError(fields["until"],
+                                 f"until must be a time like 2030-12-31T18:00:00Z, "
                                               f"got {self.shown(fields['until'])}")
             return time.monotonic() + (end - datetime.now(timezone.utc)).total_seconds()
         return None
@@ -310,7 +342,9 @@ class _Reader:
         if self.is_empty(node):
             return []
         if not isinstance(node, self.yaml.SequenceNode):
-            raise _NodeError(node, f"{what} must be a list, got {self.shown(node)}; begin each item with '- '")
+            raise _NodeError(node,
+                             f"{what} must be a list, got {self.shown(node)}; begin each item with "
+                             "'- '")
         return list(node.value)
 
     def fields(self, node: Any, what: str, known: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -318,7 +352,8 @@ class _Reader:
         if self.is_empty(node):
             return {}
         if not isinstance(node, self.yaml.MappingNode):
-            raise _NodeError(node, f"{what} must be a mapping of keys to values, got {self.shown(node)}")
+            raise _NodeError(node,
+                             f"{what} must be a mapping of keys to values, got {self.shown(node)}")
         nodes: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -327,7 +362,9 @@ class _Reader:
             elif known and key.value not in known:
                 self.note(key, f"unknown key {key.value!r} in {what}{suggest(key.value, known)}")
             elif key.value in nodes:
-                self.note(key, f"{key.value!r} is given twice in {what}, first on line {lines[key.value]}")
+                self.note(key,
+                          f"{key.value!r} is given twice in {what}, first on line "
+                          f"{lines[key.value]}")
             else:
                 nodes[key.value], lines[key.value] = value, self.line(key)
         return nodes
@@ -347,7 +384,9 @@ class _Reader:
                 raise OverflowError
             return value
         except (self.yaml.YAMLError, ValueError, OverflowError):
-            raise _NodeError(node, f"cannot read the value {node.value!r}; put it in quotes if it is text") from None
+            raise _NodeError(node,
+                             f"cannot read the value {node.value!r}; put it in quotes if it is "
+                             "text") from None
 
     def words(self, node: Any, what: str) -> tuple[str, ...]:
         value = self.value(node)
@@ -360,7 +399,8 @@ class _Reader:
 def _parse_time(value: Any) -> datetime | None:
     """Returns a time with its zone: UTC if none is given, as in YAML; None if it is no time."""
     try:
-        when = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        when = (datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str)
+                else value)
     except ValueError:
         return None
     if isinstance(when, date) and not isinstance(when, datetime):
@@ -382,7 +422,8 @@ def _plain_loader(yaml: Any, text: str) -> Any:
                        else "a tag (!name) is not supported" if event.tag is not None
                        else "nested too deeply" if self.depth >= _MAX_DEPTH
                        else f"a value of more than {_MAX_SCALAR} characters"
-                       if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_SCALAR else "")
+                       if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_SCALAR
+                       else "")
             if refused:
                 raise yaml.composer.ComposerError(None, None, refused, event.start_mark)
             self.depth += 1

@@ -1,4 +1,5 @@
-"""Overrides for one task or thread: `with lz.prefer(...)`, `with lz.disabled()`, `backend=` in a call.
+"""Overrides for one task or thread: `with lz.prefer(...)`, `with lz.disabled()`, `backend=` in a
+call.
 
 They live in a ContextVar, never in a process global. Equal overrides are interned to one object, so
 entering the same one again finds the same cached selections.
@@ -23,7 +24,10 @@ _MAX_INTERNED = 2 * _MAX_CALLS                 # overrides; the least recently u
 
 
 class Override:
-    """A pair of layers above the world's policy. Compared by identity: it is part of the cache key."""
+    """A pair of layers above the world's policy.
+
+    Compared by identity: it is part of the cache key.
+    """
 
     __slots__ = ("call", "context")
 
@@ -61,7 +65,8 @@ def overriding(settings: Mapping[str, Any] | None = None, rules: tuple[PolicyRul
                expires_at: float | None = None) -> Iterator[Override]:
     """Adds settings and rules for the length of the block, on top of enclosing blocks."""
     outer = current.get()
-    layer = programmatic_layer(outer.context if outer else None, settings, rules, name="context", expires_at=expires_at)
+    layer = programmatic_layer(outer.context if outer else None, settings, rules, name="context",
+                               expires_at=expires_at)
     inner = intern(layer, None)
     assert inner is not None
     token = current.set(inner)
@@ -78,7 +83,8 @@ def override_for_call(backend: str | None, policy: Any) -> Override | None:
         return outer
     if backend is not None and not isinstance(backend, str):
         raise ConfigError(f"backend= must be a kernel id or backend name, got {shown(backend)}")
-    backend = None if backend is None else str.__str__(backend)        # a subclass may define its own hash
+    # a subclass may define its own hash
+    backend = None if backend is None else str.__str__(backend)
     policy_key = policy
     if type(policy) is dict:                   # by value: a dict may change, or equal another
         policy_key = tuple([(name, type(value), value) for name, value in policy.items()])

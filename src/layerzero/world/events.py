@@ -38,11 +38,14 @@ log = logging.getLogger("layerzero")
 log.addFilter(redaction.LogFilter())
 Sink = Callable[[Event], None]
 
-# What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic of Rust.
+# What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic
+# of Rust.
 ANY_ERROR: tuple[type[BaseException], ...] = (BaseException,)
 FLUSH_SECONDS = 1.0                            # that a background thread waits for subscribers
-MAX_QUEUED = 1024                              # events of background threads; beyond it the oldest is dropped
-LINES_PER_SECOND = 5                           # per (event, op, kernel); the others are only counted
+# events of background threads; beyond it the oldest is dropped
+MAX_QUEUED = 1024
+# per (event, op, kernel); the others are only counted
+LINES_PER_SECOND = 5
 MAX_COUNTERS = 4096                            # (event, op, kernel) that are counted separately
 OVERFLOW = "(others)"                          # the kernel of counters beyond MAX_COUNTERS
 
@@ -50,10 +53,12 @@ _sinks: tuple[Sink, ...] = ()
 _wanting_reasons: tuple[Sink, ...] = ()        # those that want the reasons of rejected kernels
 _recent: deque[tuple[float, Event]] = deque(maxlen=512)        # (time, redacted event)
 _counts: dict[tuple[str, str, str], itertools.count[int]] = {}
-_lines: dict[tuple[str, str, str], list[float]] = {}   # [start of the second, lines in it, suppressed since]
+# [start of the second, lines in it, suppressed since]
+_lines: dict[tuple[str, str, str], list[float]] = {}
 _failures: itertools.count[int] = itertools.count(1)
 _lock = locks.Lock()
-_local = threading.local()         # .background: is it our thread; .callers: subscribers that are running
+# .background: is it our thread; .callers: subscribers that are running
+_local = threading.local()
 _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
              KernelRefused, PolicyRejected, StoreTrouble)
 
@@ -73,7 +78,8 @@ def emit(event: Event) -> None:
         locks.run_when_unlocked(lambda: _route(event, key, is_warning, callers))
 
 
-def _route(event: Event, key: tuple[str, str, str], is_warning: bool, callers: tuple[Sink, ...]) -> None:
+def _route(event: Event, key: tuple[str, str, str], is_warning: bool,
+           callers: tuple[Sink, ...]) -> None:
     _call_safely(_write_log, event, key, is_warning)
     sinks = tuple(sink for sink in _sinks if sink not in callers)
     if not sinks:
@@ -104,8 +110,10 @@ def _call_safely(sink: Callable[..., None], *args: Any) -> None:
         if is_users_interrupt(e):
             raise
         failures = next(_failures)
-        if failures & (failures - 1) == 0:     # the 1st, 2nd, 4th, 8th ...: it may fail at every event
-            warn("event sink %r failed: %s: %s (%d failures so far)", sink, type(e).__name__, e, failures)
+        # the 1st, 2nd, 4th, 8th ...: it may fail at every event
+        if failures & (failures - 1) == 0:
+            warn("event sink %r failed: %s: %s (%d failures so far)", sink, type(e).__name__, e,
+                 failures)
 
 
 def warn(text: str, *args: object) -> None:
@@ -123,7 +131,8 @@ def is_users_interrupt(error: BaseException) -> bool:
     Python's own handler raises between two instructions. A `raise` statement is the user's only if
     it is inside the handler for SIGINT.
     """
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+    if (not isinstance(error, KeyboardInterrupt)
+        or threading.current_thread() is not threading.main_thread()):
         return False
     handler: Any = signal.getsignal(signal.SIGINT)
     while isinstance(handler, MethodType):
@@ -234,7 +243,8 @@ class _DeliveryThread:
             self._queue.append(deliver)
             self._drained.clear()
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="layerzero-events", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="layerzero-events",
+                                                daemon=True)
                 self._thread.start()
             self._wake.notify()
 

@@ -6,8 +6,9 @@ closed --too many faults--> open --cooldown--> half_open --one success--> closed
                              +----one fault-------+   (with twice the cooldown, up to ten minutes)
 A sticky device fault goes to `disabled`, and stays there.
 
-A breaker opens after so many consecutive faults, or at a fault rate over the last calls. Faults are counted outside
-the world, so that counting one invalidates nothing. The number of calls comes from the caches, which count hits
+A breaker opens after so many consecutive faults, or at a fault rate over the last calls. Faults are
+counted outside the world, so that counting one invalidates nothing. The number of calls comes from
+the caches, which count hits
 anyway: a hit does nothing for its kernel's health.
 """
 
@@ -27,7 +28,8 @@ class Health:
     state: str = "closed"                      # closed | open | half_open | disabled
     failures: int = 0                          # among the last calls
     cooldown: float = 0.0
-    until: float = 0.0                         # monotonic time at which an open breaker may be tried
+    # monotonic time at which an open breaker may be tried
+    until: float = 0.0
     reason: Reason | None = None               # the last fault
 
     @property
@@ -35,7 +37,8 @@ class Health:
         """Why selection must skip the kernel; None if it may be tried."""
         last = str(self.reason.got) if self.reason else "repeated faults"
         if self.state == "open":
-            return Reason(Code.CIRCUIT_OPEN, f"{self.cooldown:g} s", f"{self.failures} faults; last: {last}")
+            return Reason(Code.CIRCUIT_OPEN, f"{self.cooldown:g} s",
+                          f"{self.failures} faults; last: {last}")
         if self.state == "disabled":
             return Reason(Code.BACKEND_DISABLED, None, last)
         return None
@@ -45,7 +48,8 @@ class Health:
 class BreakerLimits:
     """When a breaker opens: the policy's settings."""
 
-    threshold: int = 3                         # consecutive faults; also the fewest that count as a rate
+    # consecutive faults; also the fewest that count as a rate
+    threshold: int = 3
     rate: float = 0.05                         # faults / calls in the window
     window: int = 200                          # calls
 
@@ -65,13 +69,15 @@ class Faults:
     def add(self, calls: int, reason: Reason, limits: BreakerLimits) -> bool:
         """Counts a fault and returns whether the breaker must open."""
         calls = max(calls, self._fault_calls[-1] if self._fault_calls else 1)
-        self.streak = self.streak + 1 if self._fault_calls and calls - self._fault_calls[-1] <= 1 else 1
+        self.streak = (self.streak + 1 if self._fault_calls and calls - self._fault_calls[-1] <= 1
+                       else 1)
         self.last = reason
         self._fault_calls.append(calls)
         self._forget(calls, limits.window)
         recent = min(calls, limits.window)
         return self.streak >= limits.threshold or (
-            len(self._fault_calls) >= limits.threshold and len(self._fault_calls) >= limits.rate * recent)
+            len(self._fault_calls) >= limits.threshold and len(self._fault_calls) >= limits.rate
+            * recent)
 
     def among_last(self, calls: int, limits: BreakerLimits) -> int:
         """Returns how many of the last calls failed."""
@@ -79,7 +85,8 @@ class Faults:
         return len(self._fault_calls)
 
     def _forget(self, calls: int, window: int) -> None:
-        while self._fault_calls and (calls - self._fault_calls[0] >= window or len(self._fault_calls) > window):
+        while (self._fault_calls and (calls - self._fault_calls[0] >= window
+                                      or len(self._fault_calls) > window)):
             self._fault_calls.popleft()
 
 
@@ -106,7 +113,8 @@ def disabled(reason: Reason) -> Health:
 
 def after_cooldown(health: Mapping[str, Health], now: float) -> dict[str, Health]:
     """Returns the breakers with those whose cooldown is over half open."""
-    return {k: replace(h, state="half_open") if h.state == "open" and now >= h.until else h for k, h in health.items()}
+    return {k: replace(h, state="half_open") if h.state == "open" and now >= h.until else h
+            for k, h in health.items()}
 
 
 def next_deadline(health: Mapping[str, Health]) -> float | None:

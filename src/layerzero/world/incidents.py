@@ -37,10 +37,12 @@ from .snapshot import World
 _loaded: dict[str, Any] = {}
 _loading: dict[str, locks.Lock] = {}          # kernel -> held while it is loaded
 _faults: dict[str, health.Faults] = {}         # kernel -> its faults among its last calls
-_shortages: dict[tuple[str, str], MemoryShortage] = {}  # (kernel, kind of call) -> how it ran out of memory there
+# (kernel, kind of call) -> how it ran out of memory there
+_shortages: dict[tuple[str, str], MemoryShortage] = {}
 _counting = locks.Lock()                       # for _faults and _shortages
 _catalog: Catalog | None = None                # of the last world that _drop_unregistered saw
-MAX_EXTRA_TESTS = 64                           # tests that overrides add to the keys, until lz.clear_cache()
+# tests that overrides add to the keys, until lz.clear_cache()
+MAX_EXTRA_TESTS = 64
 MAX_REFUSALS = 512                             # kinds of calls per kernel; the oldest are dropped
 
 
@@ -66,12 +68,14 @@ def loaded(kernel: Kernel) -> Any:
             entry = _loaded.get(kernel.id)
             if entry is None or entry[0] is not kernel:
                 entry = kernel, loading.load(kernel)
-                if worlds.current().catalog.by_id.get(kernel.id) is kernel:    # unless it was unregistered meanwhile
+                # unless it was unregistered meanwhile
+                if worlds.current().catalog.by_id.get(kernel.id) is kernel:
                     _loaded[kernel.id] = entry
     return entry[1]
 
 
-def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, until: float | None = None) -> None:
+def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason,
+           until: float | None = None) -> None:
     """Excludes the kernel from this kind of call, for good or `until` a time: it would fail the
     same way again."""
     name, kind = kernel.id, kind_to_compile(kernel.op, facts)
@@ -83,12 +87,14 @@ def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, until: floa
         if kind in old or name not in world.catalog.by_id:
             return world
         kept = dict(islice(old.items(), max(len(old) + 1 - MAX_REFUSALS, 0), None))
-        until_by_kind = world.refused_until if until is None else {**world.refused_until, (name, kind): until}
+        until_by_kind = (world.refused_until if until is None
+                         else {**world.refused_until, (name, kind): until})
         refused = {**world.refused, name: {**kept, kind: reason}}
         return world.replace({kernel.op.name}, refused=refused, refused_until=until_by_kind)
 
     before = worlds.current()
-    if kind not in before.refused.get(name, {}) and worlds.publish(apply, f"refused:{name}") is not before:
+    if (kind not in before.refused.get(name, {})
+        and worlds.publish(apply, f"refused:{name}") is not before):
         events.emit(KernelRefused(kernel.op.name, name, kind, reason))
 
 
@@ -117,7 +123,8 @@ def extend_keys(override: Override | None) -> bool:
     """
     if override is None:
         return True
-    leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when for leaf in test.leaves()}
+    leaves = {leaf for layer in override.layers for rule in layer.rules for test in rule.when
+              for leaf in test.leaves()}
     known = worlds.current().extra_leaves
     if leaves <= known:
         return True
@@ -135,7 +142,8 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
     def apply(world: World) -> World:
         if kernel.id in world.unloadable:
             return world
-        new.append(world.replace({kernel.op.name}, unloadable={**world.unloadable, kernel.id: reason}))
+        new.append(world.replace({kernel.op.name},
+                                 unloadable={**world.unloadable, kernel.id: reason}))
         return new[0]
 
     world = worlds.publish(apply, f"unloadable:{kernel.id}")
@@ -144,7 +152,8 @@ def mark_unloadable(kernel: Kernel, reason: Reason) -> World:
     return world
 
 
-def change_health(group: str, change: Callable[[health.Health | None], health.Health | None]) -> None:
+def change_health(group: str,
+                  change: Callable[[health.Health | None], health.Health | None]) -> None:
     """Replaces the breaker of `group` by `change(breaker)` atomically. Only the ops of its kernels
     select again."""
     if group.partition(".")[0] == "reference":
@@ -162,7 +171,8 @@ def change_health(group: str, change: Callable[[health.Health | None], health.He
     worlds.publish(apply, f"health:{group}")
     state = after.state if after else "closed"
     if (before.state if before else "closed") != state:
-        events.emit(HealthChanged(kernel=group, state=state, reason=after.reason if after else None))
+        events.emit(HealthChanged(kernel=group, state=state, reason=after.reason if after
+                                  else None))
 
 
 class Failure(NamedTuple):
@@ -173,7 +183,8 @@ class Failure(NamedTuple):
     kernel: Kernel | None = None               # set if the fault may be the kernel's own
 
 
-_known_reasons: dict[tuple[type[BaseException], str], Reason] = {}  # of earlier faults: every call may raise
+# of earlier faults: every call may raise
+_known_reasons: dict[tuple[type[BaseException], str], Reason] = {}
 MAX_KNOWN_REASONS = 256
 
 
@@ -193,7 +204,8 @@ def _classify(fault: BaseException) -> tuple[str, Reason]:
     return kind, reason
 
 
-def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure], op: str,
+def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: list[Failure],
+          op: str,
           facts: Mapping[str, Any] | None = None, counts: bool = True) -> None:
     """Appends the fault to `failures`. Raises where no other kernel could serve the call; counts
     nothing yet."""
@@ -203,14 +215,17 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
     kind, reason = _classify(fault)
     if kind == "sticky":
         change_health(kernel.health, lambda old: health.disabled(reason))
-        raise DeviceLost(f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported late: an "
-                         "earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).", [reason]) from fault
+        raise DeviceLost(
+            f"lz.{op}: {kernel.id} {reason.message}. {reason.code.advice}. Faults are reported "
+            "late: an earlier kernel may have caused it (CUDA_LAUNCH_BLOCKING=1 tells).",
+            [reason]) from fault
     if kind in ("capture", "lost"):
         raise _capture_error(kernel, reason, op, kind == "capture") from fault
     if isinstance(fault, LaunchRefused) and facts is not None:
         refuse(kernel, facts, reason)
     out = facts is not None and refused(kernel, facts)
-    counts = counts and kind in ("kernel", "timeout") and not out and not isinstance(fault, ProbeBusy)
+    counts = (counts and kind in ("kernel", "timeout") and not out
+              and not isinstance(fault, ProbeBusy))
     failures.append(Failure(kernel.id, reason, kernel if counts else None))
     if isinstance(fault, faults.WrongResult) and counts and facts is not None:
         refuse(kernel, facts, reason)          # it would return the same again
@@ -218,13 +233,15 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
 
 def limits_of(world: World) -> health.BreakerLimits:
     setting = world.policy.setting
-    return health.BreakerLimits(setting("breaker_threshold"), setting("breaker_rate"), setting("breaker_window"))
+    return health.BreakerLimits(setting("breaker_threshold"), setting("breaker_rate"),
+                                setting("breaker_window"))
 
 
 def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     """Counts a fault of the kernel, which was called `calls` times so far."""
     world = worlds.current()
-    limits, cooldown, now = limits_of(world), world.policy.setting("breaker_cooldown"), time.monotonic()
+    limits, cooldown, now = limits_of(world), world.policy.setting(
+        "breaker_cooldown"), time.monotonic()
     if world.catalog.by_id.get(kernel.id) is not kernel:
         return                                 # unregistered meanwhile: its successor is innocent
     with _counting:
@@ -233,7 +250,8 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
         failures = faults_so_far.among_last(calls, limits)
     if too_many or kernel.health in world.health:
         change_health(kernel.health,
-                      lambda old: health.after_failure(old, reason, now, too_many, failures, cooldown))
+                      lambda old: health.after_failure(old, reason, now, too_many, failures,
+                                                       cooldown))
 
 
 def count_shortage(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, calls: int) -> None:
@@ -250,7 +268,8 @@ def count_shortage(kernel: Kernel, facts: Mapping[str, Any], reason: Reason, cal
         _shortages[key] = shortage             # newest last: the oldest are dropped
         while len(_shortages) > MAX_REFUSALS:
             del _shortages[next(iter(_shortages))]
-        relapsed = 0.0 < now - shortage.ends_at < shortage.cooldown  # it was let back in and failed at once
+        # it was let back in and failed at once
+        relapsed = 0.0 < now - shortage.ends_at < shortage.cooldown
         if not (shortage.faults.add(calls, reason, limits) or relapsed):
             return
         base = world.policy.setting("breaker_cooldown")
@@ -304,7 +323,8 @@ def _disable_suspect(reason: Reason) -> None:
 
     Which earlier kernel did it is unknown; with several libraries loaded none is disabled.
     """
-    groups = {kernel.health for kernel, _ in _loaded.values() if kernel.package and kernel.package != "torch"}
+    groups = {kernel.health for kernel, _ in _loaded.values() if kernel.package
+              and kernel.package != "torch"}
     if len(groups) == 1:
         change_health(groups.pop(), lambda old: health.disabled(reason))
 
@@ -333,8 +353,9 @@ def sdpa_disabled_error(world: World, op: Op, plan: Plan, refused: Sequence[Fail
     reasons = [failure.reason for failure in refused]
     refusals = tuple(Rejected(failure.name, (failure.reason,)) for failure in refused)
     if plan.locked:
-        return NamedKernelRefused(f"lz.{op.name}: {refused[0].name} was asked for by {plan.locked} and cannot serve "
-                                  f"this call: {reasons[0]}", reasons)
+        return NamedKernelRefused(
+            f"lz.{op.name}: {refused[0].name} was asked for by {plan.locked} and cannot serve "
+            f"this call: {reasons[0]}", reasons)
     rejected = world.plan(op, plan.facts, override, thorough=True).rejected
     shown = replace(plan, steps=(), rejected=refusals + rejected)
     return NoKernelFoundError(
@@ -342,7 +363,8 @@ def sdpa_disabled_error(world: World, op: Op, plan: Plan, refused: Sequence[Fail
         f"\n  hint: {Code.SDPA_BACKEND_DISABLED.advice}", reasons)
 
 
-def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any], override: Override | None) -> NoKernelFoundError:
+def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
+                    override: Override | None) -> NoKernelFoundError:
     """Returns the error for a call no kernel can serve: every kernel with every reason."""
     plan: Plan = world.plan(op, facts, override, thorough=True)
     reasons = [r for rejected in plan.rejected for r in rejected.reasons]
@@ -351,10 +373,13 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any], override: Ov
         patterns = lock.kernels if lock else ()
         matching = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in matching] or [
-            f"  no kernel of lz.{op.name} matches; there are {', '.join(k.id for k in world.kernels(op.name))}"]
-        error = BackendNotAvailableError if matching and all(map(_not_available, matching)) else NamedKernelRefused
+            f"  no kernel of lz.{op.name} matches; there are "
+            f"{', '.join(k.id for k in world.kernels(op.name))}"]
+        error = (BackendNotAvailableError if matching and all(map(_not_available, matching))
+                 else NamedKernelRefused)
         return error(
-            f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve this call:\n"
+            f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve "
+            "this call:\n"
             + "\n".join(lines), [x for r in matching for x in r.reasons])
     return NoKernelFoundError(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
 

@@ -35,7 +35,17 @@ from . import snapshot as worlds
 from .capabilities import capabilities_hash, export
 from .catalog import Catalog
 from .context import Override
-from .perf_loading import DAY, OFF, READ_SECONDS, load, location, open_location, shipped_table, state, without_password
+from .perf_loading import (
+    DAY,
+    OFF,
+    READ_SECONDS,
+    load,
+    location,
+    open_location,
+    shipped_table,
+    state,
+    without_password,
+)
 from .snapshot import World
 
 STATE_SECONDS = 10.0                           # how long a reading of the machine's state is reused
@@ -50,7 +60,9 @@ def store(read_only: bool = False) -> Store:
     unless `read_only`."""
     target = location(worlds.current().policy)
     if target is None:
-        raise ConfigError(f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default one")
+        raise ConfigError(
+            f"perfdb is {OFF!r}: there is no store; set perfdb to a path, or to '' for the default "
+            "one")
     return open_location(target, read_only=read_only)
 
 
@@ -80,8 +92,8 @@ def open_store(read_only: bool = False) -> Iterator[Store]:
 def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | None = None) -> None:
     """Stores measurements and lets selection use them from now on.
 
-    Build, time and environment are filled in where they are empty. If the store cannot be written, this process
-    uses them all the same, and writes them when it can.
+    Build, time and environment are filled in where they are empty. If the store cannot be written,
+    this process uses them all the same, and writes them when it can.
     """
     world, now = worlds.current(), state.now()
     environments: dict[str, dict[str, Any]] = {}
@@ -95,7 +107,8 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
 
-def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement], group: Collection[str],
+def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement],
+                   group: Collection[str],
                    override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:
     """Returns the rows with a spread that lets selection pick one of `group`, and the kernel it
     picks.
@@ -126,7 +139,8 @@ def reload_measurements() -> None:
         events.emit(event)
 
 
-def _complete_row(m: Measurement, world: World, now: float, environments: dict[str, dict[str, Any]]) -> Measurement:
+def _complete_row(m: Measurement, world: World, now: float,
+                  environments: dict[str, dict[str, Any]]) -> Measurement:
     kernel, env_id = world.catalog.by_id.get(m.kernel), m.environment
     if not env_id:
         kind = _device_type_of(m.place)
@@ -134,7 +148,8 @@ def _complete_row(m: Measurement, world: World, now: float, environments: dict[s
             env = environment(kind)
             env_id = environment_id(env)
             environments[env_id] = env
-    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""), at=m.at or now,
+    return m._replace(build=m.build or (build_of(kernel) if kernel is not None else ""), at=m.at
+                      or now,
                       environment=env_id)
 
 
@@ -154,7 +169,8 @@ def signature_of(place: str) -> str:
 
 # into the store
 
-def _store_rows(policy: Policy, rows: list[Measurement], environments: Mapping[str, Mapping[str, Any]],
+def _store_rows(policy: Policy, rows: list[Measurement],
+                environments: Mapping[str, Mapping[str, Any]],
                 rates: Mapping[str, tuple[Rates, float]]) -> list[Event]:
     """Writes these rows and what could not be written before; returns what went wrong."""
     try:
@@ -179,7 +195,8 @@ def _save(policy: Policy, timeout: float | None = None) -> list[Event]:
     for attempt in ("first", "last"):
         try:
             with open_location(target, timeout) as db:
-                if state.damaged is not None and state.damaged.path == target:  # found while reading: check all of it
+                # found while reading: check all of it
+                if state.damaged is not None and state.damaged.path == target:
                     db.verify()
                 state.unsaved.write_to(db)
             return problems + _mark_saved(without_password(target))
@@ -224,7 +241,8 @@ def _set_aside(target: Path | str, error: CorruptStore) -> tuple[StoreTrouble, b
     except (OSError, StoreError) as e:
         return _write_failed(str(target), error, f"it could not be set aside ({e}); "), False
     state.damaged = None
-    action = f"set aside as {aside.name}; begun anew" if aside else "another process has begun it anew"
+    action = (f"set aside as {aside.name}; begun anew" if aside
+              else "another process has begun it anew")
     return StoreTrouble(store=str(target), problem=str(error), action=action), True
 
 
@@ -244,7 +262,8 @@ def retry_save(timeout: float | None = None) -> None:
     with _saving:
         if _retry is threading.current_thread():
             _retry = None
-        known_failure, problems = state.writing, _save(policy, timeout) if policy is not None else []
+        known_failure, problems = (state.writing, _save(policy, timeout) if policy is not None
+                                   else [])
         new_problems = [event for event in problems if event != known_failure]
     for event in new_problems:
         events.emit(event)
@@ -262,7 +281,8 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     global _saving, _retry
-    _saving, _retry = threading.Lock(), None   # a thread that did not survive the fork may have held it
+    # a thread that did not survive the fork may have held it
+    _saving, _retry = threading.Lock(), None
 
 
 atexit.register(_at_exit)
@@ -288,8 +308,10 @@ def status() -> StoreStatus:
     count = f"{len(world.perf)} measurements in use"
     if target is None:
         return StoreStatus(True, f"{count}; perfdb is {OFF}, nothing is kept")
-    aside = sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path) else []
-    hint = f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it" if aside else ""
+    aside = (sorted(target.parent.glob(f"{target.name}.corrupt-*")) if isinstance(target, Path)
+             else [])
+    hint = (f"a damaged file was set aside: {aside[-1]}; delete it once you have looked at it"
+            if aside else "")
     return StoreStatus(True, f"{count}, from {without_password(target)}", hint)
 
 
@@ -302,12 +324,14 @@ def shipped_status(world: World, device: Device) -> StoreStatus:
     if table is None:
         return StoreStatus(
             True,
-            f"none for {device.name}: torch's own kernels are the default until something is measured",
+            f"none for {device.name}: torch's own kernels are the default until something is "
+            "measured",
             "run: lz tune --model NAME, or set learn",
         )
     title = f"{table.title}: {table.kinds} kinds of call, by `{table.command}`"
     if refused:
-        return StoreStatus(True, f"do not count here: {refused} ({title})", "run: lz tune --model NAME, or set learn")
+        return StoreStatus(True, f"do not count here: {refused} ({title})",
+                           "run: lz tune --model NAME, or set learn")
     return StoreStatus(True, f"{title}; what is measured here takes their place")
 
 
@@ -343,7 +367,8 @@ class RowStatus:
         if m.at < self.since:
             return "expired"
         if signature_of(m.place) not in self.signatures:
-            return "stale: device, driver or toolkit changed" if is_ours and m.environment else "of another machine"
+            return ("stale: device, driver or toolkit changed" if is_ours and m.environment
+                    else "of another machine")
         if m.kernel not in self.builds:
             return "unknown kernel"
         if self.builds[m.kernel] != m.build:

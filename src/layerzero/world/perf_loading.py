@@ -93,7 +93,8 @@ def location(policy: Policy) -> Path | str | None:
         raise ConfigError(f"perfdb: cannot expand {text!r}: {e}; write an absolute path") from e
 
 
-def open_location(target: Path | str, timeout: float | None = None, read_only: bool = False) -> Store:
+def open_location(target: Path | str, timeout: float | None = None,
+                  read_only: bool = False) -> Store:
     """Opens the store at a path or an address. With `read_only` nothing is created or changed
     there."""
     timeout = WRITE_SECONDS if timeout is None else timeout
@@ -141,7 +142,8 @@ def _read(policy: Policy, builds: Mapping[str, str],
         state.damaged = e
         return PerfView(), _trouble(without_password(target), e, DAMAGED_ACTION)
     except StoreError as e:
-        return PerfView(), _trouble(without_password(target), e, "choices are made without measurements")
+        return PerfView(), _trouble(without_password(target), e,
+                                    "choices are made without measurements")
 
 
 class DamagedRows:
@@ -159,7 +161,8 @@ class DamagedRows:
             self.trouble = _trouble(without_password(self.target), state.damaged, DAMAGED_ACTION)
         else:
             error = StoreError(problem)
-            self.trouble = _trouble(without_password(self.target), error, "choices are made without such rows")
+            self.trouble = _trouble(without_password(self.target), error,
+                                    "choices are made without such rows")
         if not self.loading:
             state.reading = self.trouble
             events.emit(self.trouble)
@@ -169,8 +172,9 @@ class DamagedRows:
         return self.trouble
 
 
-DAMAGED_ACTION = ("choices are made without its measurements; it is set aside when something is to be "
-                  "written, or by lz perf prune")
+DAMAGED_ACTION = (
+    "choices are made without its measurements; it is set aside when something is to be "
+    "written, or by lz perf prune")
 
 
 def _trouble(name: str, error: Exception, action: str) -> StoreTrouble:

@@ -1,9 +1,10 @@
 """Redaction: hides what policy says from everything that leaves the process as text.
 
-The setting `redact` names what is hidden: `paths` of this machine, `shapes` of tensors, `texts` that
-others wrote (messages of a library, prompts quoted in an error). Events are redacted before the log, the
-counters and subscribers see them, so spans and metrics are too; log lines, span attributes, the bundle
-and `/ready` go through `text` and `data`. Passwords and access tokens are hidden whatever policy says.
+The setting `redact` names what is hidden: `paths` of this machine, `shapes` of tensors, `texts`
+that others wrote (messages of a library, prompts quoted in an error). Events are redacted before
+the log, the counters and subscribers see them, so spans and metrics are too; log lines, span
+attributes, the bundle and `/ready` go through `text` and `data`. Passwords and access tokens are
+hidden whatever policy says.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ from . import config
 
 PATH, SHAPE, TEXT, SECRET = "<path>", "<shape>", "<text>", "***"
 
-_NAMES = ("op", "kernel", "served_by", "state", "source")      # our own identifiers: nothing to hide
+# our own identifiers: nothing to hide
+_NAMES = ("op", "kernel", "served_by", "state", "source")
 _MESSAGES = ("problem", "error", "action")     # messages, mostly of a library or a file
 # Numbers in reasons of these categories are sizes of the call.
-_ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMORY, Category.CALLER, Category.DATA)
+_ABOUT_SIZES = (Category.SHAPE, Category.LAYOUT, Category.FEATURE, Category.MEMORY, Category.CALLER,
+                Category.DATA)
 _QUOTES_OTHERS = (Category.HEALTH, Category.CALLER, Category.DATA, Category.SOFTWARE)
 
-# Every pattern begins where a word begins and is linear in the text: a message may be as long as a prompt.
-_KEYS = re.compile(r"(?i)(?<![\w/\\])(password|passwd|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
-                   r"(['\"]?\s*[=:]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",;]+")
+# Every pattern begins where a word begins and is linear in the text: a message may be as long as a
+# prompt.
+_KEYS = re.compile(
+    r"(?i)(?<![\w/\\])(password|passwd|secret|token|api[_-]?key|access[_-]?key|authorization)\b"
+    r"(['\"]?\s*[=:]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",;]+")
 _BEARER = re.compile(r"(?i)\b(bearer)(\s+)[\w.~+/=-]{8,}")
-_TOKENS = re.compile(r"(?<![\w-])(?:(?:hf|ghp|gho|ghs|github_pat|glpat|sk|pk|xox[abpr])[_-][\w-]{16,}"
-                     r"|AKIA[0-9A-Z]{16})(?![\w-])")
+_TOKENS = re.compile(
+    r"(?<![\w-])(?:(?:hf|ghp|gho|ghs|github_pat|glpat|sk|pk|xox[abpr])[_-][\w-]{16,}"
+    r"|AKIA[0-9A-Z]{16})(?![\w-])")
 _QUOTED_PATH = re.compile(r"(['\"`])(?:~|[A-Za-z]:)?[\\/][^'\"`\n]*\1")
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w/.<~-])(?:~?/(?![\s/])|~(?=/)|[A-Za-z]:[\\/]|\\\\(?=\w))[^\s'\"`,;:()\[\]{}<>|]*")
@@ -72,7 +78,8 @@ def text(value: str) -> str:
     if "paths" in hidden:
         value = _without_paths(value)
     if "texts" in hidden:
-        value = _QUOTED.sub(lambda m: m[0] if m[0][1:-1] in (PATH, TEXT) else f"{m[0][0]}{TEXT}{m[0][-1]}", value)
+        value = _QUOTED.sub(lambda m: m[0] if m[0][1:-1] in (PATH, TEXT)
+                            else f"{m[0][0]}{TEXT}{m[0][-1]}", value)
     if "shapes" in hidden:
         value = _SIZE.sub(_hide_size, _TUPLE.sub(SHAPE, _PRODUCT.sub(SHAPE, value)))
     return value
@@ -108,10 +115,13 @@ def reason(original: Reason) -> Reason:
         limit = SHAPE if category is Category.MEMORY else original.want
         original = replace(original, got=SHAPE, want=limit)
     if "texts" in _active and category in _QUOTES_OTHERS and isinstance(original.got, str):
-        error, colon, _ = original.got.partition(": ")  # the class of an error may be shown, its message not
-        original = replace(original, got=f"{error}: {TEXT}" if colon and error.isidentifier() else TEXT)
+        # the class of an error may be shown, its message not
+        error, colon, _ = original.got.partition(": ")
+        original = replace(original, got=f"{error}: {TEXT}" if colon and error.isidentifier()
+                           else TEXT)
     want, got = _redact_value(original.want), _redact_value(original.got)
-    return original if (want, got) == (original.want, original.got) else replace(original, want=want, got=got)
+    return (original if (want, got) == (original.want, original.got)
+            else replace(original, want=want, got=got))
 
 
 def without_secrets(value: str) -> str:
@@ -128,7 +138,8 @@ class LogFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             line = record.getMessage()
-        except (TypeError, ValueError):        # arguments that do not fit: logging itself reports that
+        # arguments that do not fit: logging itself reports that
+        except (TypeError, ValueError):
             return True
         record.msg, record.args = text(line), None
         if record.exc_info and record.exc_info[0] is not None:
@@ -160,7 +171,8 @@ def _redact_value(value: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, tuple) and bool(value) and all(type(v) is int for v in value))
+    return (type(value) is int or (isinstance(value, tuple) and bool(value)
+                                   and all(type(v) is int for v in value)))
 
 
 def _without_password(word: str) -> str:
@@ -176,7 +188,8 @@ def _without_paths(value: str) -> str:
         value = "".join(map(_without_address, re.split(r"([\s'\"]+)", value)))
     value = _QUOTED_PATH.sub(rf"\1{PATH}\1", value)
     value = _ABSOLUTE_PATH.sub(PATH, value)
-    return _RELATIVE_PATH.sub(lambda m: PATH if os.path.splitext(m[0])[1][1:].isalpha() else m[0], value)
+    return _RELATIVE_PATH.sub(lambda m: PATH if os.path.splitext(m[0])[1][1:].isalpha() else m[0],
+                              value)
 
 
 def _without_address(word: str) -> str:
@@ -191,7 +204,8 @@ def _known_folders() -> list[str]:
     for source in sources:
         try:
             folders.add(str(source()))
-        except (OSError, LayerZeroError):    # a folder that was removed; a cache folder that cannot be expanded
+        # a folder that was removed; a cache folder that cannot be expanded
+        except (OSError, LayerZeroError):
             continue
     return sorted((f for f in folders if len(f) > 1 and os.path.isabs(f)), key=len, reverse=True)
 
@@ -205,5 +219,6 @@ def _hide_size(match: re.Match[str]) -> str:
     return match[0] if name in _EVENT_FIELDS else f"{name}{sign}{SHAPE}"
 
 
-_EVENT_FIELDS = {f.name for kind in vars(kinds).values() if isinstance(kind, type) and issubclass(kind, Event)
+_EVENT_FIELDS = {f.name for kind in vars(kinds).values() if isinstance(kind, type)
+                 and issubclass(kind, Event)
                  for f in fields(kind)}

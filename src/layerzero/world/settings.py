@@ -26,8 +26,10 @@ PREFERENCE = 1e6       # boost of a preferred kernel: above any measurement
 def _deadline(seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MAX_SECONDS:
-        raise ConfigError(f"seconds= must be > 0 and a number of at most {_MAX_SECONDS:g}, got {shown(seconds)}")
+    if (isinstance(seconds, bool) or not isinstance(seconds, (int, float))
+        or not 0 < seconds <= _MAX_SECONDS):
+        raise ConfigError(
+            f"seconds= must be > 0 and a number of at most {_MAX_SECONDS:g}, got {shown(seconds)}")
     return time.monotonic() + seconds
 
 
@@ -38,11 +40,16 @@ def _checked(*rules: PolicyRule) -> tuple[PolicyRule, ...]:
     return rules
 
 
-def configure(*, rules: tuple[PolicyRule, ...] = (), seconds: float | None = None, **settings: Any) -> None:
-    """Change settings for the whole process; see docs/policy.md. With `seconds`, only for that long."""
+def configure(*, rules: tuple[PolicyRule, ...] = (), seconds: float | None = None,
+              **settings: Any) -> None:
+    """Change settings for the whole process; see docs/policy.md.
+
+    With `seconds`, only for that long.
+    """
     def change(world: World) -> World:
         old = next((layer for layer in world.policy.layers if layer.name == "programmatic"), None)
-        layer = config.programmatic_layer(old, settings, _checked(*rules), expires_at=_deadline(seconds))
+        layer = config.programmatic_layer(old, settings, _checked(*rules),
+                                          expires_at=_deadline(seconds))
         return world.replace(policy=world.policy.with_layer(layer))
 
     worlds.publish(change, "configure")
@@ -52,11 +59,13 @@ def load_config(path: str | os.PathLike[str] | None) -> None:
     """Apply a policy file and keep watching it; None stops that. A broken file changes nothing."""
     def change(world: World) -> World:
         if path is None:
-            return world.replace(policy=world.policy.without("file"), policy_file=None, policy_stamp=None)
+            return world.replace(policy=world.policy.without("file"), policy_file=None,
+                                 policy_stamp=None)
         stamp = config.FileStamp.of(path)
         ops = {op.name: op.fact_names for op in world.catalog.ops.values()}
         layer = config.load_policy_file(path, ops)
-        return world.replace(policy=world.policy.with_layer(layer), policy_file=Path(path), policy_stamp=stamp)
+        return world.replace(policy=world.policy.with_layer(layer), policy_file=Path(path),
+                             policy_stamp=stamp)
 
     worlds.publish(change, "load_config")
 
@@ -66,9 +75,11 @@ def reload() -> None:
     worlds.apply_deadlines(time.monotonic())
 
 
-def lock(op: str, kernel: str, *, when: Mapping[str, Any] | None = None, seconds: float | None = None) -> None:
+def lock(op: str, kernel: str, *, when: Mapping[str, Any] | None = None,
+         seconds: float | None = None) -> None:
     """Serve `op` with `kernel` only; a call it cannot serve raises."""
-    rule = PolicyRule.of("lock", kernel, op, when, origin="lz.lock()", expires_at=_deadline(seconds))
+    rule = PolicyRule.of("lock", kernel, op, when, origin="lz.lock()",
+                         expires_at=_deadline(seconds))
     _checked(rule)
     _check_kernel_exists(kernel, op)
     configure(rules=(rule,))
@@ -93,16 +104,22 @@ def get_locks() -> dict[str, dict[str, Any]]:
         for rule in layer.rules:
             if rule.action == "lock":
                 for op in rule.ops:
-                    locks.setdefault(op, {"kernel": ", ".join(rule.kernels), "origin": rule.origin, "layer": layer.name,
+                    locks.setdefault(op, {"kernel": ", ".join(rule.kernels), "origin": rule.origin,
+                                          "layer": layer.name,
                                           "when": [str(t) for t in rule.when]})
     return locks
 
 
-def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, seconds: float | None = None,
+def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None,
+           seconds: float | None = None,
            **settings: Any) -> AbstractContextManager[Override]:
-    """In this block, for this task or thread: these kernels first where they can serve. Also takes settings."""
+    """In this block, for this task or thread: these kernels first where they can serve.
+
+    Also takes settings.
+    """
     patterns = [k if "." in k or "*" in k else f"{k}.*" for k in kernels]
-    rules = _checked(*(PolicyRule.of("boost", p, op, when, factor=PREFERENCE / 10 ** min(i, 3), origin="lz.prefer()")
+    rules = _checked(*(PolicyRule.of("boost", p, op, when, factor=PREFERENCE / 10 ** min(i, 3),
+                                     origin="lz.prefer()")
                        for i, p in enumerate(patterns)))
     for pattern in patterns:
         _check_kernel_exists(pattern, op)
@@ -110,7 +127,8 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None, 
     if when:
         extend_keys(Override(Layer("context", {}, rules), None))
     if deadline is not None:
-        worlds.publish(lambda w: w.replace((), deadlines=w.deadlines | {deadline}), "prefer")  # no choice changes yet
+        # no choice changes yet
+        worlds.publish(lambda w: w.replace((), deadlines=w.deadlines | {deadline}), "prefer")
     return context.overriding(settings, rules, deadline)
 
 

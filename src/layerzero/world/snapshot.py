@@ -51,17 +51,23 @@ class World:
     policy: Policy
     epoch: int = 0
     perf: PerfView = field(default_factory=PerfView)
-    health: Mapping[str, health.Health] = field(default_factory=dict)  # breakers that are not closed
-    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)  # kernel -> kind of call -> why not
+    # breakers that are not closed
+    health: Mapping[str, health.Health] = field(default_factory=dict)
+    # kernel -> kind of call -> why not
+    refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)
     # (kernel, kind) -> allowed again then
     refused_until: Mapping[tuple[str, str], float] = field(default_factory=dict)
     unloadable: Mapping[str, Reason] = field(default_factory=dict)     # failed to load
-    warmed: frozenset[Any] = frozenset()       # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
+    # kernel, (kernel, kind) and (kernel, kind, form): see warmup.py
+    warmed: frozenset[Any] = frozenset()
     certified: frozenset[str] = frozenset()
-    devices: Mapping[str, Device] = field(default_factory=dict)        # used instead of probing: for what-if questions
+    # used instead of probing: for what-if questions
+    devices: Mapping[str, Device] = field(default_factory=dict)
     extra_leaves: frozenset[Rule] = frozenset()                        # tests of context overrides
-    deadlines: frozenset[float] = frozenset()                          # of time-boxed context overrides
-    table: ActiveTable | None = None                                   # selections made ahead of time
+    # of time-boxed context overrides
+    deadlines: frozenset[float] = frozenset()
+    # selections made ahead of time
+    table: ActiveTable | None = None
     policy_file: Path | None = None
     policy_stamp: config.FileStamp | None = None
     created_at: float = 0.0
@@ -90,7 +96,8 @@ class World:
             leaves += [leaf for leaf in self.extra_leaves if leaf.fact in op.fact_names]
             leaves += self.table.table.leaves(op.name) if self.table is not None else ()
             key_program = self.memo["program", op.name] = compile_key(
-                op, leaves, [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
+                op, leaves,
+                [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
         return key_program  # type: ignore[no-any-return]
 
     def surroundings(self, kind: str, override: Override | None) -> Surroundings:
@@ -115,15 +122,17 @@ class World:
                 proven |= certificates.certified_ids(self.catalog.kernels, device)
             around = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
-                self.availability(), blocked, self.warmed, proven, lambda: memory.headroom(kind, policy),
-                lambda: self.captures(kind), shipped, self.refused)
+                self.availability(), blocked, self.warmed, proven,
+                lambda: memory.headroom(kind, policy), lambda: self.captures(kind), shipped,
+                self.refused)
         return around  # type: ignore[no-any-return]
 
     def shipped(self, kind: str) -> Shipped:
         """Returns the measurements shipped for this device model."""
         measurements = self.memo.get(("shipped", kind))
         if measurements is None:
-            measurements = perf_loading.shipped_measurements(self.catalog, self.device(kind), self.place(kind))
+            measurements = perf_loading.shipped_measurements(self.catalog, self.device(kind),
+                                                             self.place(kind))
             self.memo["shipped", kind] = measurements
         return measurements  # type: ignore[no-any-return]
 
@@ -139,7 +148,8 @@ class World:
     def availability(self) -> Mapping[str, Reason]:
         reasons = self.memo.get("availability")
         if reasons is None:
-            reasons = {k.id: r for k in self.catalog.kernels if (r := loading.availability(k)) is not None}
+            reasons = {k.id: r for k in self.catalog.kernels
+                       if (r := loading.availability(k)) is not None}
             reasons.update(self.unloadable)
             self.memo["availability"] = reasons
         return reasons  # type: ignore[no-any-return]
@@ -151,7 +161,8 @@ class World:
             roster = self.memo[key] = make_roster(self.kernels(op.name), around)
         return roster  # type: ignore[no-any-return]
 
-    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None, thorough: bool = False,
+    def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None,
+             thorough: bool = False,
              compiled: bool = False) -> Plan:
         """Returns the plan of a call. `compiled`: as if every JIT kernel were compiled already."""
         around = self.surroundings(facts["device"], override)
@@ -159,7 +170,8 @@ class World:
             around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
         merged = {**around.device, **facts}
         roster = self.roster(op, facts["device"], around)
-        if self.table is not None and override is None:        # an override is another policy than the table's
+        # an override is another policy than the table's
+        if self.table is not None and override is None:
             return self.table.plan(self.catalog, op, roster, merged, around, thorough)
         return select(op, roster, merged, around, thorough)
 
@@ -170,18 +182,22 @@ class World:
         """
         epoch = self.epoch + 1
         if ops is None:
-            kept_keys: tuple[Any, ...] = () if changes.keys() & {"catalog", "unloadable"} else ("availability",)
+            kept_keys: tuple[Any, ...] = (() if changes.keys() & {"catalog", "unloadable"}
+                                          else ("availability",))
             if not changes.keys() & {"catalog", "devices"}:
                 kept_keys += tuple(("shipped", kind) for kind in hardware.KINDS)
             leaves = changes.get("extra_leaves", self.extra_leaves)
             if leaves == self.extra_leaves and not changes.keys() & {"catalog", "policy", "table"}:
                 kept_keys += tuple(("program", op) for op in self.catalog.ops)
-            kept = {k: self.memo[k] for k in kept_keys if k in self.memo}  # by name: other threads add to it meanwhile
+            # by name: other threads add to it meanwhile
+            kept = {k: self.memo[k] for k in kept_keys if k in self.memo}
             return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=kept, **changes)
-        kept = {k: v for k in list(self.memo) if _still_valid(k, ops) and (v := self.memo.get(k)) is not None}
+        kept = {k: v for k in list(self.memo) if _still_valid(k, ops)
+                and (v := self.memo.get(k)) is not None}
         if "unloadable" in changes and "availability" in kept:
             kept["availability"] = {**kept["availability"], **changes["unloadable"]}
-        return replace(self, epoch=epoch, changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=kept,
+        return replace(self, epoch=epoch,
+                       changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=kept,
                        **changes)
 
     def version(self, op: str) -> int:
@@ -214,7 +230,8 @@ def _still_valid(key: Any, ops: Collection[str]) -> bool:
 
 
 def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
-    """Returns the tests in a kernel's rules; alignment that no CPU kernel tests is marked OFF_CPU."""
+    """Returns the tests in a kernel's rules; alignment that no CPU kernel tests is marked OFF_CPU.
+    """
     tests = _tests.get(kernel)
     if tests is None:
         off_cpu = any(_on_cpu(rule) is False for rule in kernel.requires)
@@ -266,7 +283,8 @@ def _create() -> World:
     return world
 
 
-def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None, config.FileStamp | None]:
+def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None,
+                                                                     config.FileStamp | None]:
     ops = {op.name: op.fact_names for op in catalog.ops.values()}
     layers = [layer for layer in (advice, config.environment_layer(ops=ops)) if layer is not None]
     path = config.policy_path()
@@ -279,7 +297,8 @@ def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Pat
 
 def publish(change: Callable[[World], World], cause: str = "") -> World:
     """Replace the world by `change(world)`. Returning the same world publishes nothing."""
-    current()                                  # created before the lock is taken: that may emit events
+    # created before the lock is taken: that may emit events
+    current()
     with _writing:
         old = current()
         new = change(old)
@@ -300,7 +319,8 @@ def _activate(world: World) -> None:
     try:
         _current = world
         _notify(world)
-    except BaseException:                      # re-raised once all listeners have the world that is current now
+    # re-raised once all listeners have the world that is current now
+    except BaseException:
         if _current is not None:
             _notify(_current)
         raise
@@ -348,14 +368,18 @@ def apply_deadlines(now: float) -> None:
             changes["health"] = cooled
             for name, breaker in cooled.items():
                 if breaker is not world.health[name]:
-                    pending.append(HealthChanged(kernel=name, state=breaker.state, reason=breaker.reason))
+                    pending.append(HealthChanged(kernel=name, state=breaker.state,
+                                                 reason=breaker.reason))
                     ops |= world.ops_of(name)
         readmitted = {key for key, end in world.refused_until.items() if now >= end}
         if readmitted:
-            changes["refused_until"] = {k: end for k, end in world.refused_until.items() if k not in readmitted}
-            changes["refused"] = {kernel: {kind: r for kind, r in kinds.items() if (kernel, kind) not in readmitted}
+            changes["refused_until"] = {k: end for k, end in world.refused_until.items()
+                                        if k not in readmitted}
+            changes["refused"] = {kernel: {kind: r for kind, r in kinds.items()
+                                           if (kernel, kind) not in readmitted}
                                   for kernel, kinds in world.refused.items()}
-            ops |= {world.catalog.by_id[kernel].op.name for kernel, _ in readmitted if kernel in world.catalog.by_id}
+            ops |= {world.catalog.by_id[kernel].op.name for kernel, _ in readmitted
+                    if kernel in world.catalog.by_id}
         ops |= (reselect := memory.ops_to_reselect(now, lambda kind: memory.headroom(kind, policy)))
         ttl = policy.setting("cache_ttl")
         if ttl and now >= world.created_at + ttl:
@@ -386,7 +410,8 @@ def _reload_policy(world: World, policy: Policy, pending: list[Event]) -> dict[s
         return {"policy_stamp": stamp}
     if stamp == world.policy_stamp:
         return {}
-    return {"policy_stamp": stamp, "policy": policy.with_layer(layer) if layer else policy.without("file")}
+    return {"policy_stamp": stamp, "policy": policy.with_layer(layer) if layer
+            else policy.without("file")}
 
 
 def register(item: Op | Kernel, origin: str = "lz.register()") -> None:
@@ -407,10 +432,12 @@ def unregister(name: str) -> None:
         return world.replace(
             catalog=catalog, health={g: h for g, h in world.health.items() if g in groups},
             refused={k: r for k, r in world.refused.items() if k in catalog.by_id},
-            refused_until={k: end for k, end in world.refused_until.items() if k[0] in catalog.by_id},
+            refused_until={k: end for k, end in world.refused_until.items()
+                           if k[0] in catalog.by_id},
             certified=frozenset(k for k in world.certified if k in catalog.by_id),
             unloadable={k: r for k, r in world.unloadable.items() if k in catalog.by_id},
-            warmed=frozenset(w for w in world.warmed if (w if isinstance(w, str) else w[0]) in catalog.by_id))
+            warmed=frozenset(w for w in world.warmed
+                             if (w if isinstance(w, str) else w[0]) in catalog.by_id))
 
     publish(change, f"unregister:{name}")
 

@@ -40,7 +40,8 @@ class ActiveTable:
     table: SelectionTable
     catalog: Catalog
 
-    def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings,
+    def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any],
+             around: Surroundings,
              thorough: bool) -> Plan:
         """Returns the table's plan; where it has none, the engine's, with the reason in
         `missed`."""
@@ -57,17 +58,20 @@ class ActiveTable:
         if missed is not None:
             return replace(select(op, roster, facts, around, thorough), missed=missed)
         if not thorough:
-            refused = [s.workspace for s in steps or () if s not in usable and s.workspace > around.headroom()]
+            refused = [s.workspace for s in steps or () if s not in usable
+                       and s.workspace > around.headroom()]
             return Plan(op.name, facts, usable, (), around.policy.hash, lock.origin if lock else "",
                         table=self.table.id,
                         refused_workspace=min(refused, default=0))
         full = select(op, roster, facts, around, True)
         scored = {s.kernel: s for s in full.steps}
         listed = {s.kernel for s in usable}
-        from_table = tuple(s._replace(score=scored[s.kernel].score if s.kernel in scored else s.score,
+        from_table = tuple(s._replace(score=scored[s.kernel].score if s.kernel in scored
+                                      else s.score,
                                       note=f"from table {self.table.id}") for s in usable)
         return replace(full,
-                       steps=(*from_table, *(s for s in full.steps if s.kernel not in listed)), table=self.table.id)
+                       steps=(*from_table, *(s for s in full.steps if s.kernel not in listed)),
+                       table=self.table.id)
 
     def drift(self, catalog: Catalog, policy: Policy) -> Reason | None:
         if policy.hash != self.table.policy:
@@ -76,12 +80,14 @@ class ActiveTable:
             return Reason(Code.PLAN_DRIFT, "the kernels of then", "another catalog of kernels")
         return None
 
-    def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any], around: Surroundings,
+    def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any],
+                      around: Surroundings,
                       named: bool) -> tuple[Step, ...]:
         """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
         change without drift."""
         viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, around, named)
-        return tuple(s for s in steps if s.kernel in viable and not demands.refuses(viable[s.kernel])
+        return tuple(s for s in steps if s.kernel in viable
+                     and not demands.refuses(viable[s.kernel])
                      and not (s.workspace and s.workspace > around.headroom()))
 
 

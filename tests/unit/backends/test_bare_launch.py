@@ -1,6 +1,8 @@
-"""Kernels of Triton given to the driver without Triton: a driver of a few lines of C, a compiled kernel that is none.
+"""Kernels of Triton given to the driver without Triton: a driver of a few lines of C, a compiled
+kernel that is none.
 
-What is compiled is a C function with the parameters of a Triton kernel: pointers, numbers, and two scratch pointers.
+What is compiled is a C function with the parameters of a Triton kernel: pointers, numbers, and two
+scratch pointers.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ static void affine(void** p, uint64_t count) {
 Function function = {{8, 8, 4, 4, 8, 8, 8}, 7, affine};
 }
 """
-SIGNATURE = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "one": "constexpr", "scale": "fp32", "add": "i64",
+SIGNATURE = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "one": "constexpr", "scale": "fp32",
+             "add": "i64",
              "BLOCK": "constexpr"}
 HOOKS: list[Any] = []
 
@@ -65,7 +68,8 @@ HOOKS: list[Any] = []
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("driver") / "driver.so"
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)], check=True,
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)],
+                   check=True,
                    input=DRIVER.encode())
     return ctypes.CDLL(str(path))
 
@@ -82,13 +86,16 @@ def compiled(library: Any, **metadata: Any) -> Any:
     """As Triton's CompiledKernel."""
     function = ctypes.addressof(ctypes.c_char.in_dll(library, "function"))
     return SimpleNamespace(function=function, src=SimpleNamespace(signature=SIGNATURE),
-                           metadata=SimpleNamespace(**{"num_warps": 4, "shared": 96, "num_ctas": 1, **metadata}))
+                           metadata=SimpleNamespace(**{"num_warps": 4, "shared": 96, "num_ctas": 1,
+                                                       **metadata}))
 
 
-FN = SimpleNamespace(params=[SimpleNamespace(name=name, do_not_specialize=name == "n") for name in SIGNATURE])
+FN = SimpleNamespace(params=[SimpleNamespace(name=name, do_not_specialize=name == "n")
+                             for name in SIGNATURE])
 
 
-def told(library: Any, x: Tensor, out: Tensor, scale: float = 2.0, varying: tuple[Varying, ...] = (),
+def told(library: Any, x: Tensor, out: Tensor, scale: float = 2.0,
+         varying: tuple[Varying, ...] = (),
          **metadata: Any) -> replay.Launch | str:
     args = (x, out, x.numel(), 1, scale, x.stride(0))
     return bare.launch(FN, compiled(library, **metadata), (1, 1, 1), args, varying, (HOOKS,))
@@ -98,20 +105,24 @@ def test_parameters_are_what_the_driver_says(driver: Any) -> None:
     x = torch.randn(8)
     launch = told(driver, x, torch.empty(8))
     assert isinstance(launch, replay.Launch)
-    assert launch.places == (0, 8, 16, 20, 24, 32, 40) and launch.threads == 128 and launch.shared == 96
+    assert (launch.places == (0, 8, 16, 20, 24, 32, 40) and launch.threads == 128
+            and launch.shared == 96)
     assert [field for field, _ in launch.pointers] == [0, 1]
 
 
-@pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True},
+@pytest.mark.parametrize("metadata",
+                         [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True},
                                       {"global_scratch_size": 64}, {"profile_scratch_size": 1}])
-def test_what_is_launched_in_another_way_stays_triton_s(driver: Any, metadata: dict[str, Any]) -> None:
+def test_what_is_launched_in_another_way_stays_triton_s(driver: Any,
+                                                        metadata: dict[str, Any]) -> None:
     assert "launched with" in str(told(driver, torch.randn(4), torch.empty(4), **metadata))
 
 
 def test_other_parameters_than_the_signature_s_stay_triton_s(driver: Any) -> None:
     made, args = compiled(driver), (torch.randn(4), torch.empty(4), 4, 1, 2.0, 5)
     for sizes in ((8, 8, 4, 4, 8, 8, 8, 8), (8, 8, 4, 4), (8, 8, 8, 4, 8), ()):
-        assert "are not those of the signature" in str(bare.describe(FN, made, (1, 1, 1), args, (), (), sizes))
+        assert "are not those of the signature" in str(bare.describe(FN, made, (1, 1, 1), args, (),
+                                                                     (), sizes))
     far = (*args[:2], 1 << 40, *args[3:])
     assert "do not fit" in str(bare.launch(FN, made, (1, 1, 1), far, (), ()))
 
@@ -121,13 +132,16 @@ def test_varying_numbers_keep_what_is_compiled_in(driver: Any) -> None:
 
     def kept(field: int, now: int, **more: Any) -> tuple[Varying, ...]:
         args = (x, torch.empty(8), now if field == 2 else 8, 1, 2.0, now if field == 5 else 5)
-        launch = bare.launch(FN, compiled(driver), (1, 1, 1), args, (Varying(x, "size", 0, field, **more),), ())
+        launch = bare.launch(FN, compiled(driver), (1, 1, 1), args,
+                             (Varying(x, "size", 0, field, **more),), ())
         assert isinstance(launch, replay.Launch)
         return launch.varying
 
     assert kept(2, 8) == (Varying(x, "size", 0, 2),)                           # not specialised
-    assert kept(5, 32) == (Varying(x, "size", 0, 4, step=16),)                 # one parameter is compiled in
-    assert kept(5, 33) == () and kept(3, 1) == ()                              # nowhere else the same kernel
+    # one parameter is compiled in
+    assert kept(5, 32) == (Varying(x, "size", 0, 4, step=16),)
+    # nowhere else the same kernel
+    assert kept(5, 33) == () and kept(3, 1) == ()
     assert kept(2, 8, factor=4)[0].high == replay.MOST // 4
     assert kept(-1, 0) == (Varying(x, "size", 0, -1),)
 
@@ -162,9 +176,11 @@ def served(driver: Any, world: Any) -> Callable[..., Tensor]:
     return dispatcher_of("rms_norm").public
 
 
-def test_a_launch_with_many_parameters_is_replayed(served: Callable[..., Tensor], driver: Any) -> None:
+def test_a_launch_with_many_parameters_is_replayed(served: Callable[..., Tensor],
+                                                   driver: Any) -> None:
     served(torch.randn(1, 64)[:, :8], eps=2.0)
-    for width in (64, 64, 128, 48):            # the stride varies, as long as it is a multiple of 16
+    # the stride varies, as long as it is a multiple of 16
+    for width in (64, 64, 128, 48):
         x = torch.randn(1, width)[:, :8]
         assert torch.equal(served(x, eps=2.0), x * 2 + width), width
     config = (ctypes.c_uint32 * 7).in_dll(driver, "last")
@@ -173,11 +189,13 @@ def test_a_launch_with_many_parameters_is_replayed(served: Callable[..., Tensor]
     assert counts == (1, 4, 1)
 
 
-def test_what_the_driver_refuses_is_said_as_triton_says_it(served: Callable[..., Tensor], driver: Any) -> None:
+def test_what_the_driver_refuses_is_said_as_triton_says_it(served: Callable[..., Tensor],
+                                                           driver: Any) -> None:
     x = torch.randn(1, 8)
     served(x, eps=2.0)
     ctypes.c_int.in_dll(driver, "fails").value = 700
-    with pytest.raises(lz.errors.KernelExecutionError, match=r"Triton Error \[CUDA\]: out of cheese"):
+    with pytest.raises(lz.errors.KernelExecutionError,
+                       match=r"Triton Error \[CUDA\]: out of cheese"):
         served(x, eps=2.0)
 
 
@@ -195,7 +213,8 @@ def test_while_a_profiler_watches_python_launches(served: Callable[..., Tensor])
 def test_recording_does_not_import_dynamo() -> None:
     """Which takes seconds, and the first call of a signature is somebody's request."""
     told = python(
-        "import sys, torch; from layerzero.dispatch.native.replays import LaunchRecorder\nr = LaunchRecorder(())\n"
-        "with r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in sys.modules)"
+        "import sys, torch; from layerzero.dispatch.native.replays import LaunchRecorder\nr = "
+        "LaunchRecorder(())\nwith r: torch.empty(3)\nprint(len(r.allocations), 'torch._dynamo' in "
+        "sys.modules)"
     )
     assert told.split() == ["1", "False"]

@@ -1,4 +1,6 @@
-"""Formulas that torch.compile fuses: never by surprise, once per kind of call, and with a reason where they cannot."""
+"""Formulas that torch.compile fuses: never by surprise, once per kind of call, and with a reason
+where they cannot.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def test_explain_says_why_not():
     x = torch.randn(512, 64)
     plan = lz.explain("rms_norm", x)
     refused = {r.kernel: [reason.code for reason in r.reasons] for r in plan.rejected}
-    assert refused["torch.compiled_rms_norm"] == [Code.JIT_NOT_WARMED if HERE else Code.COMPILER_MISSING]
+    assert refused["torch.compiled_rms_norm"] == [Code.JIT_NOT_WARMED if HERE
+                                                  else Code.COMPILER_MISSING]
 
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch):
@@ -50,7 +53,8 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch):
 def test_the_signature_is_the_formulas():
     for kernel in KERNELS:
         if HERE:
-            assert loading.accepted_params(kernel.id, kernel.op, loading.load(kernel)) == tuple(kernel.op.by_name)
+            assert loading.accepted_params(kernel.id, kernel.op,
+                                           loading.load(kernel)) == tuple(kernel.op.by_name)
 
 
 @needs_compiler
@@ -58,7 +62,8 @@ def test_sizes_that_vary_compile_once_and_exact_ones_each_time():
     run, weight = CompiledReference(lz.op("rms_norm")), torch.randn(64)
     first = torch.randn(5, 64)
     run(first, weight)
-    assert not hasattr(first, "_dynamo_weak_dynamic_indices")      # what is marked is an alias, not the caller's
+    # what is marked is an alias, not the caller's
+    assert not hasattr(first, "_dynamo_weak_dynamic_indices")
     before = graphs()
     for rows in (6, 17, 900, 2):
         x = torch.randn(rows, 64)
@@ -79,7 +84,8 @@ def test_the_wait_is_an_event():
     finally:
         stop()
     warm = [e for e in events if e.name == "warmed_up"]
-    assert [(e.op, e.kernel) for e in warm] == [("rms_norm", "torch.compiled_rms_norm")] and warm[0].seconds > 0
+    assert ([(e.op, e.kernel) for e in warm] == [("rms_norm", "torch.compiled_rms_norm")]
+            and warm[0].seconds > 0)
     assert warm[0].to_json()["seconds"] == warm[0].seconds
 
 

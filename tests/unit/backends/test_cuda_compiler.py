@@ -1,4 +1,6 @@
-"""Compiling CUDA C++ with NVRTC, which needs no GPU; what a launch hands to the driver; what is said of a failure."""
+"""Compiling CUDA C++ with NVRTC, which needs no GPU; what a launch hands to the driver; what is
+said of a failure.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from layerzero.spec.reason import Code, Reason
 from layerzero.spec.sealed import SealedFolder
 from layerzero.verify.kernel.contract import case_values
 
-needs_nvrtc = pytest.mark.skipif(compiler.ready() is not True, reason=f"{compiler.ready()} (or set CUDA_HOME)")
+needs_nvrtc = pytest.mark.skipif(compiler.ready() is not True,
+                                 reason=f"{compiler.ready()} (or set CUDA_HOME)")
 ARCH = "sm_90a"
 SOURCE = """
 #include "device.h"
@@ -91,9 +94,11 @@ def test_a_damaged_file_is_replaced(cache, source):
 @needs_nvrtc
 def test_threads_that_want_the_same_compile_it_once(cache, source, monkeypatch):
     compilations, compile_ = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda *given: compilations.append(given) or compile_(*given))
+    monkeypatch.setattr(compiler, "_compile", lambda *given: compilations.append(given)
+                        or compile_(*given))
     made: list[bytes] = []
-    threads = [threading.Thread(target=lambda: made.append(compiler.cubin(source, MACROS, ARCH))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: made.append(compiler.cubin(source, MACROS, ARCH)))
+               for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -113,7 +118,8 @@ def test_an_error_says_where_it_is(cache, source):
 
 @needs_nvrtc
 def test_an_unknown_architecture_says_what_to_do(cache, source):
-    with pytest.raises(ConfigError, match=r"(?s)gpu-architecture.*install a torch with a newer CUDA"):
+    with pytest.raises(ConfigError,
+                       match=r"(?s)gpu-architecture.*install a torch with a newer CUDA"):
         compiler.cubin(source, MACROS, "sm_999")
 
 
@@ -125,7 +131,8 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, source, monkey
         assert compiler.cubin(source, MACROS, ARCH).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize(("sm", "want"), [(80, "sm_80"), (89, "sm_89"), (90, "sm_90a"), (100, "sm_100a"),
+@pytest.mark.parametrize(("sm", "want"), [(80, "sm_80"), (89, "sm_89"), (90, "sm_90a"),
+                                          (100, "sm_100a"),
                                           (120, "sm_120a")])
 def test_architectures(sm, want):
     assert compiler.architecture(sm) == want
@@ -140,15 +147,18 @@ def test_decoding_takes_as_many_rows_as_fit_its_tiles(head_dim, most):
     for group in range(1, 40):
         for seq_q in range(1, 40):
             facts = {"head_dim": head_dim, "group": group, "seq_q": seq_q}
-            assert all(rule.check(facts) is None for rule in rules) == (group * seq_q <= most), facts
+            assert all(rule.check(facts) is None
+                       for rule in rules) == (group * seq_q <= most), facts
 
 
 CALLS: dict[str, tuple[dict[str, object], ...]] = {
     "cuda.attention_decode": (
         {"b": 1, "hq": 8, "hkv": 2, "sq": 1, "sk": 200, "d": 128},
-        {"b": 1, "hq": 8, "hkv": 1, "sq": 4, "sk": 200, "d": 64, "causal": True, "align": "bottom_right",
+        {"b": 1, "hq": 8, "hkv": 1, "sq": 4, "sk": 200, "d": 64, "causal": True,
+         "align": "bottom_right",
          "window": (50, -1), "lse": True}),
-    "cuda.paged_attention_decode": ({"context": (70, 9), "d": 64}, {"lengths_q": (3, 1, 5), "d": 128}),
+    "cuda.paged_attention_decode": ({"context": (70, 9), "d": 64},
+                                    {"lengths_q": (3, 1, 5), "d": 128}),
     "cuda.quantized_linear": (
         {"format": "int4", "group": 32, "k": 256, "rows": (1,)},
         {"format": "int8", "k": 256, "rows": (7,), "symmetric": False},
@@ -171,13 +181,16 @@ class OnlyCompiled:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("kernel", "case"), [(k, case) for k in KERNELS for case in CALLS.get(k.id, ())],
+@pytest.mark.parametrize(("kernel", "case"),
+                         [(k, case) for k in KERNELS for case in CALLS.get(k.id, ())],
                          ids=lambda v: getattr(v, "id", None))
 def test_nvrtc_takes_our_kernels(kernel, case, monkeypatch):
     monkeypatch.setattr(compiler, "kernel", OnlyCompiled)
     run = kernel.load()
-    remembered = [f for m in list(sys.modules.values()) if getattr(m, "__name__", "").startswith(KERNELS[0].package)
-                  for f in vars(m).values() if hasattr(f, "cache_clear") and f.__module__ != compiler.__name__]
+    remembered = [f for m in list(sys.modules.values())
+                  if getattr(m, "__name__", "").startswith(KERNELS[0].package)
+                  for f in vars(m).values() if hasattr(f, "cache_clear")
+                  and f.__module__ != compiler.__name__]
     values = case_values(kernel.op, case, "bfloat16")
     taken = inspect.signature(run).parameters
     try:
@@ -194,7 +207,8 @@ def test_nvrtc_takes_our_kernels(kernel, case, monkeypatch):
 def test_without_nvrtc_all_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: "")
     found = compiler.ready()
-    assert isinstance(found, Reason) and found.code is Code.NOT_INSTALLED and "nvidia-cuda-nvrtc" in found.message
+    assert (isinstance(found, Reason) and found.code is Code.NOT_INSTALLED
+            and "nvidia-cuda-nvrtc" in found.message)
     assert [loading.availability(kernel) for kernel in KERNELS] == [found] * len(KERNELS)
     compiler.nvrtc.cache_clear()
     with pytest.raises(ImportError, match=r"nvidia-cuda-nvrtc.*CUDA_HOME"):
@@ -209,7 +223,8 @@ def test_what_is_no_library_says_what_to_do(monkeypatch, tmp_path):
         compiler.nvrtc()
 
 
-@pytest.mark.parametrize("inside", ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "home/lib64", "home/lib"])
+@pytest.mark.parametrize("inside", ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "home/lib64",
+                                    "home/lib"])
 def test_nvrtc_is_found_in_the_wheel_and_in_cuda_home(inside, monkeypatch, tmp_path):
     """The wheel goes first: it is the one that torch was installed with."""
     name = f"libnvrtc.so.{(torch.version.cuda or '13').partition('.')[0]}"
@@ -229,7 +244,8 @@ def test_nvrtc_is_found_in_the_wheel_and_in_cuda_home(inside, monkeypatch, tmp_p
 def test_structures_lie_in_memory_as_in_cuda_h():
     launch, attribute = compiler.LaunchConfig, compiler.Attribute
     assert compiler.ctypes.sizeof(launch) == 56 and compiler.ctypes.sizeof(attribute) == 72
-    assert [getattr(launch, name).offset for name, *_ in launch._fields_] == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48]
+    assert [getattr(launch, name).offset for name, *_ in launch._fields_] == [0, 4, 8, 12, 16, 20,
+                                                                              24, 32, 40, 48]
     assert (attribute.id.offset, attribute.cluster.offset) == (0, 8)
 
 
@@ -238,9 +254,12 @@ def test_structures_lie_in_memory_as_in_cuda_h():
     (700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered", "sticky"),
     (716, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address", "sticky"),
     (719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure", "sticky"),
-    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch", "kernel"),
-    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing", "capture"),
-    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture", "lost"),
+    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch",
+     "kernel"),
+    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing", "capture"),
+    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture", "lost"),
 ])
 def test_an_error_of_the_driver_is_understood(code, name, text, kind):
     said = compiler.describe_error(code, name.encode(), text.encode(), "launching scaled.cu:scaled")

@@ -1,4 +1,6 @@
-"""Which generation of GPU gets which kernel: the real declarations, on devices that need not be here."""
+"""Which generation of GPU gets which kernel: the real declarations, on devices that need not be
+here.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,21 @@ FLASH = [k for k in flash_attn.KERNELS if k.op is ATTENTION]
 ALL = catalog.discover()[0].kernels_of("attention")
 LENIENT = {"allow_untested": True, "jit": "in_request"}
 # Every SM that was sold, and some that were not.
-MODELS = {"pascal": (60, 61), "volta": (70, 72), "turing": (75,), "ampere": (80, 86, 87), "ada_lovelace": (89,),
-          "hopper": (90,), "blackwell": (100, 103, 110, 120, 121), "unknown": (130, 150, 300)}
+MODELS = {"pascal": (60, 61), "volta": (70, 72), "turing": (75,), "ampere": (80, 86, 87),
+          "ada_lovelace": (89,), "hopper": (90,), "blackwell": (100, 103, 110, 120, 121),
+          "unknown": (130, 150, 300)}
 EVERY_SM = [sm for models in MODELS.values() for sm in models]
 
 
 def facts(seq=4096, heads=32, dim=128, dtype=torch.bfloat16):
-    return call_facts(ATTENTION, *(torch.empty(1, heads, seq, dim, dtype=dtype, device="meta") for _ in range(3)))
+    return call_facts(ATTENTION, *(torch.empty(1, heads, seq, dim, dtype=dtype, device="meta")
+                                   for _ in range(3)))
 
 
 def routed(device, kernels=ALL, rules=(), given=None, **settings):
     """The plan on `device` as if every library were installed there."""
-    around = Surroundings(policy(*rules, **settings), device.facts(), device.signature, rates_of(device.type))
+    around = Surroundings(policy(*rules, **settings), device.facts(), device.signature,
+                          rates_of(device.type))
     all_facts = {**(given or facts()), **device.facts()}
     return select(ATTENTION, make_roster(kernels, around), all_facts, around, thorough=True)
 
@@ -41,7 +46,8 @@ def order(plan):
     return [s.kernel for s in plan.steps]
 
 
-@pytest.mark.parametrize(("name", "sm"), [(name, sm) for name, models in MODELS.items() for sm in models])
+@pytest.mark.parametrize(("name", "sm"),
+                         [(name, sm) for name, models in MODELS.items() for sm in models])
 def test_an_sm_is_of_its_generation(name, sm):
     device = nvidia(sm)
     assert device.gpu_generation == name
@@ -72,7 +78,8 @@ def test_on_blackwell_version_4_is_preferred_where_it_is_there(sm):
 
 
 @pytest.mark.parametrize(("settings", "kernel", "code"), [
-    ({"jit": "in_request"}, V2, Code.UNTESTED_ON_HARDWARE), ({"allow_untested": True}, V4, Code.JIT_NOT_WARMED)])
+    ({"jit": "in_request"}, V2, Code.UNTESTED_ON_HARDWARE),
+    ({"allow_untested": True}, V4, Code.JIT_NOT_WARMED)])
 def test_no_version_is_chosen_by_chance(settings, kernel, code):
     plan = routed(nvidia(100), FLASH, **settings)
     assert kernel not in order(plan) and code in [r.code for r in plan.why_not(kernel)]
@@ -84,7 +91,8 @@ def test_version_4_serves_where_it_is_named():
 
 
 @pytest.mark.parametrize(("sm", "want"), [
-    (70, []), (75, []), (80, [V2]), (86, [V2]), (89, [V2]), (90, [V2, V3, V4]), (100, [V2, V4]), (120, [V2, V4])])
+    (70, []), (75, []), (80, [V2]), (86, [V2]), (89, [V2]), (90, [V2, V3, V4]), (100, [V2, V4]),
+    (120, [V2, V4])])
 def test_who_may_serve_where(sm, want):
     assert sorted(order(routed(nvidia(sm), FLASH, **LENIENT))) == want
 
@@ -105,21 +113,26 @@ def test_on_a_generation_nobody_has_seen_torch_decides(sm):
         reasons = [r.code for r in plan.why_not(k.id)]
         if k.id in ("torch.sdpa_flash_cuda", "torch.sdpa_cudnn", "torch.sdpa_efficient"):
             assert Code.SM_TOO_NEW in reasons, k.id
-    # Without leave to try the untested, what torch itself would run goes before all that was made for other cards.
+    # Without leave to try the untested, what torch itself would run goes before all that was made
+    # for other cards.
     assert routed(nvidia(sm)).kernel == "torch.sdpa"
 
 
 def test_an_unknown_generation_can_what_the_newest_older_one_can():
     newer = nvidia(300)
-    assert newer.supports_bf16 and newer.supports_fp8 and newer.tensor_core_generation == generation_of(120).tensor_core
+    assert (newer.supports_bf16 and newer.supports_fp8
+            and newer.tensor_core_generation == generation_of(120).tensor_core)
 
 
 def test_a_table_can_name_hardware_newer_than_this_release():
-    table = (*table_from_json([{"name": "rubin", "sm_first": 130, "sm_last": 139, "tensor_core": 6, "bf16": True}]),)
+    table = (*table_from_json([{"name": "rubin", "sm_first": 130, "sm_last": 139, "tensor_core": 6,
+                                "bf16": True}]),)
     row = generation_of(130, table)
-    device = Device("cuda", 0, "a newer GPU", "nvidia", sm=130, gpu_generation=row.name, supports_bf16=row.bf16,
+    device = Device("cuda", 0, "a newer GPU", "nvidia", sm=130, gpu_generation=row.name,
+                    supports_bf16=row.bf16,
                     tensor_core_generation=row.tensor_core)
-    ours = lz.Kernel("lib.rubin", ATTENTION, lambda: ATTENTION.reference, requires=(generations("rubin"),),
+    ours = lz.Kernel("lib.rubin", ATTENTION, lambda: ATTENTION.reference,
+                     requires=(generations("rubin"),),
                      prior=100, less_work="a test")
     assert routed(device, [*ALL, ours]).kernel == "lib.rubin"
     assert "lib.rubin" not in order(routed(nvidia(100), [*ALL, ours]))
@@ -138,4 +151,5 @@ def test_the_same_is_seen_through_the_public_question(world):
     assert Code.GPU_GENERATION_UNSUPPORTED not in [r.code for r in on_hopper.why_not(V3)]
     assert Code.GPU_GENERATION_UNSUPPORTED in [r.code for r in on_blackwell.why_not(V3)]
     assert on_hopper.kernel and on_hopper.facts["gpu_generation"] == "hopper"
-    assert lz.explain("attention", q, k, v).facts["device"] == "cpu"         # the question left nothing behind
+    # the question left nothing behind
+    assert lz.explain("attention", q, k, v).facts["device"] == "cpu"

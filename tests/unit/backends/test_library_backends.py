@@ -1,5 +1,7 @@
-"""The GPU libraries without their hardware: what they refuse and why, what is told of a build that does not fit, how a
-page table is turned into FlashInfer's, how its plans are reused, and Liger's kernels in Triton's interpreter."""
+"""The GPU libraries without their hardware: what they refuse and why, what is told of a build that
+does not fit, how a page table is turned into FlashInfer's, how its plans are reused, and Liger's
+kernels in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,12 @@ from layerzero.world import snapshot as worlds
 
 MODULES = (flashinfer, liger, quack, xformers, flash_attn)
 KERNELS = {k.id: k for m in MODULES for k in m.KERNELS}
-H200 = Device("cuda", 0, "NVIDIA H200", "nvidia", sm=90, gpu_generation="hopper", tensor_core_generation=4)
-A100 = Device("cuda", 0, "NVIDIA A100", "nvidia", sm=80, gpu_generation="ampere", tensor_core_generation=3)
-T4 = Device("cuda", 0, "Tesla T4", "nvidia", sm=75, gpu_generation="turing", tensor_core_generation=3)
+H200 = Device("cuda", 0, "NVIDIA H200", "nvidia", sm=90, gpu_generation="hopper",
+              tensor_core_generation=4)
+A100 = Device("cuda", 0, "NVIDIA A100", "nvidia", sm=80, gpu_generation="ampere",
+              tensor_core_generation=3)
+T4 = Device("cuda", 0, "Tesla T4", "nvidia", sm=75, gpu_generation="turing",
+            tensor_core_generation=3)
 
 
 def codes(kernel: str, device: Device, dtype: str = "bfloat16", **case) -> set[Code]:
@@ -77,16 +82,20 @@ def test_each_says_that_it_does_not_run_on_a_cpu(kernel):
     ("flashinfer.prefill_fa2", H200, {"b": 2}, Code.SHAPE_UNSUPPORTED),
     ("flashinfer.prefill_fa2", H200, {"b": 1, "d": 80}, Code.HEAD_DIM_INVALID),
     ("flashinfer.prefill_fa2", H200, {"b": 1, "d": 128, "dv": 64}, Code.HEAD_DIM_INVALID),
-    ("flashinfer.prefill_fa2", H200, {"b": 1, "sq": 9, "sk": 5, "causal": True, "align": "bottom_right"},
+    ("flashinfer.prefill_fa2", H200, {"b": 1, "sq": 9, "sk": 5, "causal": True,
+                                      "align": "bottom_right"},
      Code.SEQ_LEN_UNSUPPORTED),
     ("flashinfer.prefill_fa2", H200, {"b": 1, "window": (8, 8)}, Code.WINDOW_UNSUPPORTED),
-    ("flashinfer.prefill_fa2", H200, {"b": 1, "sq": 5, "sk": 9, "causal": True, "align": "top_left"},
+    ("flashinfer.prefill_fa2", H200, {"b": 1, "sq": 5, "sk": 9, "causal": True,
+                                      "align": "top_left"},
      Code.CAUSAL_ALIGNMENT_UNSUPPORTED),
     ("flashinfer.prefill_fa2", H200, {"b": 1, "scale": -1.0}, Code.SCALE_UNSUPPORTED),
     ("flashinfer.decode", H200, {"b": 1, "sq": 1, "hq": 20, "hkv": 4}, Code.GQA_UNSUPPORTED),
-    ("flashinfer.decode", H200, {"b": 1, "sq": 1, "sk": 9, "stride": "transposed"}, Code.NOT_CONTIGUOUS),
+    ("flashinfer.decode", H200, {"b": 1, "sq": 1, "sk": 9, "stride": "transposed"},
+     Code.NOT_CONTIGUOUS),
     ("flashinfer.paged_decode", H200, {"d": 128, "lengths_q": (1, 2, 3)}, Code.SEQ_LEN_UNSUPPORTED),
-    ("flashinfer.paged_decode", H200, {"d": 128, "stored": "int8", "scales": "one"}, Code.SCALE_LAYOUT_MISMATCH),
+    ("flashinfer.paged_decode", H200, {"d": 128, "stored": "int8", "scales": "one"},
+     Code.SCALE_LAYOUT_MISMATCH),
     ("flashinfer.paged_xqa", H200, {"d": 128, "page_size": 1}, Code.PAGE_SIZE_UNSUPPORTED),
     ("flashinfer.paged_xqa", H200, {"d": 128, "lse": True}, Code.LSE_UNSUPPORTED),
     ("flashinfer.mla_fa2", H200, {}, Code.HEAD_DIM_INVALID),
@@ -102,7 +111,8 @@ def test_each_says_that_it_does_not_run_on_a_cpu(kernel):
     ("xformers.attention", H200, {"lse": True}, Code.LSE_UNSUPPORTED),
     ("flash_attn.v2_paged", H200, {"page_size": 16}, Code.PAGE_SIZE_UNSUPPORTED),
     ("flash_attn.v3_paged", A100, {}, Code.GPU_GENERATION_UNSUPPORTED),
-    ("flash_attn.v4_paged", H200, {"page_size": 64, "context": (130, 64)}, Code.PAGE_SIZE_UNSUPPORTED),
+    ("flash_attn.v4_paged", H200, {"page_size": 64, "context": (130, 64)},
+     Code.PAGE_SIZE_UNSUPPORTED),
 ])
 def test_a_limit_is_refused_with_its_reason(kernel, device, case, code):
     assert code in codes(kernel, device, **case)
@@ -114,12 +124,15 @@ def test_a_limit_is_refused_with_its_reason(kernel, device, case, code):
         "b": 1, "d": 128, "sq": 3, "sk": 9, "causal": True, "align": "bottom_right", "lse": True}),
     ("flashinfer.decode", {"b": 1, "sq": 1, "sk": 300, "hq": 8, "hkv": 2}),
     ("flashinfer.decode", {"b": 1, "sq": 1, "sk": 300, "hq": 8, "hkv": 2, "layout": "bshd"}),
-    ("flashinfer.paged_decode", {"d": 128, "layout": "HND", "window": 3}), ("flashinfer.paged_xqa", {"d": 128}),
+    ("flashinfer.paged_decode", {"d": 128, "layout": "HND", "window": 3}),
+    ("flashinfer.paged_xqa", {"d": 128}),
     ("flashinfer.paged_prefill_fa3", {"d": 128, "lengths_q": (3, 1, 5), "table": "int64"}),
-    ("flashinfer.varlen_fa2", {}), ("flashinfer.mla_fa3", {"ckv": 512, "kpe": 64}), ("flashinfer.rms_norm", {}),
-    ("flashinfer.rope", {"d": 128, "layout": "bshd"}), ("flashinfer.sample", {"top_k": 20, "top_p": 0.8}),
+    ("flashinfer.varlen_fa2", {}), ("flashinfer.mla_fa3", {"ckv": 512, "kpe": 64}),
+    ("flashinfer.rms_norm", {}), ("flashinfer.rope", {"d": 128, "layout": "bshd"}),
+    ("flashinfer.sample", {"top_k": 20, "top_p": 0.8}),
     ("liger.swiglu", {}), ("liger.linear_cross_entropy", {}), ("quack.rms_norm", {}),
-    ("xformers.attention", {"mask": "float", "hkv": 2}), ("flash_attn.v4_paged", {"lengths_q": (3, 1, 5)}),
+    ("xformers.attention", {"mask": "float", "hkv": 2}),
+    ("flash_attn.v4_paged", {"lengths_q": (3, 1, 5)}),
     ("flash_attn.v2_paged", {"page_size": 256}),
 ])
 def test_what_it_is_made_for_is_taken(kernel, case):
@@ -131,23 +144,27 @@ def test_what_it_is_made_for_is_taken(kernel, case):
 def test_of_several_configurations_the_one_that_was_fastest_here_serves(tmp_path):
     """Tuning's rows, out of a store, choose; without any the default is used."""
     op, kernels = lz.op("linear"), [k for k in triton.KERNELS if k.op.name == "linear"]
-    assert [k.id for k in kernels] == ["triton.linear_gemv", "triton.linear_gemv_half", "triton.linear_gemv_double"]
+    assert [k.id for k in kernels] == ["triton.linear_gemv", "triton.linear_gemv_half",
+                                       "triton.linear_gemv_double"]
     values = case_values(op, {"rows": (1,), "k": 64, "n": 48}, "bfloat16")
     facts = {**read(op, values), **H200.facts(), "device": "cuda"}
 
     def chosen(perf: PerfView) -> str | None:
-        around = Surroundings(policy=Policy(()), device=H200.facts(), place=H200.signature, rates=rates_of("cuda"),
+        around = Surroundings(policy=Policy(()), device=H200.facts(), place=H200.signature,
+                              rates=rates_of("cuda"),
                               perf=perf, warmed=frozenset(k.id for k in kernels))
         return select(op, make_roster(kernels, around), facts, around).kernel
 
     assert chosen(PerfView()) == "triton.linear_gemv"
     kind = kind_of(op, facts)
     with SqliteStore(tmp_path / "perf.sqlite") as store:
-        store.put([Measurement(k.id, "linear", kind.bucket, H200.signature, us, samples=20, family=kind.family,
-                               sizes=kind.sizes_text, build="v1") for k, us in zip(kernels, (31.0, 29.0, 35.0))],
+        store.put([Measurement(k.id, "linear", kind.bucket, H200.signature, us, samples=20,
+                               family=kind.family, sizes=kind.sizes_text, build="v1")
+                   for k, us in zip(kernels, (31.0, 29.0, 35.0))],
                   {"driver": "1"})
         assert chosen(store.view({k.id: "v1" for k in kernels})) == "triton.linear_gemv_half"
-        assert chosen(store.view({k.id: "v2" for k in kernels})) == "triton.linear_gemv"       # another Triton
+        # another Triton
+        assert chosen(store.view({k.id: "v2" for k in kernels})) == "triton.linear_gemv"
 
 
 # Builds that do not fit.
@@ -161,7 +178,8 @@ def test_xformers_fits_one_cuda_and_no_older_torch(cuda_here, torch_here, good):
         assert found is True
     else:
         assert found.code is Code.ABI_MISMATCH
-        assert "2.10.0+cu128" in found.message and torch_here in found.message and "12.8" in found.message
+        assert ("2.10.0+cu128" in found.message and torch_here in found.message
+                and "12.8" in found.message)
 
 
 def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
@@ -171,8 +189,9 @@ def installed(folder: Path, monkeypatch, made_for: str | None) -> None:
     if made_for is not None:
         (folder / "xformers" / "cpp_lib.json").write_text(made_for)
     (folder / "xformers-0.0.35.dist-info").mkdir()
-    (folder / "xformers-0.0.35.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: xformers\n"
-                                                                   "Version: 0.0.35\n")
+    (folder / "xformers-0.0.35.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: xformers\n"
+        "Version: 0.0.35\n")
     monkeypatch.syspath_prepend(str(folder))
     loading.is_importable.cache_clear()
     loading.installed_version.cache_clear()
@@ -191,12 +210,15 @@ def forgotten():
 BUILT = '{"version": {"cuda": 1208, "hip": null, "torch": "2.10.0+cu128", "python": "3.10.19"}}'
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch that the build does not fit")
+@pytest.mark.skipif(torch.version.cuda is not None,
+                    reason="for a torch that the build does not fit")
 @pytest.mark.parametrize("made_for", [BUILT, "not json", "{}", None])
-def test_an_xformers_built_for_another_cuda_is_a_reason_and_a_hint(made_for, tmp_path, monkeypatch, forgotten, world):
+def test_an_xformers_built_for_another_cuda_is_a_reason_and_a_hint(made_for, tmp_path, monkeypatch,
+                                                                   forgotten, world):
     installed(tmp_path, monkeypatch, made_for)
     reason = loading.availability(xformers.KERNELS[0])
-    assert reason is not None and reason.code is Code.ABI_MISMATCH and "made for this torch" in reason.code.advice
+    assert (reason is not None and reason.code is Code.ABI_MISMATCH
+            and "made for this torch" in reason.code.advice)
     if "xformers.attention" not in {k.id for k in lz.list_kernels("attention")}:
         lz.register(xformers.KERNELS[0])
     check = next(c for c in lz.doctor().checks if c.name == "library xformers")
@@ -245,7 +267,8 @@ def test_version_4_of_flash_attention_is_not_taken_for_version_2(monkeypatch, tm
     try:
         by_id = {k.id: k for k in flash_attn.KERNELS}
         reason = loading.availability(by_id["flash_attn.v2"])
-        assert reason is not None and reason.code is Code.NOT_INSTALLED and "flash-attn" in reason.message
+        assert (reason is not None and reason.code is Code.NOT_INSTALLED
+                and "flash-attn" in reason.message)
         assert loading.availability(by_id["flash_attn.v4"]) is None
     finally:
         loading.is_importable.cache_clear()
@@ -267,7 +290,8 @@ def test_a_page_table_and_its_csr_say_the_same():
 @pytest.mark.parametrize(("causal", "blind"), [(True, [0, 1, 5, 6]), (False, [5, 6])])
 def test_queries_before_the_first_key_are_known(causal, blind):
     table, starts = torch.tensor([[0], [1], [2]]), torch.tensor([0, 5, 7, 8])
-    found = paged.to_csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal, 5)
+    found = paged.to_csr("paged_attention", 8, table, torch.tensor([3, 0, 9]), starts, 16, causal,
+                         5)
     assert found.dead is not None and found.dead.nonzero()[:, 0].tolist() == blind
     out, lse = paged._finish((torch.ones(8, 2, 4), torch.ones(8, 2)), found.dead, True, 0.5)
     assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
@@ -302,14 +326,16 @@ def test_a_plan_is_made_once_for_unchanged_lengths(plans):
     first = get(lengths)
     assert get(lengths) is first and (shelf.planned, shelf.reused) == (1, 1)
     lengths += 1
-    assert get(lengths) is first and first.planned == [[3, 4], [4, 5]]      # planned anew, in the same wrapper
+    # planned anew, in the same wrapper
+    assert get(lengths) is first and first.planned == [[3, 4], [4, 5]]
     assert get(lengths, "other") is not first and shelf.planned == 3
 
 
 def test_other_lengths_at_the_same_address_are_planned_anew(plans):
     shelf, get = plans
     memory = torch.tensor([3, 4, 0, 0])
-    first = torch.from_numpy(memory.numpy()[:2])           # storages of their own over the same memory
+    # storages of their own over the same memory
+    first = torch.from_numpy(memory.numpy()[:2])
     get(first)
     del first
     memory[0] = 9
@@ -341,7 +367,8 @@ def test_the_oldest_wrapper_is_planned_again(plans):
 def test_a_bias_is_spaced_by_sixteen_bytes(width):
     mask = torch.randn(2, 1, 3, width, dtype=torch.float16)
     made = xformers.align_rows(mask)
-    assert torch.equal(made, mask) and made.stride(-1) == 1 and all(s % 8 == 0 for s in made.stride()[:-1])
+    assert (torch.equal(made, mask) and made.stride(-1) == 1
+            and all(s % 8 == 0 for s in made.stride()[:-1]))
     assert (made is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
 
 
@@ -374,13 +401,16 @@ for kernel in KERNELS:
 
 @pytest.fixture(scope="module")
 def interpreted():
-    done = subprocess.run([sys.executable, "-c", INTERPRET.format(names=INTERPRETED)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", INTERPRET.format(names=INTERPRETED)],
+                          capture_output=True, text=True,
                           timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-1500:]
-    return {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
+    return {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines()
+            if "|" in line}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None or importlib.util.find_spec("liger_kernel") is None,
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None
+                    or importlib.util.find_spec("liger_kernel") is None,
                     reason="triton and liger-kernel are not installed")
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_liger_keeps_the_contract_in_the_interpreter(name, interpreted):

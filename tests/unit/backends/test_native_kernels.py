@@ -1,4 +1,6 @@
-"""Our own CPU kernels: built on demand, right over the contract and at the edges, refused with a reason elsewhere."""
+"""Our own CPU kernels: built on demand, right over the contract and at the edges, refused with a
+reason elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def empty_cache(tmp_path, monkeypatch):
 def lacking(kernel) -> str:
     """What the kernel wants of a processor and this one has not; "" where it runs."""
     facts = hardware.probe("cpu").facts()
-    reasons = (rule.check(facts) for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} <= {"isa"})
+    reasons = (rule.check(facts) for rule in kernel.requires
+               if {leaf.fact for leaf in rule.leaves()} <= {"isa"})
     return "; ".join(reason.message for reason in reasons if reason is not None)
 
 
@@ -77,7 +80,8 @@ def test_every_case_of_the_contract(library, kernel, dtype):
     skip_where_the_processor_lacks_something(kernel)
     results = [check_case(kernel, case, dtype) for case in kernel.op.cases]
     assert [str(r) for r in results if r.status == "failed"] == []
-    # The rules must not hide what they are there to admit; a decode is a small part of attention's cases.
+    # The rules must not hide what they are there to admit; a decode is a small part of attention's
+    # cases.
     least = 1 if kernel is DECODE_ROWS else 3 if kernel.op is ATTENTION else len(results) - 2
     if kernel.id.endswith(("_vector", "_half")):
         least = 0 if refused_everywhere(kernel, dtype) else 3 if kernel.op is not ATTENTION else 1
@@ -87,26 +91,39 @@ def test_every_case_of_the_contract(library, kernel, dtype):
 def refused_everywhere(kernel, dtype) -> bool:
     """By the dtype or the CPU alone."""
     reasons = refusals(kernel, case_values(kernel.op, kernel.op.cases[0], dtype))
-    return any(r.code in (Code.DTYPE_UNSUPPORTED, Code.CPU_ISA_MISSING, Code.MATMUL_IS_FAST) for r in reasons)
+    return any(r.code in (Code.DTYPE_UNSUPPORTED, Code.CPU_ISA_MISSING, Code.MATMUL_IS_FAST)
+               for r in reasons)
 
 
 DECODES: tuple[dict[str, Any], ...] = (
     *({"sq": sq, "sk": 77, "hq": 8, "hkv": 2} for sq in (1, 2, 3, 5, 7, 8)),
-    *({"sq": 1, "sk": sk, "hq": 4, "hkv": 1, "lse": True} for sk in (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 1500)),
-    *({"sq": 1, "sk": 33, "hq": 3, "hkv": 3, "d": d} for d in (1, 2, 15, 16, 17, 31, 32, 33, 72, 84, 128, 192, 257)),
-    *({"sq": 2, "sk": 33, "hq": 6, "hkv": 2, "d": 24, "dv": dv} for dv in (1, 7, 16, 33, 48, 64, 65, 80, 130)),
-    {"sq": 1, "sk": 3000, "hq": 8, "hkv": 8, "b": 1}, {"sq": 1, "sk": 2100, "hq": 7, "hkv": 1, "b": 3, "lse": True},
+    *({"sq": 1, "sk": sk, "hq": 4, "hkv": 1, "lse": True}
+      for sk in (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 1500)),
+    *({"sq": 1, "sk": 33, "hq": 3, "hkv": 3, "d": d}
+      for d in (1, 2, 15, 16, 17, 31, 32, 33, 72, 84, 128, 192, 257)),
+    *({"sq": 2, "sk": 33, "hq": 6, "hkv": 2, "d": 24, "dv": dv}
+      for dv in (1, 7, 16, 33, 48, 64, 65, 80, 130)),
+    {"sq": 1, "sk": 3000, "hq": 8, "hkv": 8, "b": 1},
+    {"sq": 1, "sk": 2100, "hq": 7, "hkv": 1, "b": 3, "lse": True},
     {"sq": 4, "sk": 1300, "hq": 4, "hkv": 2, "causal": True, "align": "bottom_right", "lse": True},
-    {"sq": 4, "sk": 90, "causal": True, "align": "top_left", "lse": True}, {"sq": 8, "sk": 8, "causal": True},
-    {"sq": 8, "sk": 3, "causal": True, "align": "bottom_right", "lse": True},              # rows that see nothing
-    {"sq": 3, "sk": 0, "lse": True}, {"sq": 0, "sk": 5, "lse": True}, {"b": 0, "sq": 1, "lse": True},
+    {"sq": 4, "sk": 90, "causal": True, "align": "top_left", "lse": True},
+    {"sq": 8, "sk": 8, "causal": True},
+    # rows that see nothing
+    {"sq": 8, "sk": 3, "causal": True, "align": "bottom_right", "lse": True},
+    {"sq": 3, "sk": 0, "lse": True}, {"sq": 0, "sk": 5, "lse": True},
+    {"b": 0, "sq": 1, "lse": True},
     {"sq": 1, "sk": 4000, "causal": True, "align": "bottom_right", "window": (100, 0), "hkv": 2},
     {"sq": 3, "sk": 2500, "window": (700, 5), "align": "bottom_right", "lse": True},
-    {"sq": 3, "sk": 200, "window": (-1, 5)}, {"sq": 2, "sk": 40, "window": (0, 0), "align": "bottom_right"},
-    {"sq": 1, "sk": 700, "softcap": 20.0, "hkv": 1}, {"sq": 1, "sk": 70, "softcap": 0.5, "scale": 3.0, "lse": True},
-    {"sq": 1, "sk": 700, "scale": 0.0}, {"sq": 1, "sk": 70, "scale": -0.4}, {"sq": 1, "sk": 700, "extreme": True},
-    {"sq": 4, "sk": 90, "extreme": True, "causal": True, "align": "bottom_right", "lse": True, "hkv": 1},
-    {"sq": 1, "sk": 90, "stride": "transposed", "hkv": 2}, {"sq": 5, "sk": 90, "stride": "padded", "hkv": 2},
+    {"sq": 3, "sk": 200, "window": (-1, 5)},
+    {"sq": 2, "sk": 40, "window": (0, 0), "align": "bottom_right"},
+    {"sq": 1, "sk": 700, "softcap": 20.0, "hkv": 1},
+    {"sq": 1, "sk": 70, "softcap": 0.5, "scale": 3.0, "lse": True},
+    {"sq": 1, "sk": 700, "scale": 0.0}, {"sq": 1, "sk": 70, "scale": -0.4},
+    {"sq": 1, "sk": 700, "extreme": True},
+    {"sq": 4, "sk": 90, "extreme": True, "causal": True, "align": "bottom_right", "lse": True,
+     "hkv": 1},
+    {"sq": 1, "sk": 90, "stride": "transposed", "hkv": 2},
+    {"sq": 5, "sk": 90, "stride": "padded", "hkv": 2},
     {"sq": 1, "sk": 600, "layout": "bshd", "hkv": 2, "lse": True},
     {"sq": 2, "sk": 60, "layout": "bshd", "stride": "padded"},
 )
@@ -115,8 +132,10 @@ DECODES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", DECODES, ids=str)
 def test_decoding_at_its_edges(library, case, dtype):
-    results = [check_case(kernel, {"b": 2, **case}, dtype) for kernel in (DECODE, DECODE_ROWS, DECODE_MHA)]
-    assert sorted(r.status for r in results) == ["passed", "skipped", "skipped"], "\n".join(map(str, results))
+    results = [check_case(kernel, {"b": 2, **case}, dtype)
+               for kernel in (DECODE, DECODE_ROWS, DECODE_MHA)]
+    assert sorted(r.status for r in results) == ["passed", "skipped",
+                                                 "skipped"], "\n".join(map(str, results))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +150,8 @@ def test_a_row_that_sees_nothing_is_zero(library, dtype):
 def test_threads_do_not_change_a_bit(library, dtype):
     calls = [(BY_ID[name], case_values(BY_ID[name].op, case, dtype)) for name, case in (
         ("native.attention_decode", {"sq": 3, "sk": 2500, "hq": 8, "hkv": 2}),
-        ("native.add_rms_norm", {"rows": (41,), "hidden": 1000}), ("native.rope", {"s": 90, "d": 96, "hq": 9}),
+        ("native.add_rms_norm", {"rows": (41,), "hidden": 1000}),
+        ("native.rope", {"s": 90, "d": 96, "hq": 9}),
         *((("native.linear_half", {"rows": (rows,), "k": 300, "n": 215}) for rows in (1, 3, 11))
           if dtype != "float32" else ()))]
     before = torch.get_num_threads()
@@ -139,7 +159,8 @@ def test_threads_do_not_change_a_bit(library, dtype):
         found = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            found.append([t for kernel, values in calls for t in contract.results_of(contract.call(kernel, values))])
+            found.append([t for kernel, values in calls
+                          for t in contract.results_of(contract.call(kernel, values))])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
@@ -167,8 +188,10 @@ def test_norms_keep_nan_in_its_row(library, kernel, dtype):
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [{"hidden": h, "rows": (3,)} for h in (1, 15, 16, 17, 63, 64, 65, 200)]
-                         + [{"hidden": 300, "rows": (200,)}, {"offset": 1.0}, {"rows": (4, 3), "stride": "transposed"}],
+@pytest.mark.parametrize("case",
+                         [{"hidden": h, "rows": (3,)} for h in (1, 15, 16, 17, 63, 64, 65, 200)]
+                         + [{"hidden": 300, "rows": (200,)}, {"offset": 1.0},
+                            {"rows": (4, 3), "stride": "transposed"}],
                          ids=str)
 def test_norms_with_any_weight(library, case, dtype, weight_dtype):
     for kernel in (BY_ID["native.rms_norm"], BY_ID["native.add_rms_norm"]):
@@ -191,8 +214,9 @@ def test_an_id_outside_the_table_is_the_callers_error(library, stray):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("style", ["rotate_half", "interleaved"])
 @pytest.mark.parametrize("case", [
-    {"b": 0}, {"s": 0}, {"hq": 0}, {"hkv": 0}, {"hq": 0, "hkv": 0}, {"s": 0, "ids": "int64"}, {"b": 0, "ids": "int32"},
-    {"b": 0, "alone": True}, {"hq": 0, "alone": True}, {"s": 0, "packed": True}, {"hkv": 0, "packed": True},
+    {"b": 0}, {"s": 0}, {"hq": 0}, {"hkv": 0}, {"hq": 0, "hkv": 0}, {"s": 0, "ids": "int64"},
+    {"b": 0, "ids": "int32"}, {"b": 0, "alone": True}, {"hq": 0, "alone": True},
+    {"s": 0, "packed": True}, {"hkv": 0, "packed": True},
     {"b": 0, "batched": True}, *({"hkv": 0, "layout": "bshd", "b": b} for b in (0, 1, 2))], ids=str)
 def test_rope_of_nothing(library, case, style, dtype):
     kernel = BY_ID["native.rope"]
@@ -222,8 +246,10 @@ def test_values_of_no_width_are_for_others(library, dtype):
 # what they do not take
 
 @pytest.mark.parametrize(("case", "code"), [
-    ({"sq": MAX_QUERY_ROWS + 1}, Code.SEQ_LEN_UNSUPPORTED), ({"sq": 1, "mask": "bool"}, Code.MASK_UNSUPPORTED),
-    ({"sq": 1, "alibi": True}, Code.ALIBI_UNSUPPORTED), ({"sq": 1, "stride": "sparse"}, Code.STRIDE_LAST_DIM)])
+    ({"sq": MAX_QUERY_ROWS + 1}, Code.SEQ_LEN_UNSUPPORTED),
+    ({"sq": 1, "mask": "bool"}, Code.MASK_UNSUPPORTED),
+    ({"sq": 1, "alibi": True}, Code.ALIBI_UNSUPPORTED),
+    ({"sq": 1, "stride": "sparse"}, Code.STRIDE_LAST_DIM)])
 def test_refused_with_a_reason(case, code):
     assert code in [r.code for r in refusals(DECODE, case_values(ATTENTION, case, "float32"))]
 
@@ -245,8 +271,8 @@ def test_not_built_says_what_to_do_and_builds_nothing(kernel, empty_cache):
 
 
 @pytest.mark.parametrize("environ", [
-    {"LAYERZERO_CACHE_DIR": "/some/where"}, {"LAYERZERO_CACHE_DIR": " ~/there "}, {"XDG_CACHE_HOME": "/xdg"},
-    {"XDG_CACHE_HOME": "relative"}, {}])
+    {"LAYERZERO_CACHE_DIR": "/some/where"}, {"LAYERZERO_CACHE_DIR": " ~/there "},
+    {"XDG_CACHE_HOME": "/xdg"}, {"XDG_CACHE_HOME": "relative"}, {}])
 def test_the_cache_is_the_one_of_the_configuration(environ):
     assert build.cache_dir(environ) == config.cache_dir(environ)
     assert build.library_path(environ).parents[2] == config.cache_dir(environ)
@@ -267,8 +293,10 @@ def script(path: Path, text: str) -> str:
 
 
 def test_what_stands_in_the_way_of_a_build_is_told(empty_cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "echo 'x.cpp:7: error: no such header' >&2; exit 1"))
-    with pytest.raises(ConfigError, match=r"did not compile; LayerZero works without them.\n.*no such header"):
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx",
+                                     "echo 'x.cpp:7: error: no such header' >&2; exit 1"))
+    with pytest.raises(ConfigError,
+                       match=r"did not compile; LayerZero works without them.\n.*no such header"):
         build.build()
     monkeypatch.setenv("CXX", "/no/such/g++")
     with pytest.raises(ConfigError, match=r"'/no/such/g\+\+' cannot be run: .*unset CXX"):
@@ -299,4 +327,5 @@ exec {COMPILER} "$@" """))
     for kernel in (k for k in KERNELS if not lacking(k)):
         cases = (*kernel.op.cases, *(DECODES if kernel.op is ATTENTION else ()))
         results = [check_case(kernel, case, dtype) for case in cases for dtype in DTYPES]
-        assert [str(r) for r in results if r.status == "failed"] == [] and any(r.passed for r in results)
+        assert ([str(r) for r in results if r.status == "failed"] == []
+                and any(r.passed for r in results))

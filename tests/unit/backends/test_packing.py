@@ -59,8 +59,9 @@ def test_each_kind_has_its_own(cache):
 
 
 @pytest.mark.parametrize("change", [
-    lambda w: w.mul_(2), lambda w: w[0].zero_(), lambda w: w.t().add_(1), lambda w: w.detach().mul_(3),
-    lambda w: torch.optim.SGD([_with_grad(w)], lr=0.1).step()], ids=["mul", "row", "view", "detached", "optimizer"])
+    lambda w: w.mul_(2), lambda w: w[0].zero_(), lambda w: w.t().add_(1),
+    lambda w: w.detach().mul_(3), lambda w: torch.optim.SGD([_with_grad(w)], lr=0.1).step()],
+                         ids=["mul", "row", "view", "detached", "optimizer"])
 def test_a_write_in_place_packs_anew(cache, change):
     pack, weight = Counting(), torch.nn.Parameter(torch.randn(4, 4))
     cache.get("a", pack, weight)
@@ -114,7 +115,9 @@ def test_new_memory_behind_a_parameter(cache):
 
 
 def test_an_address_that_was_given_up_and_taken_by_another(cache):
-    """A storage that is resized leaves its address; another tensor of like shape and version may get it."""
+    """A storage that is resized leaves its address; another tensor of like shape and version may
+    get it.
+    """
     pack, first = Counting(), torch.randn(64, 64)
     address = first.data_ptr()
     cache.get("a", pack, first)
@@ -208,20 +211,24 @@ def test_a_layer_follows_its_weight(shared):
     x, weight = torch.randn(8, 64), torch.nn.Parameter(torch.randn(32, 64))
     with torch.no_grad():
         for _ in range(3):
-            torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"), F.linear(x, weight))
+            torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"),
+                                       F.linear(x, weight))
         assert packed_weights().weights == 1
         weight.mul_(-2)
-        torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"), F.linear(x, weight))
+        torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"),
+                                   F.linear(x, weight))
         weight.data.mul_(2)
         assert forget_packed(weight) == 1
-        torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"), F.linear(x, weight))
+        torch.testing.assert_close(lz.linear(x, weight, backend="torch.linear_prepacked"),
+                                   F.linear(x, weight))
 
 
 @needs_onednn
 def test_without_room_the_answer_is_the_same(shared):
     limit_packed(0)
     x, weight = torch.randn(8, 64), torch.randn(32, 64)
-    torch.testing.assert_close(lz.linear(x, weight, activation="silu", backend="torch.linear_prepacked"),
+    torch.testing.assert_close(lz.linear(x, weight, activation="silu",
+                                         backend="torch.linear_prepacked"),
                                F.silu(F.linear(x, weight)))
     x, gate_up, down = torch.randn(8, 1024), torch.randn(48, 1024) / 32, torch.randn(64, 24)
     torch.testing.assert_close(lz.mlp(x, gate_up, down, backend="torch.mlp_prepacked"),

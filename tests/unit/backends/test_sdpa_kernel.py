@@ -1,4 +1,6 @@
-"""torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp say which kernels may serve attention."""
+"""torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp say which kernels may serve
+attention.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
 VARLEN = lz.op("varlen_attention")
 SWITCHES = {"FLASH_ATTENTION": torch.backends.cuda.enable_flash_sdp,
             "EFFICIENT_ATTENTION": torch.backends.cuda.enable_mem_efficient_sdp,
-            "MATH": torch.backends.cuda.enable_math_sdp, "CUDNN_ATTENTION": torch.backends.cuda.enable_cudnn_sdp}
+            "MATH": torch.backends.cuda.enable_math_sdp,
+            "CUDNN_ATTENTION": torch.backends.cuda.enable_cudnn_sdp}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +70,8 @@ def test_every_kernel_of_torch_and_of_flash_attention_says_which_implementation_
                 assert kernel.sdpa_backend == "", kernel.id
 
 
-@pytest.mark.parametrize("allowed", [(MATH,), (FLASH,), (FLASH, MATH), (EFFICIENT, MATH), (CUDNN, FLASH)])
+@pytest.mark.parametrize("allowed", [(MATH,), (FLASH,), (FLASH, MATH), (EFFICIENT, MATH),
+                                     (CUDNN, FLASH)])
 def test_only_what_is_allowed_is_in_the_plan(allowed):
     names = {a.name for a in allowed}
     for op, args in (("attention", qkv()), ("attention", qkv(1, 40, heads=4, kv_heads=2)),
@@ -88,13 +92,15 @@ def test_the_reason_names_what_is_allowed():
     with sdpa_kernel(MATH):
         told = str(lz.explain("attention", *qkv()))
     assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in told
-    assert "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told
+    assert (
+        "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told)
     with off(*SWITCHES), pytest.raises(NoKernelFoundError, match="allows only none"):
         lz.attention(*qkv())
 
 
 def test_a_remembered_choice_does_not_leave_its_block(path):
-    ours = Fake("fake.one", ATTENTION)                 # none of torch's: serves only while nothing is switched off
+    # none of torch's: serves only while nothing is switched off
+    ours = Fake("fake.one", ATTENTION)
     math = Fake("fake.math", ATTENTION, prior=1e5, sdpa_backend="MATH")
     flash = Fake("fake.flash", ATTENTION, prior=1e4, sdpa_backend="FLASH_ATTENTION")
     register(ours, math, flash)
@@ -136,7 +142,8 @@ def test_keys_differ_by_every_switch_and_only_for_ops_that_ask():
         return keyed, norm.key_of(*named)
 
     seen = [keys()]
-    for names in (("MATH",), ("FLASH_ATTENTION",), ("EFFICIENT_ATTENTION",), ("CUDNN_ATTENTION",), tuple(SWITCHES)):
+    for names in (("MATH",), ("FLASH_ATTENTION",), ("EFFICIENT_ATTENTION",), ("CUDNN_ATTENTION",),
+                  tuple(SWITCHES)):
         with off(*names):
             seen.append(keys())
     for place in range(len(seen[0][0])):
@@ -159,7 +166,8 @@ def test_threads_see_the_switches_of_the_process():
 
 @pytest.mark.parametrize("case", [
     (EFFICIENT, {}), (CUDNN, {}), (FLASH, {"dropout_p": 0.5}), (FLASH, {"softcap": 2.0}),
-    (MATH, {"backend": "torch.sdpa_flash"}), (FLASH, {"dropout_p": 0.5, "backend": "torch.sdpa"})], ids=str)
+    (MATH, {"backend": "torch.sdpa_flash"}), (FLASH, {"dropout_p": 0.5, "backend": "torch.sdpa"})],
+                         ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning")     # torch says why each implementation cannot
 def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, case):
     allowed, extra = case
@@ -167,7 +175,8 @@ def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, ca
     before = lz.which("attention", *args)
     with sdpa_kernel(allowed):
         for _ in range(5):
-            with pytest.raises(NamedKernelRefused if "backend" in extra else NoKernelFoundError) as caught:
+            with pytest.raises(NamedKernelRefused if "backend" in extra
+                               else NoKernelFoundError) as caught:
                 attention(*args, **extra)
             assert Code.SDPA_BACKEND_DISABLED in caught.value.codes
     assert not worlds.current().health

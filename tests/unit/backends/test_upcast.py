@@ -1,4 +1,5 @@
-"""Half types on CPUs that have no matmul for them: who serves, what is kept, and what comes back."""
+"""Half types on CPUs that have no matmul for them: who serves, what is kept, and what comes back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ needs_slow_half = pytest.mark.skipif(not SLOW, reason="this CPU has a matmul for
 
 @pytest.mark.parametrize("kernel", torch_upcast.KERNELS, ids=lambda k: k.id)
 @pytest.mark.parametrize(("isa", "dtype", "refused"), [
-    (("avx2",), "bfloat16", False), (("avx2",), "float16", False), (("neon", "fp16", "dotprod"), "float16", False),
+    (("avx2",), "bfloat16", False), (("avx2",), "float16", False),
+    (("neon", "fp16", "dotprod"), "float16", False),
     (("avx2", "avx512f"), "bfloat16", True), (("avx2", "avx512f"), "float16", False),
     (("neon", "bf16"), "bfloat16", True),
     (CPU_ISA, "bfloat16", True), (CPU_ISA, "float16", True)])
@@ -34,10 +36,12 @@ def test_offered_only_where_torch_has_no_instructions_for_the_type(kernel, isa, 
 
 
 @needs_slow_half
-@pytest.mark.parametrize("kernel", [k for k in torch_upcast.KERNELS if k.differentiable], ids=lambda k: k.id)
+@pytest.mark.parametrize("kernel", [k for k in torch_upcast.KERNELS if k.differentiable],
+                         ids=lambda k: k.id)
 def test_gradients_in_bfloat16(kernel):
     served = [case for case in gradient_cases(kernel.op)
-              if not refusals(kernel, requiring_grad(kernel.op, case_values(kernel.op, case, "bfloat16")))]
+              if not refusals(kernel,
+                              requiring_grad(kernel.op, case_values(kernel.op, case, "bfloat16")))]
     results = [check_gradients(kernel, case, "bfloat16") for case in served]
     assert results and [str(r) for r in results if r.status == "failed"] == []
 
@@ -51,7 +55,8 @@ def test_a_copy_is_kept_follows_its_weight_and_counts_for_what_it_takes():
     values["weight"].mul_(2)
     bias = values["bias"].float()
     want = (first.float() - bias) * 2 + bias
-    assert torch.allclose(call(kernel, values).float(), want, rtol=2e-2, atol=2e-2) and len(PACKED) == kept + 1
+    assert (torch.allclose(call(kernel, values).float(), want, rtol=2e-2, atol=2e-2)
+            and len(PACKED) == kept + 1)
     del values
     assert len(PACKED) == kept, "it goes with its weight"
 
@@ -61,4 +66,5 @@ def test_where_nothing_may_be_kept_the_weight_is_cast_in_the_call(monkeypatch):
     kernel = BY_ID["torch.linear_upcast_packed"]
     values = case_values(kernel.op, {"rows": (3,), "k": 96, "n": 80}, "bfloat16")
     kept = len(PACKED)
-    assert torch.equal(call(kernel, values), call(BY_ID["torch.linear_upcast"], values)) and len(PACKED) == kept
+    assert (torch.equal(call(kernel, values), call(BY_ID["torch.linear_upcast"], values))
+            and len(PACKED) == kept)

@@ -1,4 +1,6 @@
-"""The `lz` command: what it prints is what the library says, and a mistake is one message, not a traceback."""
+"""The `lz` command: what it prints is what the library says, and a mistake is one message, not a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
 CPU = ("--device", "cpu")
 
 H100 = {"type": "cuda", "index": 0, "name": "NVIDIA H100 80GB HBM3", "vendor": "nvidia", "sm": 90,
-        "gpu_generation": "hopper", "tensor_core_generation": 4, "supports_bf16": True, "supports_fp8": True,
-        "cores": 132, "total_memory": 85 * 10 ** 9, "runtime_version": "13.0", "torch_version": "2.13.0"}
+        "gpu_generation": "hopper", "tensor_core_generation": 4, "supports_bf16": True,
+        "supports_fp8": True, "cores": 132, "total_memory": 85 * 10 ** 9, "runtime_version": "13.0",
+        "torch_version": "2.13.0"}
 
 
 @pytest.fixture
@@ -40,8 +43,10 @@ def run(capsys):
 
 
 def in_new_process(*words, code="from layerzero.cli import main; main()", **environ):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=240,
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
+           or k == "LAYERZERO_CACHE_DIR"}
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True,
+                          timeout=240,
                           env={**env, **environ})
 
 
@@ -52,23 +57,27 @@ def call(op, *words, dtype="float32"):
 # arguments
 
 def test_shapes_and_scalars_become_arguments_without_memory():
-    found = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64", "is_causal=true", "scale=0.5",
-                 "window_left=16", "causal_align=bottom_right", "attn_mask=none", dtype="bfloat16")
+    found = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64",
+                 "is_causal=true", "scale=0.5", "window_left=16", "causal_align=bottom_right",
+                 "attn_mask=none", dtype="bfloat16")
     assert {k: tuple(v.shape) for k, v in found.items() if isinstance(v, torch.Tensor)} == {
         "query": (1, 8, 1, 64), "key": (1, 2, 256, 64), "value": (1, 2, 256, 64)}
     assert found["query"].dtype is torch.bfloat16
     assert found["query"].device.type == "meta"
     assert {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)} == {
-        "is_causal": True, "scale": 0.5, "window_left": 16, "causal_align": "bottom_right", "attn_mask": None}
+        "is_causal": True, "scale": 0.5, "window_left": 16, "causal_align": "bottom_right",
+        "attn_mask": None}
 
 
 def test_a_tensor_may_have_its_own_dtype():
-    found = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32", dtype="float16")
+    found = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32",
+                 dtype="float16")
     assert (found["attn_mask"].dtype, found["alibi_slopes"].dtype) == (torch.bool, torch.float32)
 
 
 def test_offsets_are_whole_numbers_by_default():
-    found = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3", "cu_seqlens_k=3",
+    found = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3",
+                 "cu_seqlens_k=3",
                  "max_seqlen_q=5", "max_seqlen_k=5")
     assert found["cu_seqlens_q"].dtype is torch.int32
     assert found["query"].dtype is torch.float32
@@ -112,7 +121,8 @@ def test_explain_says_what_the_library_says(run, words):
 
 def test_explain_in_words(run):
     code, out, _ = run("explain", "attention", *DECODE, "--dtype", "float32", *CPU)
-    plan = lz.explain("attention", **{k: torch.zeros(v.shape) for k, v in call("attention", *DECODE).items()})
+    plan = lz.explain("attention",
+                      **{k: torch.zeros(v.shape) for k, v in call("attention", *DECODE).items()})
     assert code == 0
     assert out.splitlines()[0] == f"lz.attention -> {plan.kernel}"
     assert len(out.splitlines()) == 1 + len(plan.steps) + len(plan.rejected)
@@ -144,7 +154,8 @@ def test_explain_for_another_machine(run, tmp_path):
     assert code == 0
     assert (told["facts"]["device"], told["facts"]["sm"]) == ("cuda", 90)
     reasons = [x for r in told["rejected"] for x in r["reasons"]]
-    assert [x for x in reasons if x["code"] == "PLATFORM_MISMATCH"], "some kernels are for the CPU only"
+    assert [x for x in reasons
+            if x["code"] == "PLATFORM_MISMATCH"], "some kernels are for the CPU only"
     assert all(x["got"] == "cuda" for x in reasons if x["code"] == "PLATFORM_MISMATCH")
 
 
@@ -162,7 +173,8 @@ def test_list(run):
     assert (code, told["device"]) == (0, "cpu")
     assert [k["id"] for k in told["kernels"]] == [k.id for k in lz.list_kernels(device="cpu")]
     code, out, _ = run("list", "rms_norm", *CPU)
-    assert [line.split()[0] for line in out.splitlines()[1:]] == [k.id for k in lz.list_kernels("rms_norm", "cpu")]
+    assert [line.split()[0]
+            for line in out.splitlines()[1:]] == [k.id for k in lz.list_kernels("rms_norm", "cpu")]
 
 
 def test_kernels_shows_one_in_full(run):
@@ -173,7 +185,8 @@ def test_kernels_shows_one_in_full(run):
     assert "PLATFORM_MISMATCH" in [r["code"] for r in told["reasons"]]
     code, out, _ = run("kernels", "flash_attn.v2", *CPU)
     assert code == 0
-    assert len([line for line in out.splitlines() if line.startswith("requires")]) == len(told["requires"])
+    assert len([line for line in out.splitlines() if line.startswith("requires")]) == len(
+        told["requires"])
 
 
 def test_config(run):
@@ -185,7 +198,8 @@ def test_config(run):
 
 
 def test_config_shows_the_environment():
-    done = in_new_process("config", "--json", LAYERZERO_DENY="flash_attn.*", LAYERZERO_STRICT_MODE="1")
+    done = in_new_process("config", "--json", LAYERZERO_DENY="flash_attn.*",
+                          LAYERZERO_STRICT_MODE="1")
     told = json.loads(done.stdout)
     assert (told["settings"]["strict_mode"], told["source"]["strict_mode"]) == (True, "environment")
     assert [(r["action"], r["kernels"], r["origin"]) for r in told["rules"]] == [
@@ -207,19 +221,22 @@ def test_version_and_help(run):
     assert run("doctor", "-h") == run("doctor", "--help")
     code, out, _ = run("--help")
     assert code == 0
-    assert all(word in out for word in ("doctor", "list", "kernels", "which", "explain", "config", "build", "demo"))
+    assert all(word in out for word in ("doctor", "list", "kernels", "which", "explain", "config",
+                                        "build", "demo"))
 
 
 # mistakes
 
 @pytest.mark.parametrize(("words", "part"), [
     (("explain", "atention", "q=8x8"), "did you mean 'attention'?"),
-    (("explain", "attention", "q=1x8x1x64", "k=1x3x9x64", "v=1x3x9x64", *CPU), "HEADS_NOT_DIVISIBLE"),
+    (("explain", "attention", "q=1x8x1x64", "k=1x3x9x64", "v=1x3x9x64", *CPU),
+     "HEADS_NOT_DIVISIBLE"),
     (("explain", "attention", "q=1x8x1x64", "k=1x8x9x32", "v=1x8x9x32", *CPU), "DIM_MISMATCH"),
     (("explain", "attention", *DECODE, "--dtype", "floaty", *CPU), "there is no dtype 'floaty'"),
     (("explain", "attention", *DECODE, "--device", "tpu"), "device kind must be one of"),
     (("explain", "attention", *DECODE, "--on", "/no/such/file.json"), "wanted a device as JSON"),
-    (("explain", "attention", *DECODE, "--backend", "torch.sdpa_mth", *CPU), "did you mean 'torch.sdpa_math'?"),
+    (("explain", "attention", *DECODE, "--backend", "torch.sdpa_mth", *CPU),
+     "did you mean 'torch.sdpa_math'?"),
     (("list", "atention"), "did you mean 'attention'?"),
     (("list", "--device", "tpu"), "device kind must be one of"),
     (("kernels", "torch.sdpa_mth"), "did you mean 'torch.sdpa_math'?"),
@@ -249,7 +266,8 @@ def test_a_warning_is_one_line_beside_the_answer(run):
 
 
 def test_of_a_warning_with_a_stack_the_first_line_is_shown(capsys):
-    _print_warning(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py", 1)
+    _print_warning(UserWarning("mkldnn_matmul failed\nframe #0: c10::Error\n"), UserWarning, "x.py",
+                   1)
     assert capsys.readouterr().err == "warning: mkldnn_matmul failed\n"
 
 
@@ -263,7 +281,8 @@ def test_a_broken_environment_is_one_message():
 def test_a_build_that_fails_is_one_message(tmp_path):
     done = in_new_process("build", LAYERZERO_CACHE_DIR=str(tmp_path), CXX="false")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the native fast path did not compile; LayerZero works without it")
+    assert done.stderr.startswith(
+        "error: the native fast path did not compile; LayerZero works without it")
     assert "Traceback" not in done.stderr
 
 
@@ -272,11 +291,13 @@ def test_without_its_libraries_it_says_what_to_install(library):
     code = f"import sys; sys.modules[{library!r}] = None\nfrom layerzero.cli import main; main()"
     done = in_new_process("--version", code=code)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'"
+    assert (done.stderr.strip()
+            == f"lz needs {library}, which is not installed: pip install 'layerzero[cli]'")
 
 
 def test_python_dash_m():
-    done = subprocess.run([sys.executable, "-m", "layerzero", "--version"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "layerzero", "--version"], capture_output=True,
+                          text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, f"layerzero {lz.__version__}\n")
 
 
@@ -297,7 +318,8 @@ def test_demo_runs_checks_and_measures():
         assert set(row["ops"]) == {"rms_norm", "attention", "add_rms_norm"}
         for op in row["ops"].values():
             assert op["served_by"] == [op["plan"]["kernel"]], "what ran is what was planned"
-            judged = [s["kernel"] for s in op["plan"]["steps"]] + [r["kernel"] for r in op["plan"]["rejected"]]
+            judged = [s["kernel"] for s in op["plan"]["steps"]] + [r["kernel"]
+                                                                   for r in op["plan"]["rejected"]]
             assert set(judged) <= known
             assert all(r["reasons"] for r in op["plan"]["rejected"])
         assert set(row["timings"]) == {*row["ops"], "block"}
@@ -308,7 +330,8 @@ def test_demo_runs_checks_and_measures():
 def test_a_demo_without_time_says_what_it_could_not_show():
     done = in_new_process("demo", "--seconds", "0", *CPU)
     assert done.returncode == 0 and "could not be shown within 0 s" in done.stdout
-    assert len(re.findall(r"^(?:float32|bfloat16), (?:prefill|decode at) \d+: ", done.stdout, re.MULTILINE)) == 6
+    assert len(re.findall(r"^(?:float32|bfloat16), (?:prefill|decode at) \d+: ", done.stdout,
+                          re.MULTILINE)) == 6
 
 
 QUICK = Pace(1e-12, 1e-12, 1e-12)
@@ -321,7 +344,8 @@ def fitted(seconds=45.0, **paces):
 def test_a_quick_machine_shows_the_largest_sizes_in_every_dtype():
     found = fitted()
     assert (found.sizes, found.left_out) == (SIZES["cpu"][0], ())
-    assert found.rows == tuple((d, step) for d in ("float32", "bfloat16") for step in found.sizes.steps)
+    assert found.rows == tuple((d, step) for d in ("float32", "bfloat16")
+                               for step in found.sizes.steps)
 
 
 def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
@@ -333,7 +357,8 @@ def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
     assert [dtype for dtype, _ in found.rows] == ["float32"] * 3 + ["bfloat16"] * 2
 
 
-@pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3), (1.0, 3)])
+@pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3),
+                                             (1.0, 3)])
 def test_a_slower_machine_shows_smaller_sizes(pace, place):
     assert fitted(float32=Pace(pace, pace, pace)).sizes == SIZES["cpu"][place]
 
@@ -345,7 +370,8 @@ def test_a_pass_has_as_many_multiplications_as_the_block_makes():
         run = DecodeLayer(sizes, torch.float32, "cpu").bind_step(step, STYLES["model code"])
         with FlopCounterMode(display=False) as counter:
             run()
-        products = counter.get_total_flops() / 2           # torch does not count the attention of a CPU
+        # torch does not count the attention of a CPU
+        products = counter.get_total_flops() / 2
         assert Pace(1.0, 1.0, 0.0).seconds(sizes, step) == products
 
 
@@ -356,7 +382,8 @@ def test_the_gain_is_the_median_of_the_rounds():
     assert gain.low < gain.median < gain.high
 
 
-@pytest.mark.parametrize(("low", "high", "word"), [(1.01, 2.0, "faster"), (0.9, 1.1, "even"), (0.5, 0.99, "slower")])
+@pytest.mark.parametrize(("low", "high", "word"),
+                         [(1.01, 2.0, "faster"), (0.9, 1.1, "even"), (0.5, 0.99, "slower")])
 def test_only_a_clear_difference_is_called_one(low, high, word):
     assert Ratio((low + high) / 2, low, high).verdict == word
 
@@ -376,4 +403,5 @@ def test_in_turns_gives_each_way_the_same_number_of_rounds():
 
 
 def test_the_gate_finds_the_files_of_a_source_checkout():
-    assert (gate._ROOT / "docs" / "generate.py").is_file() and (gate._ROOT / "benchmarks" / "baselines").is_dir()
+    assert ((gate._ROOT / "docs" / "generate.py").is_file()
+            and (gate._ROOT / "benchmarks" / "baselines").is_dir())

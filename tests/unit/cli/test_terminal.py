@@ -1,4 +1,6 @@
-"""What lz prints steers no terminal: escapes and markup in names are shown as they are written, JSON stays JSON."""
+"""What lz prints steers no terminal: escapes and markup in names are shown as they are written,
+JSON stays JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from layerzero.world import snapshot as worlds
 from layerzero.world.config import environment_layer
 
 ATTACKS = {
-    "colour": "\x1b[31mred", "clear": "\x1b[2J\x1b[H", "title": "\x1b]0;owned\x07", "link": "\x1b]8;;http://x\x1b\\y",
-    "c1": "\x9b31m", "return": "ok\rXX", "bell": "\a", "backspace": "a\b\b", "bidi": "a\u202eb\u2066", "delete": "\x7f",
-    "surrogate": "\ud800", "separator": "a\u2028b", "invisible": "a\u200bb\ufeff", "tag": "a\U000e0041b"}
-MARKUP = ("[red]x[/red]", "[link=http://x]y[/link]", "[/]", ":smile:", "[bold", "x\\", "[[", "{task}")
+    "colour": "\x1b[31mred", "clear": "\x1b[2J\x1b[H", "title": "\x1b]0;owned\x07",
+    "link": "\x1b]8;;http://x\x1b\\y", "c1": "\x9b31m", "return": "ok\rXX", "bell": "\a",
+    "backspace": "a\b\b", "bidi": "a\u202eb\u2066", "delete": "\x7f",
+    "surrogate": "\ud800", "separator": "a\u2028b", "invisible": "a\u200bb\ufeff",
+    "tag": "a\U000e0041b"}
+MARKUP = ("[red]x[/red]", "[link=http://x]y[/link]", "[/]", ":smile:", "[bold", "x\\", "[[",
+          "{task}")
 HARMFUL = {c for text in ATTACKS.values() for c in text if not c.isprintable()} - {"\x1b", "\r"}
 
 
@@ -84,8 +89,9 @@ def test_what_can_be_seen_stays():
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("way", [
-    lambda text: show.table(("kernel", "x"), [(text, "1")], right=("x",)), show.heading, show.text, show.piece,
-    lambda text: print(f"error: {text}", file=sys.stderr)], ids=["table", "heading", "text", "piece", "error"])
+    lambda text: show.table(("kernel", "x"), [(text, "1")], right=("x",)), show.heading, show.text,
+    show.piece, lambda text: print(f"error: {text}", file=sys.stderr)],
+                         ids=["table", "heading", "text", "piece", "error"])
 def test_every_way_to_a_terminal_is_safe(way, name):
     text = safely(lambda: way(ATTACKS[name]))
     assert text.strip() and not HARMFUL & set(text) and ATTACKS[name] not in text
@@ -98,7 +104,8 @@ def test_markup_in_a_name_is_text(text):
         with show.spinner(text) as say:
             say(text)
 
-    found = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text), work()))
+    found = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text),
+                            work()))
     assert found.count(text) >= 5 and "\x1b]8" not in found
 
 
@@ -145,8 +152,10 @@ def test_an_error_of_a_command_is_escaped(words):
 
 def test_a_kernel_with_a_hostile_note_is_listed(world):
     op = lz.op("rms_norm")
-    worlds.register(Kernel("evil.kernel", op, lambda: op.reference, note="\x1b]0;owned\x07[red]"), "a test")
-    for words in (("kernels", "evil.kernel"), ("list", "rms_norm"), ("kernels", "evil.kernel", "--json")):
+    worlds.register(Kernel("evil.kernel", op, lambda: op.reference, note="\x1b]0;owned\x07[red]"),
+                    "a test")
+    for words in (("kernels", "evil.kernel"), ("list", "rms_norm"),
+                  ("kernels", "evil.kernel", "--json")):
         code, text = command(*words)
         assert code == 0 and "evil.kernel" in text and "\x1b]0" not in text and "\a" not in text
         if words == ("kernels", "evil.kernel"):
@@ -165,7 +174,8 @@ def test_it_is_so_on_a_real_terminal(tmp_path):
     policy.write_text('settings:\n  "\\e]0;owned\\a[red]": 1\n')
     pid, fd = pty.fork()
     if pid == 0:
-        os.environ.update(LAYERZERO_POLICY=str(policy), TERM="xterm", PYTHONPATH=os.pathsep.join(sys.path))
+        os.environ.update(LAYERZERO_POLICY=str(policy), TERM="xterm",
+                          PYTHONPATH=os.pathsep.join(sys.path))
         os.execv(sys.executable, [sys.executable, "-m", "layerzero", "config"])
     text = b""
     while True:

@@ -1,4 +1,6 @@
-"""Ever new policies, names, sizes and settings: what is remembered of them is bounded, and so is what a call costs."""
+"""Ever new policies, names, sizes and settings: what is remembered of them is bounded, and so is
+what a call costs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("world")
 def remembered() -> int:
     """Entries of every table that calls can add to."""
     world = worlds.current()
-    return len(world.memo) + len(context._call_overrides) + len(context._interned) + len(world.extra_leaves) + sum(
+    return len(world.memo) + len(context._call_overrides) + len(context._interned) + len(
+        world.extra_leaves) + sum(
         len(d.cache.table) + len(d._bindings) + len(d.ledger._open) for d in dispatchers.values())
 
 
@@ -46,7 +49,9 @@ def small(monkeypatch):
 
 
 def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
-    """How many objects there are after each round of ever new numbers; the first rounds fill the tables."""
+    """How many objects there are after each round of ever new numbers; the first rounds fill the
+    tables.
+    """
     numbers = iter(range(10**9))
     found = []
     for _ in range(rounds):
@@ -61,7 +66,8 @@ def assert_bounded(call) -> None:
     before = remembered()
     found = grows(lambda n: call(10**6 + n))
     assert remembered() <= before + 150        # one for each call would be 450
-    assert found[-1] - found[0] < 2000, found  # a leak of one object a call is 300, and of an override some thousands
+    # a leak of one object a call is 300, and of an override some thousands
+    assert found[-1] - found[0] < 2000, found
 
 
 def test_policies_with_ever_new_numbers(small, path):
@@ -95,7 +101,8 @@ def test_rules_beyond_the_bound_are_obeyed(path):
         with lz.prefer("fake.attention", op="attention", when={"seq_k": f"> {1000 + n}"}):
             run(*qkv(2, 4))
     short, long = qkv(2, 700), qkv(2, 701)
-    deny = Layer("call", {}, (lz.PolicyRule.of("deny", "fake.attention", "attention", {"seq_k": "> 700"}),))
+    deny = Layer("call", {},
+                 (lz.PolicyRule.of("deny", "fake.attention", "attention", {"seq_k": "> 700"}),))
     for q, served in ((short, 1), (long, 0), (short, 1), (long, 0)):
         before = lz.stats().calls["attention"].get("fake.attention", 0)
         torch.testing.assert_close(run(*q, policy=deny), ATTENTION.reference(*q))
@@ -168,14 +175,18 @@ def test_events_of_many_kinds_are_bounded():
     events.reset()
     for n in range(events.MAX_COUNTERS + 100):
         events.emit(Fallback("op", f"kernel{n}", "other"))
-    assert len(events._lines) <= events.MAX_COUNTERS and len(events._counts) <= events.MAX_COUNTERS + 100
-    assert sum(n for (name, op, _), n in events.counts().items() if (name, op) == ("fallback", "op")) \
+    assert (len(events._lines) <= events.MAX_COUNTERS and len(events._counts) <= events.MAX_COUNTERS
+            + 100)
+    assert sum(n for (name, op, _), n in events.counts().items()
+               if (name, op) == ("fallback", "op")) \
         == events.MAX_COUNTERS + 100
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_fork_in_the_middle_of_all_that(small):
-    """Threads call with ever new policies, register, fail and configure; children are forked meanwhile."""
+    """Threads call with ever new policies, register, fail and configure; children are forked
+    meanwhile.
+    """
     x, end, trouble = rows(), threading.Event(), []
     register(Fake("fake.flaky", fault=RuntimeError("boom")), Fake("fake.good", prior=1e5))
     lz.configure(breaker_cooldown=0.01, breaker_threshold=2)
@@ -211,7 +222,8 @@ def test_a_fork_in_the_middle_of_all_that(small):
                 try:
                     for n in range(5):
                         lz.configure(strict_mode=bool(n % 2))
-                        good = torch.allclose(lz.rms_norm(x, policy={"cache_ttl": 5.0 + n}), normed(x), atol=1e-5)
+                        good = torch.allclose(lz.rms_norm(x, policy={"cache_ttl": 5.0 + n}),
+                                              normed(x), atol=1e-5)
                         code = 0 if good else 2
                 finally:
                     os._exit(code)

@@ -41,8 +41,9 @@ def test_the_same_kind_of_call_is_chosen_once(call, happened):
 
 
 @pytest.mark.parametrize("other", [
-    lambda x: {"x": x.double()}, lambda x: {"x": x.bfloat16()}, lambda x: {"x": x[:, :8]}, lambda x: {"x": rows(9)},
-    lambda x: {"x": x, "weight": torch.ones(16)}, lambda x: {"x": x.clone().requires_grad_()},
+    lambda x: {"x": x.double()}, lambda x: {"x": x.bfloat16()}, lambda x: {"x": x[:, :8]},
+    lambda x: {"x": rows(9)}, lambda x: {"x": x, "weight": torch.ones(16)},
+    lambda x: {"x": x.clone().requires_grad_()},
 ], ids=["float64", "bfloat16", "hidden", "rows", "weight", "grad"])
 def test_another_kind_of_call_is_chosen_anew(call, happened, other):
     x = rows()
@@ -75,7 +76,8 @@ def test_a_growing_kv_cache_stays_in_its_bucket(path, happened):
         return query.clone()
 
     lz.register(lz.Kernel("fake.look", ATTENTION, lambda: look, prior=1e6, less_work="a test"))
-    call, query, cache = path_of(ATTENTION, path), torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4000, 8)
+    call, query, cache = path_of(ATTENTION, path), torch.randn(1, 2, 1,
+                                                               8), torch.randn(1, 2, 4000, 8)
     for n in range(2049, 3073):
         call(query, cache[:, :, :n], cache[:, :, :n])
     assert chosen(happened) == ["fake.look"] and lengths == list(range(2049, 3073))
@@ -97,7 +99,8 @@ def test_every_length_of_a_bucket_gets_the_right_answer(path):
     call = path_of(ATTENTION, path)
     for n in range(17, 34):
         q, k, v = qkv(seq_q=3, seq_k=n)
-        torch.testing.assert_close(call(q, k, v), ATTENTION.reference(q, k, v), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(call(q, k, v), ATTENTION.reference(q, k, v), rtol=1e-5,
+                                   atol=1e-5)
 
 
 # invalidation: a new world is a new, empty cache
@@ -108,7 +111,8 @@ def test_publishing_forgets_everything_at_once(call, happened):
     table = dispatcher_of("rms_norm").cache.table
     assert len(table) >= 15
     lz.clear_cache()
-    assert dispatcher_of("rms_norm").cache.table == {} and len(table) >= 15   # nothing was walked through
+    # nothing was walked through
+    assert dispatcher_of("rms_norm").cache.table == {} and len(table) >= 15
     before = len(chosen(happened))
     call(rows(3))
     assert len(chosen(happened)) == before + 1
@@ -126,7 +130,8 @@ def test_what_is_forgotten_is_freed(call):
 
 @pytest.mark.parametrize("change", [
     lambda: lz.configure(strict_mode=True), lambda: lz.lock("rms_norm", "reference.rms_norm"),
-    lambda: lz.register(lz.Kernel("fake.new", RMS_NORM, lambda: RMS_NORM.reference, prior=1e6, less_work="a test")),
+    lambda: lz.register(lz.Kernel("fake.new", RMS_NORM, lambda: RMS_NORM.reference, prior=1e6,
+                                  less_work="a test")),
     lambda: worlds.publish(lambda w: w.replace(perf=PerfView([])), "measured"), lz.clear_cache,
 ], ids=["setting", "lock", "register", "measurements", "clear"])
 def test_whatever_selection_depends_on_invalidates(call, happened, change):
@@ -334,7 +339,8 @@ def test_different_keys_do_not_wait_for_each_other():
     cache, inside = OpCache(8), threading.Barrier(4, timeout=10)
 
     def make():
-        inside.wait()                                      # passes only if all four are here at once
+        # passes only if all four are here at once
+        inside.wait()
         return entry()
 
     names = iter("abcd")
@@ -392,7 +398,8 @@ def test_the_ledger_counts_also_what_is_hit_after_it_was_dropped():
     assert ledger.totals() == {"lib.k0": 250, "lib.k1": 250}
     assert len(ledger._open) <= 64 + 2 * len(held) + 64
     for made in held:
-        made.tick()                                        # a call that found it before it was dropped
+        # a call that found it before it was dropped
+        made.tick()
         made.native_hits += 2
     del made
     held.clear()

@@ -1,4 +1,6 @@
-"""Compiling in the background: the call is served at once, and the compiled kernel takes over when it is ready."""
+"""Compiling in the background: the call is served at once, and the compiled kernel takes over when
+it is ready.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, health_of, normed, of, path_of, python, register, rows, wait_for
+from helpers import (
+    RMS_NORM,
+    Fake,
+    faults_of,
+    health_of,
+    normed,
+    of,
+    path_of,
+    python,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling
@@ -23,7 +37,9 @@ IDS = itertools.count()
 
 
 class Slow(Fake):
-    """A kernel that compiles on first use of each size, on the thread that calls it, for as long as the test wants."""
+    """A kernel that compiles on first use of each size, on the thread that calls it, for as long as
+    the test wants.
+    """
 
     def __init__(self, **more):
         super().__init__(f"slow.k{next(IDS)}", jit=True, **more)
@@ -61,7 +77,8 @@ def measure(kernel, x, us=0.5, **arguments):
     facts = found.facts(found.order_arguments((x,), arguments))
     kind, place = kind_of(kernel.op, facts), worlds.current().place("cpu")
     others = [k for k in worlds.current().kernels(kernel.op.name) if k.baseline]
-    rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family, kind.sizes_text)
+    rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family,
+                        kind.sizes_text)
             for k, t in ((kernel, us), *((k, 5.0) for k in others))]
     worlds.publish(lambda w: w.replace(perf=w.perf.including(
         [measurements._complete_row(row, w, 0.0, {}) for row in rows])), "test")
@@ -82,10 +99,13 @@ def test_the_call_is_served_at_once_and_the_compiled_kernel_takes_over(path, slo
     calls = slow.calls
     torch.testing.assert_close(call(x), normed(x))
     assert slow.calls == calls + 1
-    assert [e.kernel for e in of(CompileQueued, happened)] == [e.kernel for e in of(WarmedUp, happened)] == [slow.id]
+    assert [e.kernel for e in of(CompileQueued, happened)] == [e.kernel
+                                                               for e in of(WarmedUp, happened)] == [
+                                                                   slow.id]
     assert set(slow.threads[:calls]) == {"layerzero-compile"} and not of(Fallback, happened)
     assert compiling.wait(10) and lz.stats().compiling.compiling == ""
-    call(rows(37))                                         # the whole bucket is ready, not this size alone
+    # the whole bucket is ready, not this size alone
+    call(rows(37))
     assert slow.calls == calls + 2
 
 
@@ -119,7 +139,8 @@ def test_the_policy_says_when_it_is_compiled(slow, happened, mode, thread):
 def test_a_warm_up_still_waits(slow):
     x = rows(40)
     measure(slow.kernel, x)
-    report = lz.warmup([lz.testing.Call("rms_norm", {"x": lz.testing.TensorSpec((40, 16), "float32")})])
+    report = lz.warmup([lz.testing.Call("rms_norm",
+                                        {"x": lz.testing.TensorSpec((40, 16), "float32")})])
     assert report.ok and lz.which("rms_norm", x) == slow.id
 
 
@@ -212,17 +233,20 @@ def described(t):
 
 
 @pytest.mark.parametrize("t", [
-    torch.randn(3, 4), torch.randn(4, 6).t(), torch.randn(4, 6)[:, ::2], torch.randn(1, 5).expand(4, 5),
-    torch.randn(0, 3), torch.tensor(3.0), torch.randn(2, 3).to(torch.bfloat16), torch.zeros(4).to(torch.float8_e5m2)],
+    torch.randn(3, 4), torch.randn(4, 6).t(), torch.randn(4, 6)[:, ::2],
+    torch.randn(1, 5).expand(4, 5), torch.randn(0, 3), torch.tensor(3.0),
+    torch.randn(2, 3).to(torch.bfloat16), torch.zeros(4).to(torch.float8_e5m2)],
     ids=described)
 def test_inputs_are_made_alike(t):
     made = made_like(t)
     assert (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype)
     assert made.is_contiguous() == t.is_contiguous() and not made.requires_grad
-    assert made_like(t.detach().clone().requires_grad_() if t.is_floating_point() else t, True).requires_grad
+    assert made_like(t.detach().clone().requires_grad_() if t.is_floating_point() else t,
+                     True).requires_grad
 
 
-@pytest.mark.parametrize("t", [torch.arange(12).view(3, 4), torch.arange(12).view(3, 4).t()[1:], torch.tensor([True]),
+@pytest.mark.parametrize("t", [torch.arange(12).view(3, 4), torch.arange(12).view(3, 4).t()[1:],
+                               torch.tensor([True]),
                                torch.arange(6, dtype=torch.int32)[::2]], ids=described)
 def test_whole_numbers_are_those_of_the_call(t):
     made = made_like(t)
@@ -265,7 +289,8 @@ def test_a_kernel_that_is_unregistered_meanwhile_does_not_come_back(slow, happen
     first.go.set()
     assert compiling.wait(30) and not slow.calls
     assert not [w for w in worlds.current().warmed if w[0] in (slow.id, first.id)]
-    assert [e.problem for e in of(CompileSkipped, happened) if e.kernel == slow.id] == ["it was unregistered"]
+    assert [e.problem for e in of(CompileSkipped, happened)
+            if e.kernel == slow.id] == ["it was unregistered"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -277,14 +302,16 @@ def test_a_child_begins_with_an_empty_queue_and_compiles_for_itself(slow):
     lz.rms_norm(x)
     assert compiling.wait(30)
     lz.rms_norm(rows(70))
-    pid = os.fork()                                        # perhaps while it is compiled: the fork waits for that
+    # perhaps while it is compiled: the fork waits for that
+    pid = os.fork()
     if pid == 0:
         try:
             assert compiling.status().compiling == "" and compiling._thread is None
             lz.rms_norm(rows(200))
             assert compiling.wait(30) and lz.which("rms_norm", rows(200)) == slow.id
             os._exit(0)
-        except BaseException as e:                         # said to the parent, which may not print for it
+        # said to the parent, which may not print for it
+        except BaseException as e:
             os.write(2, f"{type(e).__name__}: {e}\n".encode())
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -34,8 +34,9 @@ from layerzero.spec.rules import at_most
 from layerzero.world import snapshot as worlds
 
 pytestmark = pytest.mark.usefixtures("world")
-STICKY = ["CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
-          "CUDA error: unspecified launch failure", "CUDA error: misaligned address", "HIP error: device lost"]
+STICKY = ["CUDA error: an illegal memory access was encountered",
+          "CUDA error: device-side assert triggered", "CUDA error: unspecified launch failure",
+          "CUDA error: misaligned address", "HIP error: device lost"]
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_a_kernel_that_throws_is_replaced_by_the_next_of_its_plan(call, pair, ha
     (event,) = of(Fallback, happened)
     assert (event.op, event.kernel, event.served_by) == ("rms_norm", "fake.first", "fake.second")
     assert event.reason.code is Code.KERNEL_FAILED and event.reason.got == "RuntimeError: boom"
-    assert any("fake.first" in r.getMessage() and "fake.second" in r.getMessage() and "boom" in r.getMessage()
+    assert any("fake.first" in r.getMessage() and "fake.second" in r.getMessage()
+               and "boom" in r.getMessage()
                for r in caplog.records if r.levelno == logging.WARNING)
     assert lz.stats().events["fallback"] == 1
 
@@ -95,9 +97,9 @@ class LibraryError(Exception):
 
 
 @pytest.mark.parametrize("fault", [
-    LibraryError("x"), RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"), AttributeError("x"),
-    KeyError("x"), IndexError("x"), ZeroDivisionError("x"), OSError("x"), ImportError("x"),
-    NotImplementedError("x"), RuntimeError()],
+    LibraryError("x"), RuntimeError("x"), ValueError("x"), TypeError("x"), AssertionError("x"),
+    AttributeError("x"), KeyError("x"), IndexError("x"), ZeroDivisionError("x"), OSError("x"),
+    ImportError("x"), NotImplementedError("x"), RuntimeError()],
     ids=lambda e: type(e).__name__ + ("" if e.args else " without a text"))
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
 def test_whatever_a_kernel_throws_is_its_own_fault(call, happened, fault, warm):
@@ -137,7 +139,8 @@ def test_a_warning_made_an_error_passes_through_in_a_fallback_too(call, pair):
 
 
 def test_a_kernel_that_warns_where_warnings_are_errors_is_not_to_blame(call):
-    register(Fake("fake.first", before=lambda: warnings.warn("slow here", UserWarning, stacklevel=2)))
+    register(Fake("fake.first",
+                  before=lambda: warnings.warn("slow here", UserWarning, stacklevel=2)))
     x = rows()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +158,8 @@ def test_a_device_that_an_op_inside_a_kernel_found_lost_is_lost_for_the_call_too
     assert pair[1].calls == 0 and health_of("fake.first") is None
 
 
-def test_the_fault_of_the_first_and_of_the_second_both_count_and_the_third_serves(call, pair, happened):
+def test_the_fault_of_the_first_and_of_the_second_both_count_and_the_third_serves(call, pair,
+                                                                                  happened):
     first, second = pair
     second.fault = ValueError("also")
     third = Fake("fake.third", prior=1e4)
@@ -164,12 +168,14 @@ def test_the_fault_of_the_first_and_of_the_second_both_count_and_the_third_serve
     torch.testing.assert_close(call(x), normed(x))
     assert (first.calls, second.calls, third.calls) == (1, 1, 1)
     assert faults_of("fake.first") == faults_of("fake.second") == 1
-    assert [(e.kernel, e.served_by) for e in of(Fallback, happened)] == [("fake.first", "fake.third")]
+    assert [(e.kernel, e.served_by)
+            for e in of(Fallback, happened)] == [("fake.first", "fake.third")]
 
 
 def test_the_order_of_the_plan_is_the_order_of_the_fallback(call):
     tried: list[str] = []
-    fakes = [Fake(f"fake.k{i}", fault=RuntimeError("no"), prior=10.0 ** (9 - i), overhead_us=0) for i in range(5)]
+    fakes = [Fake(f"fake.k{i}", fault=RuntimeError("no"), prior=10.0 ** (9 - i), overhead_us=0)
+             for i in range(5)]
     for fake in fakes:
         fake.before = lambda fake=fake: tried.append(fake.id)
     register(*reversed(fakes))
@@ -191,7 +197,8 @@ def test_the_fallback_gets_its_own_transforms(path):
 def test_arguments_by_keyword_reach_the_fallback_as_they_were(call, pair):
     x, weight = rows(), torch.rand(16)
     for _ in range(2):
-        torch.testing.assert_close(call(eps=0.5, weight=weight, x=x), RMS_NORM.reference(x, weight, 0.5))
+        torch.testing.assert_close(call(eps=0.5, weight=weight, x=x),
+                                   RMS_NORM.reference(x, weight, 0.5))
     assert pair[1].got["eps"] == 0.5 and pair[1].got["weight"] is weight
 
 
@@ -215,12 +222,14 @@ def test_a_fallback_whose_library_does_not_load_is_passed_over(call, happened):
     (lambda x: {"x": "text"}, Code.WRONG_TYPE, "x must be a Tensor, got str"),
     (lambda x: {"x": x, "eps": "small"}, Code.WRONG_TYPE, "eps"),
     (lambda x: {"x": x, "eps": -1.0}, Code.VALUE_OUT_OF_RANGE, ">= 0"),
-    (lambda x: {"x": x, "weight": torch.ones(16, dtype=torch.int64)}, Code.DTYPE_UNSUPPORTED, "int64"),
+    (lambda x: {"x": x, "weight": torch.ones(16, dtype=torch.int64)}, Code.DTYPE_UNSUPPORTED,
+     "int64"),
     (lambda x: {"x": x, "weight": torch.ones(16, device="meta")}, Code.MIXED_DEVICES, "meta"),
     (lambda x: {"x": None}, Code.WRONG_TYPE, "None"),
 ])
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "after a good call"])
-def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, happened, make, code, words, warm):
+def test_a_callers_mistake_raises_at_once_and_trips_nothing(call, happened, make, code, words,
+                                                            warm):
     fake = Fake()
     register(fake)
     x = rows()
@@ -256,15 +265,19 @@ def test_a_kernel_that_says_the_call_is_invalid_is_believed(call):
 
 # out of memory: the next one serves, nothing trips
 
-OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError("no more"),
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+                 MemoryError("no more"),
                  *map(RuntimeError, (
-                     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                     "tried to allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
-                     "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to "
-                     "allocate 281474976710656 bytes.",
-                     "Could not allocate memory to change Tensor SizesAndStrides!", "std::bad_alloc",
+                     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
+                     "allocate memory: you tried to allocate 281474976710656 bytes. Error code 12 "
+                     "(Cannot allocate memory)",
+                     "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough "
+                     "memory: you tried to allocate 281474976710656 bytes.",
+                     "Could not allocate memory to change Tensor SizesAndStrides!",
+                     "std::bad_alloc",
                      "failed to allocate 4096 bytes for packed weights",
-                     "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
+                     "unable to allocate shared memory(shm) for file </torch_1>: No space left on "
+                     "device (28)",
                      "unable to mmap 64 bytes from file </x>: Cannot allocate memory (12)",
                      "CUDA error: out of memory"))]
 
@@ -274,7 +287,8 @@ def test_out_of_memory_walks_down_and_trips_nothing(call, pair, happened, fault)
     first, second = pair
     first.fault = fault
     x = rows()
-    for _ in range(2):                         # the third in a row would move the choice: test_memory_pressure.py
+    # the third in a row would move the choice: test_memory_pressure.py
+    for _ in range(2):
         torch.testing.assert_close(call(x), normed(x))
     assert (first.calls, second.calls) == (2, 2) and not worlds.current().health
     assert {e.reason.code for e in of(Fallback, happened)} == {Code.OUT_OF_MEMORY}
@@ -293,19 +307,24 @@ def test_out_of_memory_everywhere_is_an_error_that_says_so(call, pair):
 # a sticky fault: the device is gone
 
 @pytest.mark.parametrize("text", STICKY)
-def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(call, pair, happened, text):
+def test_a_sticky_fault_disables_the_kernel_and_says_that_the_device_is_lost(call, pair, happened,
+                                                                             text):
     first, second = pair
     first.fault = RuntimeError(text)
     x = rows()
     with pytest.raises(lz.errors.DeviceLost, match="restart the process") as raised:
         call(x)
-    assert raised.value.codes == (Code.DEVICE_FAULT,) and isinstance(raised.value.__cause__, RuntimeError)
-    assert second.calls == 0                               # nothing else is worth trying on that device
-    assert [(e.kernel, e.state) for e in of(HealthChanged, happened)] == [("fake.first", "disabled")]
+    assert (raised.value.codes == (Code.DEVICE_FAULT,)
+            and isinstance(raised.value.__cause__, RuntimeError))
+    # nothing else is worth trying on that device
+    assert second.calls == 0
+    assert [(e.kernel, e.state)
+            for e in of(HealthChanged, happened)] == [("fake.first", "disabled")]
     first.fault = None
     torch.testing.assert_close(call(x), normed(x))         # on a device that still works
     assert (first.calls, second.calls) == (1, 1)
-    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.first")] == [Code.BACKEND_DISABLED]
+    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.first")] == [
+        Code.BACKEND_DISABLED]
     assert any(c.name == "health of fake.first" and not c.ok for c in lz.doctor().checks)
 
 
@@ -325,8 +344,9 @@ def test_what_torch_says_here_when_memory_is_out():
 
 @pytest.mark.parametrize(("error", "kind"), [
     *((RuntimeError(text), "sticky") for text in STICKY), *((e, "memory") for e in OUT_OF_MEMORY),
-    (TimeoutError("x"), "timeout"), (ValueError("illegal memory access"), "kernel"), (RuntimeError("no"), "kernel"),
-    (lz.errors.InvalidCall("no"), "caller"), (OSError("device lost"), "kernel")])
+    (TimeoutError("x"), "timeout"), (ValueError("illegal memory access"), "kernel"),
+    (RuntimeError("no"), "kernel"), (lz.errors.InvalidCall("no"), "caller"),
+    (OSError("device lost"), "kernel")])
 def test_what_an_error_means(error, kind):
     assert faults.classify(error) == kind
 
@@ -374,7 +394,8 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_its_reasons(call):
     with pytest.raises(lz.errors.NamedKernelRefused) as raised:
         call(rows(), backend="fake.one")
     text = str(raised.value)
-    assert "backend=" in text and "hidden must be <= 4, got 16" in text and "rows must be <= 1, got 3" in text
+    assert ("backend=" in text and "hidden must be <= 4, got 16" in text
+            and "rows must be <= 1, got 3" in text)
     assert raised.value.codes == (Code.SHAPE_UNSUPPORTED,) * 2 and "torch.rms_norm" not in text
 
 
@@ -449,7 +470,8 @@ def test_every_call_is_counted_once_by_the_kernel_that_was_chosen(call):
 
 
 @pytest.mark.parametrize(("op", "how", "more", "want"), [
-    ("rms_norm", {"item": 1}, (7,), lambda s, t: t), ("add_rms_norm", {"first": 2}, (7,), lambda s, t: (s, t)),
+    ("rms_norm", {"item": 1}, (7,), lambda s, t: t),
+    ("add_rms_norm", {"first": 2}, (7,), lambda s, t: (s, t)),
     ("add_rms_norm", {}, (), lambda s, t: (s, t))])
 def test_a_library_function_is_called_without_a_frame_between(path, op, how, more, want):
     def library(tensor, flag, *, epsilon):
@@ -536,7 +558,8 @@ def test_the_two_paths_are_one_function_to_the_outside():
         found = dispatcher_of(op.name)
         for fn in (found.python_call, found.public, op.name):
             assert lz.which(fn, **op.inputs()) in {k.id for k in worlds.current().kernels(op.name)}
-        names = [p for p in inspect.signature(found.public).parameters if p not in ("backend", "policy")]
+        names = [p for p in inspect.signature(found.public).parameters
+                 if p not in ("backend", "policy")]
         assert names == [p.name for p in op.params]
         assert found.public.__name__ == op.name and found.public.__doc__ == op.reference.__doc__
 

@@ -1,4 +1,6 @@
-"""Kernels that write into their inputs and fail, and kernels that return what their op does not give."""
+"""Kernels that write into their inputs and fail, and kernels that return what their op does not
+give.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,19 @@ import time
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, faults_of, of, path_of, python, qkv, register, rows, wait_for
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    faults_of,
+    of,
+    path_of,
+    python,
+    qkv,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.dispatch import protection
@@ -81,23 +95,28 @@ def test_nothing_is_answered_from_inputs_that_the_first_call_has_damaged(damage,
     vandal = Vandal(damage)
     register(vandal)
     call, x = path_of(RMS_NORM, path), rows()
-    with pytest.raises(lz.errors.InputDamaged, match=r"fake\.vandal failed .*lost my way.* changed x"):
+    with pytest.raises(lz.errors.InputDamaged,
+                       match=r"fake\.vandal failed .*lost my way.* changed x"):
         call(x)
     assert not of(Fallback, happened) and faults_of("fake.vandal") == 1
     (refused,) = of(KernelRefused, happened)
     assert refused.kernel == "fake.vandal" and refused.reason.code is Code.INPUT_CHANGED
     x = rows()
-    torch.testing.assert_close(call(x), RMS_NORM.reference(x))     # another serves, and the vandal is not asked
+    # another serves, and the vandal is not asked
+    torch.testing.assert_close(call(x), RMS_NORM.reference(x))
     assert vandal.calls == 1
-    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.vandal")] == [Code.INPUT_CHANGED]
+    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.vandal")] == [
+        Code.INPUT_CHANGED]
 
 
 def test_the_error_is_of_our_tree_and_says_what_to_do(path):
     register(Vandal(by_pointer))
     with pytest.raises(RuntimeError) as caught:
         path_of(RMS_NORM, path)(rows())
-    assert isinstance(caught.value, lz.errors.LayerZeroError) and caught.value.codes == (Code.INPUT_CHANGED,)
-    assert "restore the inputs" in str(caught.value) and isinstance(caught.value.__cause__.fault, RuntimeError)
+    assert (isinstance(caught.value, lz.errors.LayerZeroError)
+            and caught.value.codes == (Code.INPUT_CHANGED,))
+    assert ("restore the inputs" in str(caught.value)
+            and isinstance(caught.value.__cause__.fault, RuntimeError))
 
 
 def test_a_kernel_that_fails_without_touching_anything_is_followed_as_ever(path, happened):
@@ -109,7 +128,10 @@ def test_a_kernel_that_fails_without_touching_anything_is_followed_as_ever(path,
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_hit_that_damages_as_torch_counts_it_is_noticed(path, inference):
-    """Long after the first call. What is made in inference mode counts no writes, so there it is not noticed."""
+    """Long after the first call.
+
+    What is made in inference mode counts no writes, so there it is not noticed.
+    """
     vandal = Vandal(by_torch, armed=False)
     register(vandal)
     call = path_of(RMS_NORM, path)
@@ -147,7 +169,8 @@ def test_a_kernel_that_behaves_again_runs_bare_again(path):
     register(flaky)
     call, x = path_of(RMS_NORM, path), rows()
     call(x)
-    entry = next(e for e in dispatcher_of("rms_norm").cache.table.values() if e.plan.kernel == "fake.flaky")
+    entry = next(e for e in dispatcher_of("rms_norm").cache.table.values()
+                 if e.plan.kernel == "fake.flaky")
     assert not isinstance(entry.run, protection.Guard)
     flaky.fault = RuntimeError("once")
     call(x)
@@ -181,8 +204,9 @@ def overlapping():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: torch.randn(3, 32)[:, ::2], lambda: torch.randn(16, 3).t(), lambda: torch.randn(1, 16).expand(3, 16),
-    overlapping, lambda: torch.randn(3, 64)[:, 3:19], lambda: torch.randn(16).expand(4, 3, 16)],
+    lambda: torch.randn(3, 32)[:, ::2], lambda: torch.randn(16, 3).t(),
+    lambda: torch.randn(1, 16).expand(3, 16), overlapping, lambda: torch.randn(3, 64)[:, 3:19],
+    lambda: torch.randn(16).expand(4, 3, 16)],
     ids=["strided", "transposed", "expanded", "overlapping", "offset", "twice expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
@@ -193,7 +217,8 @@ def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
         path_of(RMS_NORM, path)(x)
     assert not torch.equal(x, kept)
     lz.unregister("fake.vandal")
-    register(Fake("fake.broken", fault=RuntimeError("no")))        # and left alone it is not accused
+    # and left alone it is not accused
+    register(Fake("fake.broken", fault=RuntimeError("no")))
     torch.testing.assert_close(path_of(RMS_NORM, path)(kept), RMS_NORM.reference(kept))
 
 
@@ -222,7 +247,8 @@ def test_every_dtype_has_a_checksum(dtype):
     assert before is not None and protection.checksum(x, protection.ALL_BYTES) != before
 
 
-@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::3], lambda t: t[1:-1, 5:-5]])
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[:, ::3],
+                                  lambda t: t[1:-1, 5:-5]])
 def test_of_a_large_tensor_both_ends_and_all_parts_are_sampled(view):
     x = torch.zeros(2048, 3000)
     before = protection.checksum(view(x), protection.SAMPLE_BYTES)
@@ -375,7 +401,8 @@ def test_the_kernel_that_is_tried_next_is_looked_at_too(path, happened):
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
     (fallback,) = of(Fallback, happened)
-    assert fallback.kernel == "fake.broken" and fallback.served_by not in ("fake.odd", "fake.broken")
+    assert (fallback.kernel == "fake.broken"
+            and fallback.served_by not in ("fake.odd", "fake.broken"))
 
 
 def test_what_is_proven_runs_without_a_wrapper(path):
@@ -392,7 +419,8 @@ def test_what_is_proven_runs_without_a_wrapper(path):
 def test_torch_s_own_kernels_run_with_nothing_around_them(world):
     call, x = path_of(RMS_NORM, "python"), rows()
     call(x, backend="torch.rms_norm")
-    entry = next(e for e in dispatcher_of("rms_norm").cache.table.values() if e.plan.kernel == "torch.rms_norm")
+    entry = next(e for e in dispatcher_of("rms_norm").cache.table.values()
+                 if e.plan.kernel == "torch.rms_norm")
     assert entry.run is entry.binding.run
 
 
@@ -461,7 +489,8 @@ def test_an_op_may_declare_what_it_writes_into(world):
         return torch.empty_like(x)
 
     op = lz.Op("bumped", "elementwise", reference, meta, lambda: {"x": torch.zeros(2, 3)}, ({},),
-               lz.Tolerance({"float32": (0.0, 0.0)}), {"x": "rows cols"}, returns=("rows cols",), in_place=("x",))
+               lz.Tolerance({"float32": (0.0, 0.0)}), {"x": "rows cols"}, returns=("rows cols",),
+               in_place=("x",))
     lz.register(op)
     lz.register(lz.Kernel("fake.bump", op, lambda: reference, prior=1e6, less_work="none"))
     call, x = public_function(op), torch.zeros(2, 3)
@@ -478,7 +507,8 @@ def test_an_op_may_declare_what_it_writes_into(world):
     with pytest.raises(lz.errors.InputDamaged, match=r"writes into it, and this was not finished"):
         call(torch.zeros(2, 3))
     with pytest.raises(lz.errors.SpecError, match="in_place names 'y'"):
-        lz.Op("odd", "elementwise", reference, meta, lambda: {}, ({},), op.tolerance, {"x": "rows cols"},
+        lz.Op("odd", "elementwise", reference, meta, lambda: {}, ({},), op.tolerance,
+              {"x": "rows cols"},
               in_place=("y",))
 
 
@@ -486,7 +516,8 @@ def test_a_table_s_choice_is_looked_at_like_any_other(path, happened):
     odd = Returns(WRONG["another shape"])
     register(odd)
     x, weight = rows(4, 64), torch.ones(64)
-    specs = {"x": lz.testing.TensorSpec((4, 64), "float32"), "weight": lz.testing.TensorSpec((64,), "float32")}
+    specs = {"x": lz.testing.TensorSpec((4, 64), "float32"),
+             "weight": lz.testing.TensorSpec((64,), "float32")}
     lz.tables.use_table(lz.tables.solve([lz.testing.Call("rms_norm", specs)], device="cpu"))
     torch.testing.assert_close(path_of(RMS_NORM, path)(x, weight), RMS_NORM.reference(x, weight))
     assert odd.calls == 1 and of(Selected, happened)[-1].kernel == "fake.odd"

@@ -1,4 +1,6 @@
-"""The cache key: two calls with one key cannot differ in any verdict, and a growing KV cache keeps its key."""
+"""The cache key: two calls with one key cannot differ in any verdict, and a growing KV cache keeps
+its key.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,12 @@ def described(call):
     args, kwargs = call
     def shown(t):
         tensor = isinstance(t, torch.Tensor)
-        return f"{tuple(t.shape)} {t.stride()} {t.dtype} grad={t.requires_grad}" if tensor else repr(t)
+        return (f"{tuple(t.shape)} {t.stride()} {t.dtype} grad={t.requires_grad}" if tensor
+                else repr(t))
 
     names = [*(f"#{i}" for i in range(len(args))), *kwargs]
-    return "; ".join(f"{name}={shown(value)}" for name, value in zip(names, (*args, *kwargs.values())))
+    return "; ".join(f"{name}={shown(value)}"
+                     for name, value in zip(names, (*args, *kwargs.values())))
 
 
 # soundness
@@ -102,7 +106,8 @@ def sweeps():
     found, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
     calls = [*synthetic_sweeps(), *(MAKERS["synthetic"](rng) for _ in range(100))]
     named = [(call, found.order_arguments(*call)) for call in calls]
-    return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values)))) for call, values in named]
+    return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values))))
+            for call, values in named]
 
 
 @pytest.mark.parametrize("rule", synthetic.RULES, ids=str)
@@ -120,7 +125,8 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
             verdict = rule.check(facts) is None
             said.add(verdict)
             first = known.setdefault(key, (verdict, call))
-            assert first[0] == verdict, f"{described(first[1])}\nand {described(call)}\nshare a key under {rule}"
+            assert first[0] == verdict, (
+                f"{described(first[1])}\nand {described(call)}\nshare a key under {rule}")
     constant = next(rule.leaves()).fact in ("deterministic", "x.device")
     assert constant or said == {True, False}, "the calls never made this rule change its mind"
 
@@ -144,7 +150,9 @@ def test_any_number_of_thresholds(world, rng, limits):
 
 
 def test_the_generated_reader_says_what_the_careful_one_says(op):
-    """The facts of an ordinary call come from generated code; they must be those of facts.read, mistakes included."""
+    """The facts of an ordinary call come from generated code; they must be those of facts.read,
+    mistakes included.
+    """
     found, rng = dispatcher_of(op), random.Random(8)
     found.ensure_world()
     ordinary = 0
@@ -167,7 +175,8 @@ def test_a_kv_cache_that_grows_inside_a_bucket_keeps_its_key():
     keys: dict = {}
     for n in range(1, 1025):
         k = tensor(None, (1, 4, n, 64), style="plain")
-        keys.setdefault(key("attention", q, k, k, causal_align="bottom_right", is_causal=True), []).append(n)
+        keys.setdefault(key("attention", q, k, k, causal_align="bottom_right", is_causal=True),
+                        []).append(n)
     assert len(keys) == len({bucket(n) for n in range(1, 1025)}) == 28
     for lengths in keys.values():
         assert lengths == list(range(bucket_bottom(lengths[0]), lengths[-1] + 1))
@@ -189,7 +198,8 @@ def test_a_decode_loop_selects_once_per_bucket(world, happened, path):
 def test_sizes_that_validity_needs_are_kept_exactly():
     keys = {key("attention", *qkv(dim=d)) for d in (8, 9, 64, 65, 66)}
     assert len(keys) == 5
-    assert key("attention", *qkv(heads=4, kv_heads=2)) != key("attention", *qkv(heads=4, kv_heads=1))
+    assert key("attention", *qkv(heads=4, kv_heads=2)) != key("attention",
+                                                              *qkv(heads=4, kv_heads=1))
 
 
 def test_exact_parameters_are_in_the_key_even_if_no_rule_reads_them(world):
@@ -203,7 +213,8 @@ def test_rules_on_bucketed_sizes_split_buckets_only_where_they_test(world):
     lz.register(synthetic.kernel("synthetic.split", requires=(at_most("seq", 700),)))
 
     def of_length(n):
-        return key("synthetic", tensor(None, (n, 2), style="plain"), tensor(None, (n, 3), style="plain"))
+        return key("synthetic", tensor(None, (n, 2), style="plain"),
+                   tensor(None, (n, 3), style="plain"))
 
     assert bucket(699) == bucket(701)
     assert of_length(513) == of_length(700) != of_length(701) == of_length(768) != of_length(769)
@@ -218,7 +229,8 @@ def test_a_policy_rule_with_a_number_splits_the_key(world):
     assert of_length(600) == of_length(700) == of_length(701)
     lz.configure(rules=(lz.PolicyRule.of("deny", "torch.sdpa", "attention", {"seq_k": "> 700"}),))
     assert of_length(600) == of_length(699) != of_length(701) == of_length(768)
-    assert lz.which("attention", *qkv(2, 700)) == "torch.sdpa" != lz.which("attention", *qkv(2, 701))
+    assert lz.which("attention", *qkv(2, 700)) == "torch.sdpa" != lz.which("attention",
+                                                                           *qkv(2, 701))
 
 
 def test_a_context_override_with_a_number_splits_the_key(world, path):
@@ -237,8 +249,9 @@ def test_a_context_override_with_a_number_splits_the_key(world, path):
 
 
 @pytest.mark.parametrize(("when", "inside", "outside"), [
-    ({"scale": None}, None, 0.5), ({"scale": "!= none"}, 0.5, None), ({"scale": "0.2..0.6"}, 0.5, 0.61),
-    ({"scale": [0.5, None]}, None, 0.25), ({"scale": 1}, 1.0, 1.5)])
+    ({"scale": None}, None, 0.5), ({"scale": "!= none"}, 0.5, None),
+    ({"scale": "0.2..0.6"}, 0.5, 0.61), ({"scale": [0.5, None]}, None, 0.25),
+    ({"scale": 1}, 1.0, 1.5)])
 def test_policy_conditions_on_an_optional_number(world, when, inside, outside):
     q, k, v = qkv()
     if None not in (inside, outside):          # whether it is given is always in the key
@@ -267,10 +280,12 @@ def test_modes_split_the_key():
     plain = key("attention", q, k, v)
     trained = [t.clone().requires_grad_() for t in (q, k, v)]
     assert key("attention", *trained) != plain
-    assert key("attention", q, trained[1], v) == key("attention", *trained), "no rule asks which of them"
+    assert key("attention", q, trained[1], v) == key("attention",
+                                                     *trained), "no rule asks which of them"
     with torch.no_grad():
         assert key("attention", *trained) == plain == key("attention", q, k, v)
-    torch._C._set_deterministic_algorithms(True)       # the public function imports the compiler first
+    # the public function imports the compiler first
+    torch._C._set_deterministic_algorithms(True)
     try:
         assert key("attention", q, k, v) != plain
     finally:
@@ -288,15 +303,18 @@ def test_what_tensors_are_splits_the_key():
     assert key("attention", swapped[0], k, v) != key("attention", q, swapped[1], v)
     assert key("attention", *(t[..., :] for t in (q, k, v))) == plain
     assert key("attention", torch.nn.Parameter(q, requires_grad=False), k, v) == plain
-    masks = [torch.ones(shape, dtype=torch.bool) for shape in ((8,), (8, 8), (1, 1, 8, 8), (1, 2, 8, 8), (1, 2, 1, 8))]
-    keys = {plain, *(key("attention", q, k, v, m) for m in masks), key("attention", q, k, v, masks[1].float()),
+    masks = [torch.ones(shape, dtype=torch.bool)
+             for shape in ((8,), (8, 8), (1, 1, 8, 8), (1, 2, 8, 8), (1, 2, 1, 8))]
+    keys = {plain, *(key("attention", q, k, v, m) for m in masks),
+            key("attention", q, k, v, masks[1].float()),
             key("attention", q, k, v, masks[1].float().requires_grad_())}
     assert len(keys) == 8 and None not in keys
 
 
 @pytest.mark.parametrize("strange", [
-    lambda q: q.to_sparse(), lambda q: q[0, 0, 0, 0], lambda q: q[0], lambda q: q[None], lambda q: q.double(),
-    lambda q: q.to("meta"), lambda q: q[..., :8], lambda q: torch.nested.nested_tensor([q[0, 0]]), lambda q: "q",
+    lambda q: q.to_sparse(), lambda q: q[0, 0, 0, 0], lambda q: q[0], lambda q: q[None],
+    lambda q: q.double(), lambda q: q.to("meta"), lambda q: q[..., :8],
+    lambda q: torch.nested.nested_tensor([q[0, 0]]), lambda q: "q",
     lambda q: None])
 def test_a_tensor_that_does_not_fit_has_no_key(strange):
     q, k, v = qkv()
@@ -304,15 +322,17 @@ def test_a_tensor_that_does_not_fit_has_no_key(strange):
     assert key("attention", strange(q), k, v) is None
 
 
-@pytest.mark.parametrize("strange", [lambda x: x.to_sparse(), lambda x: x.to_mkldnn(), lambda x: x.tolist()])
+@pytest.mark.parametrize("strange", [lambda x: x.to_sparse(), lambda x: x.to_mkldnn(),
+                                     lambda x: x.tolist()])
 def test_a_tensor_without_strides_has_no_key(strange):
     assert key("rms_norm", strange(torch.ones(2, 3))) is None
 
 
 @pytest.mark.parametrize("wrong", [
-    {"is_causal": 1}, {"window_left": True}, {"dropout_p": False}, {"softcap": True}, {"scale": True}, {"scale": "1"},
-    {"causal_align": []}, {"layout": None}, {"layout": "sdbh"}, {"window_left": 1.0}, {"return_lse": None},
-    {"enable_gqa": 0}, {"window_right": None}, {"dropout_p": None}])
+    {"is_causal": 1}, {"window_left": True}, {"dropout_p": False}, {"softcap": True},
+    {"scale": True}, {"scale": "1"}, {"causal_align": []}, {"layout": None}, {"layout": "sdbh"},
+    {"window_left": 1.0}, {"return_lse": None}, {"enable_gqa": 0}, {"window_right": None},
+    {"dropout_p": None}])
 def test_a_value_of_the_wrong_type_has_no_key(wrong):
     assert key("attention", *qkv(), **wrong) is None
 
@@ -322,16 +342,20 @@ def test_a_value_of_the_wrong_type_has_no_key(wrong):
 def test_the_program_is_the_same_whatever_the_order_of_the_rules():
     leaves = [leaf for rule in synthetic.RULES for leaf in rule.leaves()]
     program = compile_key(synthetic.OP, leaves)
-    assert program == compile_key(synthetic.OP, reversed(leaves)) == compile_key(synthetic.OP, leaves * 2)
-    assert program.id == compile_key(synthetic.OP, reversed(leaves)).id != compile_key(synthetic.OP, leaves[1:]).id
+    assert program == compile_key(synthetic.OP, reversed(leaves)) == compile_key(synthetic.OP,
+                                                                                 leaves * 2)
+    assert program.id == compile_key(synthetic.OP, reversed(leaves)).id != compile_key(
+        synthetic.OP, leaves[1:]).id
 
 
 def test_the_slow_path_reads_what_the_rules_need():
     for name in MAKERS:
         if name != "synthetic":
             op = lz.op(name)
-            leaves = [leaf for k in worlds.current().kernels(name) for rule in k.requires for leaf in rule.leaves()]
-            wanted = {leaf.fact for leaf in leaves if "." in leaf.fact and not leaf.fact.endswith(".broadcast")}
+            leaves = [leaf for k in worlds.current().kernels(name) for rule in k.requires
+                      for leaf in rule.leaves()]
+            wanted = {leaf.fact for leaf in leaves if "." in leaf.fact
+                      and not leaf.fact.endswith(".broadcast")}
             assert wanted <= compile_key(op, leaves).needed
 
 
@@ -350,13 +374,15 @@ def test_buckets_are_intervals_without_gaps():
             if n:
                 assert bucket(n) > bucket(n - 1)
         else:
-            assert bucket(n) == bucket(low) and (bucket_bottom(n), bucket_top(n)) == (low, bucket_top(low))
+            assert (bucket(n) == bucket(low)
+                    and (bucket_bottom(n), bucket_top(n)) == (low, bucket_top(low)))
         previous = high if n == high else previous
     assert bucket(-1) == bucket(-100) == -1
 
 
-@pytest.mark.parametrize(("n", "label"), [(0, "0"), (7, "7"), (16, "16"), (17, "17-24"), (24, "17-24"), (25, "25-32"),
-                                          (33, "33-48"), (64, "49-64"), (65, "65-96"), (4097, "4097-6144")])
+@pytest.mark.parametrize(("n", "label"), [(0, "0"), (7, "7"), (16, "16"), (17, "17-24"),
+                                          (24, "17-24"), (25, "25-32"), (33, "33-48"),
+                                          (64, "49-64"), (65, "65-96"), (4097, "4097-6144")])
 def test_the_label_names_the_bucket(n, label):
     assert bucket_label(n) == label
 

@@ -1,4 +1,6 @@
-"""A KV cache whose dtype is not the query's: refused with its reason, or cast where the policy allows, and said so."""
+"""A KV cache whose dtype is not the query's: refused with its reason, or cast where the policy
+allows, and said so.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ pytestmark = pytest.mark.usefixtures("world")
 
 PAGED = lz.op("paged_attention")
 CACHES = ("key_cache", "value_cache")
-MIXED = [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32"), ("bfloat16", "float32"),
+MIXED = [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32"),
+         ("bfloat16", "float32"),
          ("float64", "float16")]
-each_mixture = pytest.mark.parametrize(("dtype", "stored"), MIXED, ids=[f"{s} under {d}" for d, s in MIXED])
+each_mixture = pytest.mark.parametrize(("dtype", "stored"), MIXED,
+                                       ids=[f"{s} under {d}" for d, s in MIXED])
 
 
 def values(dtype: str = "float32", **case: Any) -> dict[str, Any]:
@@ -44,7 +48,8 @@ def test_without_leave_it_is_refused_with_advice(path, dtype, stored):
 
 
 @each_mixture
-@pytest.mark.parametrize("case", [{}, {"lengths_q": (3, 1, 9), "layout": "HND"}, {"lse": True, "lengths_q": (2, 5, 1)}],
+@pytest.mark.parametrize("case", [{}, {"lengths_q": (3, 1, 9), "layout": "HND"},
+                                  {"lse": True, "lengths_q": (2, 5, 1)}],
                          ids=["decode", "prefill", "lse"])
 def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, happened, dtype, stored, case):
     given = values(dtype, stored=stored, **case)
@@ -53,10 +58,12 @@ def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, happened, dtyp
     cast = {**given, **{n: given[n].to(given["query"].dtype) for n in CACHES}}
     want = call(**cast)
     assert not of(Adapted, happened)
-    for _ in range(3):                                     # every time, not only where a choice is made
+    # every time, not only where a choice is made
+    for _ in range(3):
         torch.testing.assert_close(call(**given), want)
     told = of(Adapted, happened)
-    assert [(e.op, e.transforms) for e in told] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3
+    assert [(e.op, e.transforms)
+            for e in told] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3
 
 
 def test_only_the_cache_that_differs_is_cast(happened):
@@ -85,9 +92,12 @@ def test_explain_shows_the_cast_and_what_it_costs():
 
 def test_what_is_cast_are_the_pages_of_the_table_not_the_pool():
     given = values(stored="bfloat16", context=(20, 7))
-    small = lz.explain("paged_attention", **given, policy={"allow_adaptation": True}).steps[0].transforms
-    roomy = {n: torch.cat((given[n], given[n].new_zeros((500, *given[n].shape[1:])))) for n in CACHES}
-    large = lz.explain("paged_attention", **{**given, **roomy}, policy={"allow_adaptation": True}).steps[0].transforms
+    small = lz.explain("paged_attention", **given,
+                       policy={"allow_adaptation": True}).steps[0].transforms
+    roomy = {n: torch.cat((given[n], given[n].new_zeros((500, *given[n].shape[1:]))))
+             for n in CACHES}
+    large = lz.explain("paged_attention", **{**given, **roomy},
+                       policy={"allow_adaptation": True}).steps[0].transforms
     assert small == large and small[0].bytes < roomy["key_cache"].nbytes
 
 
@@ -130,7 +140,8 @@ def test_another_mistake_beside_it_is_not_adapted(path):
     assert set(refused.value.codes) == {Code.KV_CACHE_DTYPE_MISMATCH, Code.VALUE_OUT_OF_RANGE}
 
 
-@pytest.mark.parametrize("kernel", ["torch.paged_gather", "torch.paged_pieces", "reference.paged_attention"])
+@pytest.mark.parametrize("kernel", ["torch.paged_gather", "torch.paged_pieces",
+                                    "reference.paged_attention"])
 def test_a_kernel_may_be_named(kernel, happened):
     given = values(stored="bfloat16")
     lz.configure(allow_adaptation=True)
@@ -141,19 +152,23 @@ def test_a_kernel_may_be_named(kernel, happened):
 
 def test_gradients_flow_to_the_cache_as_it_was_given():
     given = values(stored="bfloat16")
-    given["key_cache"] = given["key_cache"].nan_to_num(posinf=0.0).requires_grad_()    # gaps are never read, inf or not
+    # gaps are never read, inf or not
+    given["key_cache"] = given["key_cache"].nan_to_num(posinf=0.0).requires_grad_()
     lz.configure(allow_adaptation=True)
     lz.paged_attention(**given).square().sum().backward()
     got = given["key_cache"].grad
     assert got.dtype == torch.bfloat16
     wide = given["key_cache"].detach().float().requires_grad_()
-    lz.paged_attention(**{**given, "key_cache": wide, "value_cache": given["value_cache"].float()}).square().sum(
+    lz.paged_attention(**{**given, "key_cache": wide,
+                          "value_cache": given["value_cache"].float()}).square().sum(
         ).backward()
     torch.testing.assert_close(got, wide.grad.bfloat16())
 
 
-@pytest.mark.parametrize("kind", [{"kind": "paged", "pages": 8, "page_size": 4}, {"kind": "chunked", "chunk_size": 8},
-                                  {"kind": "contiguous", "sequences": 2, "max_len": 16}], ids=lambda k: k["kind"])
+@pytest.mark.parametrize("kind", [{"kind": "paged", "pages": 8, "page_size": 4},
+                                  {"kind": "chunked", "chunk_size": 8},
+                                  {"kind": "contiguous", "sequences": 2, "max_len": 16}],
+                         ids=lambda k: k["kind"])
 def test_a_cache_object_under_a_wider_query(happened, kind):
     cache = lz.kv_cache(**kind, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
     query, keys = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
@@ -167,7 +182,8 @@ def test_a_cache_object_under_a_wider_query(happened, kind):
     stored = keys.bfloat16().float()
     want = ATTENTION.reference(query, stored, stored, is_causal=True, layout="bshd")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert [e.transforms for e in of(Adapted, happened)] == [("cast(key_cache)", "cast(value_cache)")]
+    assert [e.transforms
+            for e in of(Adapted, happened)] == [("cast(key_cache)", "cast(value_cache)")]
 
 
 def test_explain_shows_the_cast_of_mixed_dtypes_too():

@@ -1,4 +1,6 @@
-"""Learning while serving: real dispatch, fake kernels whose times come from a script, and some real kernels."""
+"""Learning while serving: real dispatch, fake kernels whose times come from a script, and some real
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def fakes(clock: Clock, **times: float) -> dict[str, Fake]:
 
 
 def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
-    """Calls of one kind; the first makes the entry, and its candidates are ready before the second."""
+    """Calls of one kind; the first makes the entry, and its candidates are ready before the second.
+    """
     for i in range(calls):
         torch.testing.assert_close((call or lz.rms_norm)(x), normed(x))
         if i == 0:
@@ -88,7 +91,8 @@ def test_the_fastest_serves_when_it_is_settled(path, learn, clock, happened):
     x, call = rows(), path_of("rms_norm", path)
     serve(x, call=call)
     started, learned = of(LearningStarted, happened), of(Learned, happened)
-    assert [(e.kernel, set(e.candidates)) for e in started] == [("fake.first", {f.id for f in made.values()})]
+    assert [(e.kernel, set(e.candidates))
+            for e in started] == [("fake.first", {f.id for f in made.values()})]
     assert [(e.kernel, e.clear) for e in learned] == [("fake.fast", True)]
     assert learned[0].calls <= 200 and learned[0].samples > 0 and "rows=3" in learned[0].kind
     assert lz.which("rms_norm", x) == "fake.fast"
@@ -104,7 +108,8 @@ def test_after_that_the_entry_is_the_plain_binding(learn, clock):
     assert is_learned(x)
     serve(x)
     entry, found = entry_of(x), dispatchers["rms_norm"]
-    assert not isinstance(entry.run, (exploring.Exploring, protection.Guard)) and entry.binding.call is not None
+    assert (not isinstance(entry.run, (exploring.Exploring, protection.Guard))
+            and entry.binding.call is not None)
     assert not is_learned(x) and learning.status().learning == 0 and found.cache.table
 
 
@@ -129,7 +134,8 @@ def test_what_it_cost_is_counted(learn, clock):
     found = learning.status()
     assert found.learned == 1 and found.explored >= 2
     assert found.seconds == pytest.approx(found.explored * 80e-6, rel=0.01)
-    assert lz.stats().learning.learned == 1 and lz.stats().to_json()["learning"]["explored"] == found.explored
+    assert (lz.stats().learning.learned == 1 and lz.stats().to_json()["learning"]["explored"]
+            == found.explored)
     check = next(c for c in lz.doctor().checks if c.name == "learning")
     assert "1 are learned" in check.found and "which cost" in check.found
 
@@ -153,7 +159,8 @@ def test_explain_says_that_it_is_being_learned(learn, clock):
     for _ in range(8):
         lz.rms_norm(x)
     notes = {s.kernel: s.note for s in lz.explain("rms_norm", x).steps}
-    assert "being learned" in notes["fake.first"] and "samples, median 100.0 us" in notes["fake.first"]
+    assert ("being learned" in notes["fake.first"]
+            and "samples, median 100.0 us" in notes["fake.first"])
     assert "being learned" in notes["fake.other"]
     assert "being learned" in str(lz.explain("rms_norm", x))
     serve(x)
@@ -165,7 +172,8 @@ def test_explain_says_that_it_is_being_learned(learn, clock):
 def test_the_budget_stops_exploring(learn, clock, monkeypatch):
     monkeypatch.setattr(exploring.account, "budget", trial.Budget(allowance_us=0.0, share=0.0))
     made = fakes(clock, first=100.0, slow=150.0)
-    register(slower := Fake("fake.slower", prior=4e5, before=clock.takes(100.0)))     # guessed to be slower
+    # guessed to be slower
+    register(slower := Fake("fake.slower", prior=4e5, before=clock.takes(100.0)))
     made["slower"] = slower
     x = rows(1024, 1024)
     for i in range(60):
@@ -173,10 +181,12 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
         if i == 0:
             learning.flush()
     assert slower.calls == 0 and made["first"].calls + made["slow"].calls == 60
-    assert made["slow"].calls <= 2             # until its time was known: it was guessed to be as fast
+    # until its time was known: it was guessed to be as fast
+    assert made["slow"].calls <= 2
 
 
-def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch, happened):
+def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch,
+                                                                 happened):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
     worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
     monkeypatch.setattr(exploring, "_cpu_time", worked)
@@ -258,7 +268,8 @@ def test_never_for_a_kernel_that_was_asked_for(learn, clock):
     assert made["fast"].calls == 0
 
 
-@pytest.mark.parametrize("changed", [{"graph": True}, {"compiled": True}, {"grad": True}, {"deterministic": True},
+@pytest.mark.parametrize("changed", [{"graph": True}, {"compiled": True}, {"grad": True},
+                                     {"deterministic": True},
                                      {"device": "xpu"}])
 def test_never_in_another_mode(learn, clock, changed):
     fakes(clock, first=100.0, fast=60.0)
@@ -267,7 +278,8 @@ def test_never_in_another_mode(learn, clock, changed):
     world = worlds.current()
     plan = world.plan(found.op, found.facts(found.order_arguments((x,), {})))
     assert learning._is_learnable(found.op, world, plan, None)
-    assert not learning._is_learnable(found.op, world, replace(plan, facts={**plan.facts, **changed}), None)
+    assert not learning._is_learnable(found.op, world,
+                                      replace(plan, facts={**plan.facts, **changed}), None)
 
 
 def test_never_while_torch_traces(learn):
@@ -280,7 +292,8 @@ def test_never_while_torch_traces(learn):
 
 def test_never_with_a_kernel_that_would_compile_or_was_not_tested(learn, clock):
     fakes(clock, first=100.0)
-    register(compiles := Fake("fake.compiles", prior=1e5, jit=True), untested := Fake("fake.untested", untested=True))
+    register(compiles := Fake("fake.compiles", prior=1e5, jit=True),
+             untested := Fake("fake.untested", untested=True))
     lz.configure(jit="in_request", allow_untested=True, rules=())
     x = rows()
     plan = lz.explain("rms_norm", x)
@@ -321,22 +334,26 @@ def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happen
 
 
 @pytest.mark.parametrize("first_replayable", [False, True])
-def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, happened, first_replayable):
+def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, happened,
+                                                                            first_replayable):
     if native.module() is None:
         pytest.skip("nothing is replayed without the native path")
     first = Fake("fake.first", before=clock.takes(100.0), prior=1e6, replayable=first_replayable)
     fast = Fake("fake.fast", before=clock.takes(60.0), prior=1e6 - 1, replayable=True)
-    broken = Fake("fake.broken", before=clock.takes(50.0), prior=1e6 - 2, replayable=True, fault=ValueError("no luck"))
+    broken = Fake("fake.broken", before=clock.takes(50.0), prior=1e6 - 2, replayable=True,
+                  fault=ValueError("no luck"))
     register(first, fast, broken)
     only(first.id, fast.id, broken.id)
     before = dict(lz.stats().calls.get("rms_norm", {}))
     serve(rows())
     assert of(Learned, happened)[0].kernel == "fake.fast"
     assert broken.calls == 1 and faults_of("fake.broken") == 1
-    assert [(e.kernel, e.served_by) for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
+    assert [(e.kernel, e.served_by)
+            for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
     after = lz.stats().calls["rms_norm"]
     assert {f.id: after.get(f.id, 0) - before.get(f.id, 0) for f in (first, fast, broken)} == {
-        first.id: first.calls - 1, fast.id: fast.calls, broken.id: 1}      # one of the first was a fallback
+        # one of the first was a fallback
+        first.id: first.calls - 1, fast.id: fast.calls, broken.id: 1}
 
 
 def test_what_serves_anyway_may_fail_too(learn, clock):
@@ -431,7 +448,8 @@ def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, happen
     first, second = rows(), rows(hidden=32)
     lz.rms_norm(first), lz.rms_norm(second)
     learning.flush()
-    learning._worker._last = time.monotonic() + 60.0           # as if something had just been published
+    # as if something had just been published
+    learning._worker._last = time.monotonic() + 60.0
     for _ in range(100):
         lz.rms_norm(first), lz.rms_norm(second)
     assert not of(Learned, happened)
@@ -457,7 +475,8 @@ def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, t
         torch.set_num_threads({torch.get_num_threads()})
         plan = lz.explain("rms_norm", torch.randn(256, 512))
         print(plan.kernel, plan.steps[0].score.source, plan.steps[0].score.samples)
-    """, LAYERZERO_PERFDB=str(tmp_path / "perf.sqlite"), LAYERZERO_SHIPPED_MEASUREMENTS="0", LAYERZERO_LEARN="1")
+    """, LAYERZERO_PERFDB=str(tmp_path / "perf.sqlite"), LAYERZERO_SHIPPED_MEASUREMENTS="0",
+                  LAYERZERO_LEARN="1")
     assert told == f"{plan.kernel} measured {plan.steps[0].score.samples}"
 
 

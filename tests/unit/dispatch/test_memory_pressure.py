@@ -1,4 +1,6 @@
-"""Memory that runs short while choices are remembered, kernels that run out of it too often, and calls that hang."""
+"""Memory that runs short while choices are remembered, kernels that run out of it too often, and
+calls that hang.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_a_remembered_greedy_kernel_is_reconsidered_when_memory_falls(path, free
     wait_for(lambda: not serving("rms_norm", "fake.greedy"))       # by the clock: no call was made
     call(x)
     assert greedy.calls == 3
-    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.greedy")] == [Code.MEMORY_HEADROOM_EXCEEDED]
+    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.greedy")] == [
+        Code.MEMORY_HEADROOM_EXCEEDED]
     free.bytes = 64 * GB
     wait_for(lambda: (call(x), greedy.calls)[1] > 3)               # and it comes back by itself
 
@@ -73,7 +76,8 @@ def test_only_the_ops_that_it_concerns_choose_anew(path, free):
     assert kept
     free.bytes = MB
     wait_for(lambda: not serving("rms_norm", "fake.greedy"))
-    assert serving("attention", "fake.plain") == kept and worlds.current().version("attention") == version
+    assert (serving("attention", "fake.plain") == kept
+            and worlds.current().version("attention") == version)
 
 
 def test_where_nothing_needs_memory_the_clock_has_nothing_to_look_at(path):
@@ -121,7 +125,8 @@ def test_small_workspaces_count_too(path, free):
 def test_a_table_s_choice_is_reconsidered_too(free, path):
     greedy = Fake("fake.greedy", workspace=f"{GB}")
     register(greedy)
-    specs = {"x": lz.testing.TensorSpec((4, 64), "float32"), "weight": lz.testing.TensorSpec((64,), "float32")}
+    specs = {"x": lz.testing.TensorSpec((4, 64), "float32"),
+             "weight": lz.testing.TensorSpec((64,), "float32")}
     lz.tables.use_table(lz.tables.solve([lz.testing.Call("rms_norm", specs)], device="cpu"))
     call, x, weight = path_of(RMS_NORM, path), rows(4, 64), torch.ones(64)
     call(x, weight)
@@ -152,7 +157,8 @@ def test_a_burst_of_misses_asks_once(monkeypatch, path):
     ({"memory.max": "1000\n", "memory.current": "5000\n"}, 0),
     ({"memory.max": "1000000\n", "memory.current": "900000\n",
       "memory.stat": "anon 5\ninactive_file 400000\nactive_file 7\n"}, 500_000),
-    ({"memory/memory.limit_in_bytes": "1000000\n", "memory/memory.usage_in_bytes": "400000\n"}, 600_000),
+    ({"memory/memory.limit_in_bytes": "1000000\n", "memory/memory.usage_in_bytes": "400000\n"},
+     600_000),
     ({"memory.max": "rubbish", "memory.current": ""}, memory.UNLIMITED),
     ({}, memory.UNLIMITED)])
 def test_the_limit_of_a_container_is_the_limit(tmp_path, monkeypatch, files, want):
@@ -168,7 +174,8 @@ def test_the_limit_of_a_container_is_the_limit(tmp_path, monkeypatch, files, wan
 # out of memory again and again
 
 def test_repeated_out_of_memory_moves_the_choice(path, happened):
-    greedy, modest = Fake("fake.greedy", fault=torch.OutOfMemoryError("8 GiB")), Fake("fake.modest", prior=1e5)
+    greedy, modest = Fake("fake.greedy", fault=torch.OutOfMemoryError("8 GiB")), Fake("fake.modest",
+                                                                                      prior=1e5)
     register(greedy, modest)
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(20):
@@ -177,9 +184,11 @@ def test_repeated_out_of_memory_moves_the_choice(path, happened):
     assert len(of(Fallback, happened)) == 3
     (refused,) = of(KernelRefused, happened)
     assert refused.kernel == "fake.greedy" and refused.reason.code is Code.OUT_OF_MEMORY
-    assert health_of("fake.greedy") is None                        # its breaker has nothing to do with it
+    # its breaker has nothing to do with it
+    assert health_of("fake.greedy") is None
     greedy.fault = None
-    call(rows(300, 16))                                            # other kinds of calls are served as before
+    # other kinds of calls are served as before
+    call(rows(300, 16))
     assert greedy.calls == 4
 
 
@@ -273,10 +282,12 @@ def test_a_call_that_hangs_is_bounded_where_policy_says_so(path, happened):
     call, x, began = path_of(RMS_NORM, path), rows(), time.monotonic()
     try:
         with pytest.raises(
-                lz.errors.KernelExecutionError, match=r"fake\.hanging did not finish within 0\.2 s") as caught:
+                lz.errors.KernelExecutionError,
+                match=r"fake\.hanging did not finish within 0\.2 s") as caught:
             call(x)
         assert time.monotonic() - began < 15 and caught.value.codes == (Code.KERNEL_TIMEOUT,)
-        assert health_of("fake.hanging").state == "open"           # the next call does not wait again
+        # the next call does not wait again
+        assert health_of("fake.hanging").state == "open"
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
         assert hanging.calls == 1
     finally:
@@ -295,7 +306,8 @@ def test_a_limit_changes_nothing_else(path):
         weight = torch.ones(16, requires_grad=True)
         with torch.no_grad():
             assert not call(x, weight).requires_grad
-        assert call(x, weight).requires_grad                       # not bounded: a gradient is recorded
+        # not bounded: a gradient is recorded
+        assert call(x, weight).requires_grad
     good.fault = ValueError("odd")
     with lz.prefer(call_timeout=30.0), pytest.raises(lz.errors.KernelExecutionError, match="odd"):
         call(x, backend="fake.good")

@@ -1,4 +1,6 @@
-"""ATen operators that the native path calls itself: results, errors and modes are those of the call through Python."""
+"""ATen operators that the native path calls itself: results, errors and modes are those of the call
+through Python.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ KERNELS = {
     "torch.sdpa_math": ("attention", "aten::_scaled_dot_product_attention_math"),
     "torch.sdpa_flash": ("attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     "torch.sdpa_flash_lse": ("attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    "torch.rms_norm": ("rms_norm", "aten::rms_norm"), "torch.layer_norm": ("layer_norm", "aten::layer_norm"),
-    "torch.group_norm": ("group_norm", "aten::group_norm"), "torch.linear": ("linear", "aten::linear"),
+    "torch.rms_norm": ("rms_norm", "aten::rms_norm"),
+    "torch.layer_norm": ("layer_norm", "aten::layer_norm"),
+    "torch.group_norm": ("group_norm", "aten::group_norm"),
+    "torch.linear": ("linear", "aten::linear"),
     "torch.embedding": ("embedding", "aten::embedding"),
 }
 # A plain call of each op, and what to lock it to.
@@ -41,14 +45,16 @@ PLAIN = {"attention": "torch.sdpa", "rms_norm": "torch.rms_norm", "layer_norm": 
 def plain(op, dtype=torch.float32):
     torch.manual_seed(0)
     x, w, b = (torch.randn(*shape, dtype=dtype) for shape in ((3, 8), (8,), (8,)))
-    return {"attention": tuple(t.to(dtype) for t in qkv(4, 4)), "rms_norm": (x, w), "layer_norm": (x, w, b),
-            "group_norm": (torch.randn(2, 4, 3, 3, dtype=dtype), 2), "linear": (x, torch.randn(5, 8, dtype=dtype)),
+    return {"attention": tuple(t.to(dtype) for t in qkv(4, 4)), "rms_norm": (x, w),
+            "layer_norm": (x, w, b), "group_norm": (torch.randn(2, 4, 3, 3, dtype=dtype), 2),
+            "linear": (x, torch.randn(5, 8, dtype=dtype)),
             "embedding": (torch.tensor([1, 2, 2]), torch.randn(4, 8, dtype=dtype))}[op]
 
 
 @pytest.fixture
 def locked(both):
-    """The dispatcher of an op that is locked to a kernel, and has served `args` by the native path."""
+    """The dispatcher of an op that is locked to a kernel, and has served `args` by the native path.
+    """
     def find(op, *args, kernel=None, **kwargs):
         lz.lock(op, kernel or PLAIN[op])
         found = both(op)
@@ -83,7 +89,8 @@ def test_every_case_of_the_contract_is_the_same_by_both_paths(both, kernel):
             if values.get("dropout_p"):
                 continue                       # drawn anew in each call
             kinds.add(found.native.compiled.kind(**values))
-            assert same(first, outcome(found.public, call)) and same(first, outcome(found.python_call, call)), case
+            assert (same(first, outcome(found.public, call))
+                    and same(first, outcome(found.python_call, call))), case
     assert operator in kinds and kinds <= {operator, "python", None}
 
 
@@ -105,8 +112,9 @@ def test_gradients_are_the_same_by_both_paths(locked, op):
     ("layer_norm", {"eps": 1}), ("group_norm", {"groups": 2**70}), ("group_norm", {"groups": -2}),
     ("group_norm", {"groups": 3}), ("attention", {"scale": 10**400}), ("attention", {"scale": 2}),
     ("attention", {"dropout_p": 0}), ("embedding", {"padding_idx": 3}), ("embedding", {"scale": 1}),
-    ("embedding", {"scale": 2.0}), ("linear", {"activation": "relu"}), ("linear", {"activation": None}),
-    ("rms_norm", {"offset": 1.0}), ("rms_norm", {"weight": None}), ("layer_norm", {"bias": None})])
+    ("embedding", {"scale": 2.0}), ("linear", {"activation": "relu"}),
+    ("linear", {"activation": None}), ("rms_norm", {"offset": 1.0}), ("rms_norm", {"weight": None}),
+    ("layer_norm", {"bias": None})])
 def test_odd_numbers_are_the_same_by_both_paths(locked, op, odd):
     found = locked(op, *plain(op))
     lz.configure(breaker_threshold=10**9)
@@ -136,7 +144,8 @@ def test_an_error_of_autograd_is_the_same(locked):
     found = locked("linear", x, weight)
     x.requires_grad_()
     lz.configure(breaker_threshold=10**9)
-    compiled, python = (outcome(run, ((x, weight), {})) for run in (found.public, found.python_call))
+    compiled, python = (outcome(run, ((x, weight), {}))
+                        for run in (found.public, found.python_call))
     assert compiled == python and "Inference tensors cannot be saved for backward" in compiled[2]
 
 
@@ -208,7 +217,8 @@ def test_inference_mode_and_no_grad(locked, op):
     with torch.inference_mode():
         for _ in range(2):
             assert found.public(*args).is_inference()
-    trained = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    trained = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point()
+               else a for a in args]
     for _ in range(2):
         assert found.public(*trained).requires_grad
         with torch.no_grad():
@@ -218,7 +228,8 @@ def test_inference_mode_and_no_grad(locked, op):
 def test_vmap_and_grad_transforms(locked):
     x, weight = rows(3, 8), torch.randn(5, 8)
     found = locked("linear", x, weight)
-    torch.testing.assert_close(torch.vmap(lambda row: found.public(row, weight))(x), F.linear(x, weight))
+    torch.testing.assert_close(torch.vmap(lambda row: found.public(row, weight))(x),
+                               F.linear(x, weight))
     torch.testing.assert_close(torch.func.grad(lambda t: found.public(t, weight).sum())(x),
                                torch.ones(3, 5) @ weight)
 
@@ -240,7 +251,9 @@ def test_a_trace_records_sizes_as_before(locked):
 # threads
 
 def test_the_gil_is_free_while_an_operator_runs(locked):
-    """The other thread counts, and publishes new worlds: the entry that runs is dropped from the table meanwhile."""
+    """The other thread counts, and publishes new worlds: the entry that runs is dropped from the
+    table meanwhile.
+    """
     x, weight = torch.randn(700, 1500), torch.randn(1500, 1500)
     found = locked("linear", x, weight)
     want, got, started = F.linear(x, weight), [], threading.Event()
@@ -379,7 +392,8 @@ def test_a_call_that_names_its_kernel_is_remembered(both, path_name):
         other = "".join(["torch", ".sdpa"])    # the same name in another object
         assert compiled.lookup(q, k, v, backend=other) is entries[1]
         assert compiled.kind(q, k, v, backend="torch.sdpa") == "aten::scaled_dot_product_attention"
-    assert [e.plan.kernel for e in found.cache.table.values()][:2] == ["torch.sdpa_math", "torch.sdpa"]
+    assert [e.plan.kernel for e in found.cache.table.values()][:2] == ["torch.sdpa_math",
+                                                                       "torch.sdpa"]
     assert len(found.cache.table) == 3, "one for each name"
     lz.clear_cache()
     assert compiled.lookup(q, k, v, backend="torch.sdpa") is None

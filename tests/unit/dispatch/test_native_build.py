@@ -1,4 +1,6 @@
-"""Building the native call path: on demand only, into the cache folder, and never missed where it cannot be built."""
+"""Building the native call path: on demand only, into the cache folder, and never missed where it
+cannot be built.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ print(json.dumps({"ok": check.ok, "found": check.found, "hint": check.hint, "rig
 def process(code: str, **environ: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
     env["PYTHONPATH"] = str(SOURCES)
-    done = subprocess.run([sys.executable, "-c", code], env={**env, **environ}, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", code], env={**env, **environ}, capture_output=True,
+                          text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
@@ -79,13 +82,15 @@ def test_nothing_is_ever_built_by_a_call(tmp_path):
 
 def test_it_can_be_switched_off(tmp_path):
     found = report(tmp_path, LAYERZERO_NATIVE="0")
-    assert found["ok"] and "switched off" in found["found"] and found["native"] == "function" and found["right"]
+    assert (found["ok"] and "switched off" in found["found"] and found["native"] == "function"
+            and found["right"])
 
 
 def test_the_library_is_kept_under_all_it_depends_on(folder):
     path = native.library_path()
     assert path.is_relative_to(folder) and path.name == "fastpath.so"
-    assert str(torch.__version__) in path.parent.name and str(sys.implementation.cache_tag) in path.parent.name
+    assert (str(torch.__version__) in path.parent.name
+            and str(sys.implementation.cache_tag) in path.parent.name)
     assert not folder.exists(), "asking creates nothing"
 
 
@@ -99,7 +104,8 @@ def test_a_change_of_any_source_names_another_library(folder, tmp_path, monkeypa
         changed = tmp_path / path.name
         changed.write_text(path.read_text() + "// changed\n")
         monkeypatch.setattr(native, "SOURCE", changed if path == native.SOURCE else native.SOURCE)
-        monkeypatch.setattr(native, "HEADERS", tuple(changed if h == path else h for h in native.HEADERS))
+        monkeypatch.setattr(native, "HEADERS",
+                            tuple(changed if h == path else h for h in native.HEADERS))
         seen.add(native.library_path())
     assert len(seen) == 2 + len(native.HEADERS)
 
@@ -108,7 +114,8 @@ def test_a_change_of_any_source_names_another_library(folder, tmp_path, monkeypa
 
 def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler \(g\+\+ or clang\+\+\).*set CXX.*works without it"):
+    with pytest.raises(ConfigError,
+                       match=r"needs a C\+\+ compiler \(g\+\+ or clang\+\+\).*set CXX.*works without it"):
         native.build_fast_path()
     assert not folder.exists()
     still_works()
@@ -116,22 +123,26 @@ def test_a_missing_compiler_says_what_to_do(folder, monkeypatch):
 
 def test_a_compiler_that_is_not_there_is_named(folder, monkeypatch):
     monkeypatch.setenv("CXX", "/no/such/g++")
-    with pytest.raises(ConfigError, match=r"'/no/such/g\+\+' cannot be run: .*unset CXX.*works without"):
+    with pytest.raises(ConfigError,
+                       match=r"'/no/such/g\+\+' cannot be run: .*unset CXX.*works without"):
         native.build_fast_path()
     still_works()
 
 
 def test_a_compile_error_is_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx",
-                                     "echo note: nothing >&2; echo 'x.cpp:7: error: no such header' >&2; exit 1"))
+                                     "echo note: nothing >&2; echo 'x.cpp:7: error: no such "
+                                     "header' >&2; exit 1"))
     said = []
     with pytest.raises(ConfigError) as caught:
         native.build_fast_path(say=said.append)
     text = str(caught.value)
-    assert "did not compile; LayerZero works without it" in text and "x.cpp:7: error: no such header" in text
+    assert ("did not compile; LayerZero works without it" in text
+            and "x.cpp:7: error: no such header" in text)
     assert "note: nothing" not in text and f"command: {tmp_path / 'cxx'} -O3" in text
     assert said == [f"compiling fastpath.cpp with cxx for torch {torch.__version__}"]
-    assert list(folder.rglob("*.so")) == [] and list(folder.rglob("tmp*")) == [], "nothing half made is left"
+    assert (list(folder.rglob("*.so")) == []
+            and list(folder.rglob("tmp*")) == []), "nothing half made is left"
     still_works()
 
 
@@ -141,7 +152,8 @@ def test_a_compiler_may_come_with_arguments(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", f"{cxx} --first 'second one'")
     with pytest.raises(ConfigError):
         native.build_fast_path()
-    assert record.read_text().startswith("--first second one -O3") and str(native.SOURCE) in record.read_text()
+    assert (record.read_text().startswith("--first second one -O3")
+            and str(native.SOURCE) in record.read_text())
 
 
 def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
@@ -178,7 +190,8 @@ def test_what_stops_both_parts_is_told_of_both(folder, tmp_path, monkeypatch):
 def test_a_library_that_does_not_load_is_reported_and_python_serves(tmp_path, monkeypatch):
     other = next((p for p in map(Path, sys.path) if (p / "lib-dynload").is_dir()), None)
     modules = sorted((Path(other) / "lib-dynload").glob("_*.so")) if other else []
-    contents = [b"", b"not a library", b"\x7fELF" + bytes(200), *(p.read_bytes() for p in modules[:1])]
+    contents = [b"", b"not a library", b"\x7fELF" + bytes(200),
+                *(p.read_bytes() for p in modules[:1])]
     for i, content in enumerate(contents):
         folder = tmp_path / str(i)
         monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder))
@@ -189,7 +202,8 @@ def test_a_library_that_does_not_load_is_reported_and_python_serves(tmp_path, mo
         found = report(folder)
         assert not found["ok"] and "does not load" in found["found"]
         assert found["hint"] == "build it again: lz build --force"
-        assert found["native"] == "function" and found["right"] and sum(found["calls"].values()) == 3
+        assert (found["native"] == "function" and found["right"]
+                and sum(found["calls"].values()) == 3)
     code = f"""
 import os
 from layerzero.dispatch import native
@@ -207,7 +221,8 @@ print(all("does not load" in text for text in found))
 def test_a_library_of_another_source_is_not_looked_at(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     path = native.library_path()
-    stale = path.parent.with_name(path.parent.name[:-1] + ("0" if path.parent.name[-1] != "0" else "1")) / path.name
+    stale = path.parent.with_name(path.parent.name[:-1] + ("0" if path.parent.name[-1] != "0"
+                                                           else "1")) / path.name
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"of an older version")
     assert not path.exists() and native.library_path() != stale
@@ -234,7 +249,9 @@ print(sorted(p.name for p in path.parent.iterdir()))
 """
     assert process(code, LAYERZERO_CACHE_DIR=str(tmp_path)) == "['fastpath.so', 'fastpath.so.seal']"
     found = report(tmp_path)
-    assert found["ok"] and found["found"] == f"loaded for torch {torch.__version__}" and found["hint"] == ""
-    assert found["native"] == "builtin_function_or_method" and found["right"] and sum(found["calls"].values()) == 3
+    assert (found["ok"] and found["found"] == f"loaded for torch {torch.__version__}"
+            and found["hint"] == "")
+    assert (found["native"] == "builtin_function_or_method" and found["right"]
+            and sum(found["calls"].values()) == 3)
     off = report(tmp_path, LAYERZERO_NATIVE="0")
     assert off["native"] == "function" and "switched off" in off["found"]

@@ -1,4 +1,6 @@
-"""The compiled call path and the generated Python are one thing twice: the same keys, hits, results and errors."""
+"""The compiled call path and the generated Python are one thing twice: the same keys, hits, results
+and errors.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ steady = settings(deadline=None, max_examples=60, derandomize=True,
 
 def keys_of(found, call):
     args, kwargs = call
-    return found.key_of(*found.order_arguments(args, kwargs)), found.native.compiled.key(*args, **kwargs)
+    return found.key_of(*found.order_arguments(args, kwargs)), found.native.compiled.key(*args,
+                                                                                         **kwargs)
 
 
 def shuffled(rng, found, call):
-    """The same call with its arguments given otherwise: by position, by name, at their defaults, in another order."""
+    """The same call with its arguments given otherwise: by position, by name, at their defaults, in
+    another order.
+    """
     values = found.order_arguments(*call)
     params = found.op.params
     positional = rng.randrange(1 + sum(not p.keyword_only for p in params))
@@ -66,8 +71,10 @@ def test_the_same_calls_share_keys(both, op):
                 without += 1
                 continue
             shared += python in native_of
-            assert native_of.setdefault(python, compiled) == compiled, "one key in Python, two natively"
-            assert python_of.setdefault(compiled, python) == python, "one key natively, two in Python"
+            assert native_of.setdefault(python,
+                                        compiled) == compiled, "one key in Python, two natively"
+            assert python_of.setdefault(compiled,
+                                        python) == python, "one key natively, two in Python"
     assert shared > 500 and len(native_of) > 100
     assert op != "rms_norm" or without > 10, "a width of 0 was among the calls"
 
@@ -75,7 +82,8 @@ def test_the_same_calls_share_keys(both, op):
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "deterministic", "override"])
 def test_the_same_calls_share_keys_in_every_mode(both, mode):
     found = both("attention")
-    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "deterministic": Deterministic,
+    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode,
+                "deterministic": Deterministic,
                 "override": lambda: lz.prefer("torch.sdpa_math")}
     rng = random.Random(4)
     calls = [MAKERS["attention"](rng) for _ in range(150)]
@@ -129,7 +137,8 @@ def test_sizes_too_large_for_64_bits_go_to_python(both):
     assert found.native.compiled.key(x, y) is not None
     wide = torch.empty(1).expand(2**40, 2**21)
     assert found.native.compiled.key(x[0], wide.expand(2**40, 2**21)) is not None
-    assert found.native.compiled.key(torch.empty(1).expand(2**40, 1), torch.empty(1).expand(2**40, 2**22)) is not None
+    assert found.native.compiled.key(torch.empty(1).expand(2**40, 1),
+                                     torch.empty(1).expand(2**40, 2**22)) is not None
     huge = torch.empty(1).expand(0, 2**40, 1), torch.empty(1).expand(0, 2**40, 2**40)
     assert found.native.compiled.key(*huge) is None, "seq * depth does not fit"
     assert found.native.compiled.key(x[0], y[0], steps=2**70) is None
@@ -142,7 +151,8 @@ def test_a_program_too_large_for_the_native_path_goes_to_python(both):
     found.public(q, k, v)
     assert found.native.compiled.lookup(q, k, v) is not None
     many = [{"seq_k": n} for n in range(100, 6000)]
-    lz.configure(rules=tuple(lz.PolicyRule.of("boost", "torch.sdpa", "attention", w, factor=2.0) for w in many))
+    lz.configure(rules=tuple(lz.PolicyRule.of("boost", "torch.sdpa", "attention", w, factor=2.0)
+                             for w in many))
     assert found.native.compiled.key(q, k, v) is None and found.native.compiled.size() == 0
     torch.testing.assert_close(found.public(q, k, v), ATTENTION.reference(q, k, v))
     assert found.key_of(*found.order_arguments((q, k, v), {})) in found.cache.table
@@ -151,16 +161,19 @@ def test_a_program_too_large_for_the_native_path_goes_to_python(both):
 def test_many_thresholds_are_all_told_apart(both):
     found = both("attention")
     numbers = list(range(520, 760, 2))
-    lz.configure(rules=(lz.PolicyRule.of("boost", "torch.sdpa", "attention", {"seq_k": numbers}, factor=2.0),))
+    lz.configure(rules=(lz.PolicyRule.of("boost", "torch.sdpa", "attention", {"seq_k": numbers},
+                                         factor=2.0),))
     q = torch.empty(1, 1, 1, 8)
     calls = [((q, *(torch.empty(1, 1, n, 8),) * 2), {}) for n in range(515, 765)]
     keys = [keys_of(found, call) for call in calls]
-    assert len({python for python, _ in keys}) == len({compiled for _, compiled in keys}) == len(numbers) + 1
+    assert len({python for python, _ in keys}) == len({compiled for _, compiled in keys}) == len(
+        numbers) + 1
 
 
 # hits
 
-@pytest.mark.parametrize("op", ["attention", "varlen_attention", "rms_norm", "layer_norm", "add_rms_norm", "synthetic"])
+@pytest.mark.parametrize("op", ["attention", "varlen_attention", "rms_norm", "layer_norm",
+                                "add_rms_norm", "synthetic"])
 def test_both_find_the_same_entry_and_give_the_same_result(both, op):
     found, rng = both(op), random.Random(5)
     contract = found.op
@@ -188,7 +201,8 @@ def test_an_entry_made_by_python_is_found_natively_after_one_call(both):
     assert found.native.compiled.lookup(x) is None
     found.public(x)
     entry = found.native.compiled.lookup(x)
-    assert entry is not None and entry is found.cache.table[found.key_of(*found.order_arguments((x,), {}))]
+    assert (entry is not None
+            and entry is found.cache.table[found.key_of(*found.order_arguments((x,), {}))])
 
 
 def test_how_arguments_are_given_does_not_matter(both):
@@ -197,8 +211,10 @@ def test_how_arguments_are_given_does_not_matter(both):
     out = found.public(q, k, v, None, 0.0, True)
     entry = found.native.compiled.lookup(q, k, v, is_causal=True)
     assert entry is not None
-    for args, kwargs in [((q, k, v), {"is_causal": True}), ((), {"value": v, "key": k, "query": q, "is_causal": True}),
-                         ((q, k), {"value": v, "is_causal": True, "layout": built("bhsd"), "window_left": -1}),
+    for args, kwargs in [((q, k, v), {"is_causal": True}),
+                         ((), {"value": v, "key": k, "query": q, "is_causal": True}),
+                         ((q, k), {"value": v, "is_causal": True, "layout": built("bhsd"),
+                                   "window_left": -1}),
                          ((q, k, v), {built("is_causal"): True, built("dropout_p"): 0.0}),
                          ((q, k, v, None, 0, True), {})]:
         assert found.native.compiled.lookup(*args, **kwargs) is entry
@@ -216,18 +232,22 @@ class Strange(torch.Tensor):
 
 
 WRONG = [
-    ((), {}), ((1,), {}), ((1, 2), {}), (("q", "k", "v"), {}), ((0, 1, 2), {"query": 0}), ((0, 1, 2), {"quary": 0}),
-    ((0, 1, 2, None, 0.0, False, None, True, "top_left"), {}), ((0, 1, 2), {"is_causal": 1}),
-    ((0, 1, 2), {"is_causal": None}), ((0, 1, 2), {"window_left": True}), ((0, 1, 2), {"window_left": 1.5}),
-    ((0, 1, 2), {"window_left": -2}), ((0, 1, 2), {"window_left": np.int64(3)}), ((0, 1, 2), {"dropout_p": "0"}),
-    ((0, 1, 2), {"dropout_p": True}), ((0, 1, 2), {"dropout_p": 1.5}), ((0, 1, 2), {"dropout_p": float("nan")}),
+    ((), {}), ((1,), {}), ((1, 2), {}), (("q", "k", "v"), {}), ((0, 1, 2), {"query": 0}),
+    ((0, 1, 2), {"quary": 0}), ((0, 1, 2, None, 0.0, False, None, True, "top_left"), {}),
+    ((0, 1, 2), {"is_causal": 1}), ((0, 1, 2), {"is_causal": None}),
+    ((0, 1, 2), {"window_left": True}), ((0, 1, 2), {"window_left": 1.5}),
+    ((0, 1, 2), {"window_left": -2}), ((0, 1, 2), {"window_left": np.int64(3)}),
+    ((0, 1, 2), {"dropout_p": "0"}), ((0, 1, 2), {"dropout_p": True}),
+    ((0, 1, 2), {"dropout_p": 1.5}), ((0, 1, 2), {"dropout_p": float("nan")}),
     ((0, 1, 2), {"softcap": -1}), ((0, 1, 2), {"scale": "1"}), ((0, 1, 2), {"scale": True}),
     ((0, 1, 2), {"layout": "sbhd"}), ((0, 1, 2), {"layout": None}), ((0, 1, 2), {"layout": 3}),
-    ((0, 1, 2), {"layout": []}), ((0, 1, 2), {"causal_align": "middle"}), ((0, 1, 2), {"causal_align": []}),
-    ((0, 1, None), {}), ((0, 1, 2, [1]), {}), ((0, 1, 2, "int"), {}), ((0, 1, 2, "mask", 0.0, True), {}),
-    ((0, "long", 2), {}), ((0, "wide", "wide"), {}), ((0, "half", 2), {}), ((0, "meta", 2), {}), ((0, 1, "meta"), {}),
-    ((0, "flat", 2), {}), (("scalar", 1, 2), {}), ((0, 1, 2, "badmask"), {}), ((0, 1, 2), {"alibi_slopes": "mask"}),
-    ((0, 1, 2), {"backend": "nobody"}), ((0, 1, 2), {"backend": 3}), ((0, 1, 2), {"policy": 3}),
+    ((0, 1, 2), {"layout": []}), ((0, 1, 2), {"causal_align": "middle"}),
+    ((0, 1, 2), {"causal_align": []}), ((0, 1, None), {}), ((0, 1, 2, [1]), {}),
+    ((0, 1, 2, "int"), {}), ((0, 1, 2, "mask", 0.0, True), {}),
+    ((0, "long", 2), {}), ((0, "wide", "wide"), {}), ((0, "half", 2), {}), ((0, "meta", 2), {}),
+    ((0, 1, "meta"), {}), ((0, "flat", 2), {}), (("scalar", 1, 2), {}), ((0, 1, 2, "badmask"), {}),
+    ((0, 1, 2), {"alibi_slopes": "mask"}), ((0, 1, 2), {"backend": "nobody"}),
+    ((0, 1, 2), {"backend": 3}), ((0, 1, 2), {"policy": 3}),
     ((0, 1, 2), {"return_lse": 0}), (("ints", "ints", "ints"), {}), ((0, "three", "three"), {}),
     ((0, "two", "two"), {"enable_gqa": False}),
 ]
@@ -235,12 +255,14 @@ WRONG = [
 
 def materialised(value):
     q, k, v = qkv(heads=4)
-    makers = {0: q, 1: k, 2: v, "int": torch.ones(8, 8, dtype=torch.int32), "mask": torch.ones(8, 8, dtype=torch.bool),
-              "long": torch.randn(1, 4, 9, 16), "wide": torch.randn(1, 4, 8, 17), "half": k.half(),
+    makers = {0: q, 1: k, 2: v, "int": torch.ones(8, 8, dtype=torch.int32),
+              "mask": torch.ones(8, 8, dtype=torch.bool), "long": torch.randn(1, 4, 9, 16),
+              "wide": torch.randn(1, 4, 8, 17), "half": k.half(),
               "meta": k.to("meta"), "flat": k[0], "scalar": torch.tensor(1.0), "ints": q.int(),
               "badmask": torch.ones(3, 8, dtype=torch.bool), "three": torch.randn(1, 3, 8, 16),
               "two": torch.randn(1, 2, 8, 16)}
-    return makers[value] if isinstance(value, (int, str)) and not isinstance(value, bool) and value in makers else value
+    return (makers[value] if isinstance(value, (int, str)) and not isinstance(value, bool)
+            and value in makers else value)
 
 
 @pytest.mark.parametrize("remembered", [False, True])
@@ -264,8 +286,10 @@ def test_a_bad_call_raises_the_same_by_both_paths(both, args, kwargs, remembered
 @pytest.mark.parametrize("name", ["rms_norm", "synthetic"])
 def test_random_damage_raises_or_returns_the_same(both, name):
     found, rng = both(name), random.Random(6)
-    junk = [None, 1, 1.5, True, "sw", "text", [], rows(), rows().half(), rows(2, 4).requires_grad_(), torch.tensor(2),
-            rows()[:0], rows(3, 16).T, rows().as_subclass(Strange), rows().to_sparse(), np.float64(0.5), -1]
+    junk = [None, 1, 1.5, True, "sw", "text", [], rows(), rows().half(),
+            rows(2, 4).requires_grad_(), torch.tensor(2),
+            rows()[:0], rows(3, 16).T, rows().as_subclass(Strange), rows().to_sparse(),
+            np.float64(0.5), -1]
     lz.configure(breaker_threshold=10**9)
     raised = 0
     for _ in range(600):
@@ -274,7 +298,8 @@ def test_random_damage_raises_or_returns_the_same(both, name):
         for _ in range(rng.choice((1, 1, 2))):
             spot = rng.choice([*range(len(args)), *kwargs, "new", "fewer"])
             if spot == "new":
-                kwargs[rng.choice([p.name for p in found.op.params] + ["nonsense"])] = rng.choice(junk)
+                kwargs[rng.choice([p.name for p in found.op.params] + ["nonsense"])] = rng.choice(
+                    junk)
             elif spot == "fewer":
                 args = args[:-1]
             elif isinstance(spot, int):
@@ -289,11 +314,13 @@ def test_random_damage_raises_or_returns_the_same(both, name):
 
 
 @pytest.mark.parametrize("odd", [
-    {"layout": Words.BHSD}, {"scale": np.float64(0.5)}, {"dropout_p": 0}, {"softcap": np.float64(0.0)}])
+    {"layout": Words.BHSD}, {"scale": np.float64(0.5)}, {"dropout_p": 0},
+    {"softcap": np.float64(0.0)}])
 def test_values_that_only_look_unusual_are_served(both, odd):
     found = both("attention")
     q, k, v = qkv()
-    want = found.python_call(q, k, v, **{n: float(x) if n != "layout" else "bhsd" for n, x in odd.items()})
+    want = found.python_call(q, k, v,
+                             **{n: float(x) if n != "layout" else "bhsd" for n, x in odd.items()})
     for _ in range(2):
         assert torch.equal(found.public(q, k, v, **odd), want)
 
@@ -302,7 +329,8 @@ def test_a_subclass_goes_to_python(both):
     found = both("rms_norm")
     x = rows().as_subclass(Strange)
     for _ in range(2):
-        torch.testing.assert_close(found.public(x).as_subclass(torch.Tensor), RMS_NORM.reference(rows()))
+        torch.testing.assert_close(found.public(x).as_subclass(torch.Tensor),
+                                   RMS_NORM.reference(rows()))
     assert found.native.compiled.lookup(x) is None and found.native.compiled.key(x) is None
 
 
@@ -451,11 +479,13 @@ def test_hits_leak_no_references(both):
     found = both("synthetic")
     x, y, mask = torch.ones(2, 3), torch.ones(2, 4), torch.ones(3)
     answer = torch.ones(())
-    kernel = lz.Kernel("synthetic.answer", synthetic.OP, lambda: lz.kernels.direct(lambda x: answer, "x"), prior=1e9,
+    kernel = lz.Kernel("synthetic.answer", synthetic.OP,
+                       lambda: lz.kernels.direct(lambda x: answer, "x"), prior=1e9,
                        less_work="a test")
     lz.register(kernel)
     mode, gain = built("wide"), 0.125
-    watched = [x, y, mask, answer, mode, gain, found.op.by_name["eps"].default, kernel, found.public, found.recover,
+    watched = [x, y, mask, answer, mode, gain, found.op.by_name["eps"].default, kernel,
+               found.public, found.recover,
                None]
 
     def calls(n):
@@ -463,7 +493,8 @@ def test_hits_leak_no_references(both):
             found.public(x, y, mask=mask, mode=mode, gain=gain, limit=None)
 
     calls(10)
-    assert found.native.compiled.lookup(x, y, mask=mask, mode=mode, gain=gain).plan.kernel == "synthetic.answer"
+    assert found.native.compiled.lookup(x, y, mask=mask, mode=mode,
+                                        gain=gain).plan.kernel == "synthetic.answer"
     gc.collect()
     before = [sys.getrefcount(o) for o in watched]
     calls(100_000)
@@ -516,7 +547,8 @@ def test_an_exception_keeps_its_traceback(both, path_name):
     def deep_inside(x, weight=None, eps=1e-6):
         raise RuntimeError("boom")
 
-    lz.register(lz.Kernel("fake.deep", RMS_NORM, lambda: deep_inside, prior=1e6, less_work="a test"))
+    lz.register(lz.Kernel("fake.deep", RMS_NORM, lambda: deep_inside, prior=1e6,
+                          less_work="a test"))
     only("fake.deep", op="rms_norm")
     lz.configure(breaker_threshold=10**9)
     run = getattr(both("rms_norm"), path_name)
@@ -529,7 +561,8 @@ def test_an_exception_keeps_its_traceback(both, path_name):
 
 
 @pytest.mark.parametrize("path_name", ["public", "python_call"])
-@pytest.mark.parametrize("thrown", [KeyboardInterrupt(), SystemExit(3), UserWarning("as an error"), GeneratorExit()])
+@pytest.mark.parametrize("thrown", [KeyboardInterrupt(), SystemExit(3), UserWarning("as an error"),
+                                    GeneratorExit()])
 def test_what_is_not_a_kernels_fault_passes_through(both, path_name, thrown):
     fake = Fake()
     register(fake)
@@ -579,4 +612,5 @@ def test_the_native_function_looks_like_the_python_one(both):
         assert list(mine.parameters) == list(other.parameters)
         for p, q in zip(mine.parameters.values(), other.parameters.values()):
             assert (p.kind, p.default) == (q.kind, q.default)
-        assert found.public.__doc__.strip().startswith(found.op.reference.__doc__.strip().splitlines()[0])
+        assert found.public.__doc__.strip().startswith(
+            found.op.reference.__doc__.strip().splitlines()[0])

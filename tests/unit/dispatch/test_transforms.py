@@ -1,4 +1,6 @@
-"""What is done to the inputs so that a kernel can take them, and that nothing is done where it is refused."""
+"""What is done to the inputs so that a kernel can take them, and that nothing is done where it is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def reasons(kernel, *args, **kwargs):
 
 # layout: a view
 
-@pytest.mark.parametrize(("native", "given"), [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"), ("bshd", "bshd")])
+@pytest.mark.parametrize(("native", "given"), [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"),
+                                               ("bshd", "bshd")])
 @pytest.mark.parametrize("lse", [False, True])
 def test_a_kernel_of_one_layout_serves_a_call_in_the_other(path, native, given, lse):
     fake = Fake("fake.one", ATTENTION, variants=(native,))
@@ -50,8 +53,10 @@ def test_a_mask_and_slopes_are_not_permuted_with_the_layout(path):
     register(fake)
     q, k, v = qkv(seq_q=5, seq_k=7, heads=4, layout="bshd")
     mask, slopes = torch.rand(1, 4, 5, 7) > 0.3, torch.rand(4)
-    got = path_of(ATTENTION, path)(q, k, v, mask, alibi_slopes=slopes, causal_align="top_left", layout="bshd")
-    torch.testing.assert_close(got, ATTENTION.reference(q, k, v, mask, alibi_slopes=slopes, layout="bshd"))
+    got = path_of(ATTENTION, path)(q, k, v, mask, alibi_slopes=slopes, causal_align="top_left",
+                                   layout="bshd")
+    torch.testing.assert_close(got, ATTENTION.reference(q, k, v, mask, alibi_slopes=slopes,
+                                                        layout="bshd"))
     assert fake.calls == 1 and fake.got["attn_mask"] is mask
 
 
@@ -94,7 +99,8 @@ def test_a_tensor_with_gaps_is_copied_for_a_kernel_that_cannot_take_it(path, rul
     step = lz.explain("attention", gaps, k, v).steps[0]
     assert step.transforms == (Transform("contiguous", "query", q.numel() * 4),)
     call(q, k, v)
-    assert fake.got["query"].data_ptr() == q.data_ptr()    # another key: no copy is left over from the first
+    # another key: no copy is left over from the first
+    assert fake.got["query"].data_ptr() == q.data_ptr()
 
 
 def test_a_tensor_that_was_not_given_needs_no_copy(path):
@@ -140,14 +146,17 @@ def test_a_cast_needs_leave_and_comes_back_in_the_callers_dtype(path, happened):
     call(q, k, v)
     assert fake.calls == 0 and reasons("fake.one", q, k, v) == [Code.DTYPE_UNSUPPORTED]
     lz.configure(allow_adaptation=True)
-    only("fake.one")                                       # so small a call would not be worth the cast
+    # so small a call would not be worth the cast
+    only("fake.one")
     for _ in range(2):
         got = call(q, k, v)
         assert [fake.got[n].dtype for n in ("query", "key", "value")] == [torch.float32] * 3
         assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got, ATTENTION.reference(q.float(), k.float(), v.float()).bfloat16())
+        torch.testing.assert_close(got,
+                                   ATTENTION.reference(q.float(), k.float(), v.float()).bfloat16())
     step = lz.explain("attention", q, k, v).steps[0]
-    assert step.transforms == (Transform("cast", "float32", 3 * q.numel() * 2),) and step.score.transform_us > 0
+    assert (step.transforms == (Transform("cast", "float32", 3 * q.numel() * 2),)
+            and step.score.transform_us > 0)
     selected = [e for e in happened if isinstance(e, Selected) and e.kernel == "fake.one"]
     assert [e.transforms for e in selected] == [("cast(float32)",)]
 
@@ -159,7 +168,8 @@ def test_a_cast_of_two_results_leaves_the_log_sum_exp_wide(path):
     q, k, v = qkv(dtype=torch.float16)
     out, lse = path_of(ATTENTION, path)(q, k, v, return_lse=True)
     assert out.dtype == torch.float16 and lse.dtype == torch.float32
-    torch.testing.assert_close(lse, ATTENTION.reference(q.float(), k.float(), v.float(), return_lse=True)[1])
+    torch.testing.assert_close(lse, ATTENTION.reference(q.float(), k.float(), v.float(),
+                                                        return_lse=True)[1])
 
 
 def test_a_float_mask_is_cast_with_the_query(path):
@@ -171,7 +181,8 @@ def test_a_float_mask_is_cast_with_the_query(path):
     mask = torch.randn(8, 8).bfloat16()
     got = path_of(ATTENTION, path)(q, k, v, mask)
     assert fake.calls == 1 and fake.got["attn_mask"].dtype == torch.float32
-    torch.testing.assert_close(got, ATTENTION.reference(q.float(), k.float(), v.float(), mask.float()).bfloat16())
+    torch.testing.assert_close(got, ATTENTION.reference(q.float(), k.float(), v.float(),
+                                                        mask.float()).bfloat16())
 
 
 def test_strict_mode_wins_over_leave_to_cast():
@@ -185,15 +196,19 @@ def test_strict_mode_wins_over_leave_to_cast():
 
 
 def test_all_three_at_once(path):
-    fake = Fake("fake.one", ATTENTION, variants=("bhsd",), requires=(dtypes("float32", cast=True), contiguous("query")))
+    fake = Fake("fake.one", ATTENTION, variants=("bhsd",),
+                requires=(dtypes("float32", cast=True), contiguous("query")))
     register(fake)
     lz.configure(allow_adaptation=True)
     only("fake.one")
     q, k, v = qkv(seq_q=5, seq_k=9, heads=4, dtype=torch.float16, layout="bshd")
     got = path_of(ATTENTION, path)(sparse(q), k, v, layout="bshd")
-    assert fake.calls == 1 and fake.got["query"].is_contiguous() and fake.got["query"].dtype == torch.float32
-    assert fake.got["query"].shape == (1, 4, 5, 16) and got.shape == q.shape and got.dtype == torch.float16
-    torch.testing.assert_close(got, ATTENTION.reference(q.float(), k.float(), v.float(), layout="bshd").half())
+    assert (fake.calls == 1 and fake.got["query"].is_contiguous()
+            and fake.got["query"].dtype == torch.float32)
+    assert (fake.got["query"].shape == (1, 4, 5, 16) and got.shape == q.shape
+            and got.dtype == torch.float16)
+    torch.testing.assert_close(got, ATTENTION.reference(q.float(), k.float(), v.float(),
+                                                        layout="bshd").half())
 
 
 # mixed dtypes: the caller's mistake, unless adaptation is allowed

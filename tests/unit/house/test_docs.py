@@ -19,7 +19,8 @@ DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "layerzero"
 PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if page.exists()]
 RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
-    "architecture", "guide", "tuning", "learning", "production", "tables", "adding-an-op", "adding-a-backend"))]
+    "architecture", "guide", "tuning", "learning", "production", "tables", "adding-an-op",
+    "adding-a-backend"))]
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +47,21 @@ def test_check_names_what_is_stale_and_writes_nothing(generate, tmp_path, monkey
     assert generate.main(["--check"]) == 1
     told = capsys.readouterr().out
     names = ("api", "reason-codes", "capabilities", "ops", "settings", "events")
-    assert [line.split()[0] for line in told.splitlines()] == [f"docs/reference/{name}.md" for name in names]
+    assert [line.split()[0] for line in told.splitlines()] == [f"docs/reference/{name}.md"
+                                                               for name in names]
     assert not (tmp_path / "docs" / "reference").exists()
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
     page = tmp_path / "docs" / "reference" / "ops.md"
     page.write_text(page.read_text("utf-8").replace("head_dim", "head_size"), "utf-8")
-    (tmp_path / "docs" / "policy.md").write_text(policy.replace("`strict_mode` | bool", "`strict_mode` | int"), "utf-8")
+    (tmp_path / "docs" / "policy.md").write_text(policy.replace("`strict_mode` | bool",
+                                                                "`strict_mode` | int"), "utf-8")
     (tmp_path / "docs" / "reference" / "old.md").write_text("left over")
     capsys.readouterr()
     assert generate.main(["--check"]) == 1
     told = capsys.readouterr().out
-    assert all(name in told for name in ("docs/reference/ops.md", "docs/policy.md", "docs/reference/old.md"))
+    assert all(name in told for name in ("docs/reference/ops.md", "docs/policy.md",
+                                         "docs/reference/old.md"))
     assert "settings.md" not in told
 
 
@@ -76,10 +80,12 @@ def test_every_code_op_kernel_setting_and_event_has_its_row(generate):
 
     text = {path.stem: content for path, content in generate.pages().items()}
     assert all(f"| `{code.value}` |" in text["reason-codes"] for code in Code)
-    assert all(f"\n## {name}\n" in text["ops"] and f"\n## {name}\n" in text["capabilities"] for name in builtin_ops())
+    assert all(f"\n## {name}\n" in text["ops"] and f"\n## {name}\n" in text["capabilities"]
+               for name in builtin_ops())
     assert all(f"| `{k.id}` |" in text["capabilities"] and f"- `{k.id}`: " in text["capabilities"]
                for k in generate.kernels())
-    assert all(f"| `{name}` |" in text["settings"] and f"`LAYERZERO_{name.upper()}`" in text["settings"]
+    assert all(f"| `{name}` |" in text["settings"]
+               and f"`LAYERZERO_{name.upper()}`" in text["settings"]
                for name in SETTINGS)
     assert all(f"| `{kind.name}` |" in text["events"] for kind in Event.__subclasses__())
 
@@ -109,8 +115,10 @@ def test_every_relative_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_of_the_library_that_is_named_exists(page):
-    rooms = "|".join(sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and path.name[0] != "_"))
-    named = re.findall(rf"`(?:src/layerzero/)?((?:{rooms})/[\w/]*\w\.(?:py|cpp))`", page.read_text("utf-8"))
+    rooms = "|".join(sorted(path.name for path in SOURCE.iterdir() if path.is_dir()
+                            and path.name[0] != "_"))
+    named = re.findall(rf"`(?:src/layerzero/)?((?:{rooms})/[\w/]*\w\.(?:py|cpp))`",
+                       page.read_text("utf-8"))
     assert [name for name in named if not (SOURCE / name).exists()] == []
 
 
@@ -129,7 +137,8 @@ def test_every_name_of_the_public_interface_that_is_used_exists(page):
     names = set(re.findall(r"\blz\.([A-Za-z_]\w*)", text)) - local
     assert [name for name in sorted(names) if not hasattr(lz, name)] == []
     grouped = set(re.findall(rf"\blz\.({'|'.join(lz._GROUPS)})\.([A-Za-z_]\w*)", text))
-    assert [f"{group}.{name}" for group, name in sorted(grouped) if not hasattr(getattr(lz, group), name)] == []
+    assert [f"{group}.{name}" for group, name in sorted(grouped)
+            if not hasattr(getattr(lz, group), name)] == []
 
 
 # examples
@@ -152,7 +161,8 @@ def test_the_examples_of_a_page_run(page, world, monkeypatch, tmp_path, capsys):
         warnings.simplefilter("error", UserWarning)
         for line, source in blocks:
             # Line numbers as on the page, so that a failure points at the example.
-            exec(compile("\n" * (line - 1) + source, str(page), "exec", dont_inherit=True), namespace)
+            exec(compile("\n" * (line - 1) + source, str(page), "exec", dont_inherit=True),
+                 namespace)
 
 
 @pytest.mark.parametrize(("page", "check"), [
@@ -168,7 +178,9 @@ def test_the_examples_of_a_page_run(page, world, monkeypatch, tmp_path, capsys):
     """),
 ])
 def test_a_plugin_made_as_the_page_says_is_found(page, check, tmp_path):
-    """The file of the page in a package, entry points as an installer writes them, a process that imports only lz."""
+    """The file of the page in a package, entry points as an installer writes them, a process that
+    imports only lz.
+    """
     (_, source), *_ = examples(DOCS / f"{page}.md", "python")
     (_, toml), *_ = examples(DOCS / f"{page}.md", "toml")
     module = tmp_path / source.splitlines()[0].removeprefix("# ")
@@ -176,8 +188,10 @@ def test_a_plugin_made_as_the_page_says_is_found(page, check, tmp_path):
     module.write_text(source)
     metadata = tmp_path / f"{module.parent.name}-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.parent.name}\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {module.parent.name}\nVersion: 1.0\n")
     points = re.sub(r'\[project\.entry-points\."(.*?)"\]', r"[\1]", toml).replace('"', "")
     (metadata / "entry_points.txt").write_text(points)
-    python("import torch\nimport layerzero as lz\n" + textwrap.dedent(check), PYTHONPATH=os.pathsep.join(
+    python("import torch\nimport layerzero as lz\n" + textwrap.dedent(check),
+           PYTHONPATH=os.pathsep.join(
         [str(ROOT / "src"), str(tmp_path)]))

@@ -1,4 +1,6 @@
-"""`import layerzero` brings nothing along: no backend library, no compiler, no command line, no GPU."""
+"""`import layerzero` brings nothing along: no backend library, no compiler, no command line, no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ import pytest
 
 import layerzero as lz
 
-FORBIDDEN = ("flash_attn", "flash_attn_interface", "xformers", "triton", "flashinfer", "liger_kernel", "transformers",
-             "diffusers", "torch._dynamo", "torch._inductor", "yaml", "rich", "typer", "click", "prometheus_client",
+FORBIDDEN = ("flash_attn", "flash_attn_interface", "xformers", "triton", "flashinfer",
+             "liger_kernel", "transformers", "diffusers", "torch._dynamo", "torch._inductor",
+             "yaml", "rich", "typer", "click", "prometheus_client",
              "opentelemetry")
 
 
 def modules_after(code: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
+    done = subprocess.run([sys.executable, "-c",
+                           f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"],
                           capture_output=True, text=True, timeout=120, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -43,14 +47,17 @@ def test_import_reads_no_backend_file(torch_alone):
 
 
 def test_a_call_on_the_cpu_brings_no_library(torch_alone):
-    new = modules_after("import torch, layerzero\nlayerzero.rms_norm(torch.ones(2, 8))") - torch_alone
+    new = modules_after(
+        "import torch, layerzero\nlayerzero.rms_norm(torch.ones(2, 8))") - torch_alone
     assert any(m.startswith("layerzero.backends.") for m in new)
     assert of(FORBIDDEN, new) == set()
 
 
 def test_import_starts_no_gpu():
-    code = "import torch, layerzero; layerzero.list_kernels(device='cpu'); print(torch.cuda.is_initialized())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = ("import torch, layerzero; layerzero.list_kernels(device='cpu'); "
+            "print(torch.cuda.is_initialized())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          check=True)
     assert done.stdout.strip() == "False"
 
 

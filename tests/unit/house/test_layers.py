@@ -1,4 +1,6 @@
-"""The house's plan, kept: imports point down only, and siblings in ops/ and backends/ do not know each other."""
+"""The house's plan, kept: imports point down only, and siblings in ops/ and backends/ do not know
+each other.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "src" / "layerzero"
-RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "selection": 2, "machine": 3, "world": 4, "dispatch": 5,
-        "models": 6, "operate": 6, "plan": 7, "tuning": 7, "verify": 7, "integrations": 8, "report": 8, "release": 9,
-        "cli": 10, "__main__": 10, "": 10}     # "": __init__.py and the groups beside it, the public names
+RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "selection": 2, "machine": 3, "world": 4,
+        "dispatch": 5, "models": 6, "operate": 6, "plan": 7, "tuning": 7, "verify": 7,
+        "integrations": 8, "report": 8, "release": 9,
+        # "": __init__.py and the groups beside it, the public names
+        "cli": 10, "__main__": 10, "": 10}
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
 HELPERS = {"ops": ("formulas",), "backends": ("_packing",)}
@@ -46,17 +50,23 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
         top = target[0]
         if top != "layerzero":
             if room == "spec" and top not in sys.stdlib_module_names:
-                found.append(f"{where} imports {top}; spec/ is pure data and imports the standard library only")
+                found.append(
+                    f"{where} imports {top}; spec/ is pure data and imports the standard library "
+                    "only")
             continue
         aim = target[1] if len(target) > 1 and target[1] in RANK else ""
         named = ".".join(target)
         if aim != room and RANK[aim] >= RANK[room] and not (RANK[aim] == RANK[room] == 10):
-            found.append(f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point down only")
+            found.append(
+                f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point "
+                "down only")
         if aim == room and room in STRANGERS and len(target) > 2 and parts[1] != "__init__":
             other = target[2]
             helper = other.endswith(HELPERS[room])
             if other != parts[1] and not helper and _is_module(room, other):
-                found.append(f"{where} imports its sibling {named}; move what they share down or into a helper")
+                found.append(
+                    f"{where} imports its sibling {named}; move what they share down or into a "
+                    "helper")
     for node in ast.walk(ast.parse(source)):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else (
             [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
@@ -79,7 +89,9 @@ def test_imports_point_down(path):
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Modules of ours that a file imports anywhere but for its types, by their names below the package."""
+    """Modules of ours that a file imports anywhere but for its types, by their names below the
+    package.
+    """
     class Visitor(ast.NodeVisitor):
         found: tuple[ast.ImportFrom, ...] = ()
 
@@ -96,7 +108,8 @@ def imported_modules(path: Path) -> Iterator[str]:
     parts = parts_of(path)
     here = parts[:-1]
     for node in visitor.found:
-        base = here[:len(here) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
+        base = here[:len(here) - node.level + 1] + tuple(node.module.split(".") if node.module
+                                                         else ())
         for alias in node.names:
             deeper = (*base, alias.name)
             yield ".".join(deeper if module_file(deeper) else base)
@@ -104,7 +117,8 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 def module_file(parts: tuple[str, ...]) -> Path | None:
     here = PACKAGE.joinpath(*parts)
-    return next((p for p in (here.with_suffix(".py"), here / "__init__.py") if parts and p.exists()), None)
+    return next((p for p in (here.with_suffix(".py"), here / "__init__.py") if parts
+                 and p.exists()), None)
 
 
 def test_no_circle():
@@ -123,7 +137,8 @@ def test_no_circle():
 
 def test_every_room_was_read():
     seen = {parts_of(path)[0] for path in FILES}
-    assert {"spec", "ops", "backends", "selection", "machine", "world", "dispatch", "operate", "cli"} <= seen
+    assert {"spec", "ops", "backends", "selection", "machine", "world", "dispatch", "operate",
+            "cli"} <= seen
 
 
 @pytest.mark.parametrize(("parts", "source", "word"), [

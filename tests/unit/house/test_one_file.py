@@ -1,4 +1,6 @@
-"""A new operation is one file in ops/, a new backend one file in backends/: everything else follows from them."""
+"""A new operation is one file in ops/, a new backend one file in backends/: everything else follows
+from them.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(copy: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True, timeout=280,
+    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True,
+                          timeout=280,
                           env={**os.environ, "PYTHONPATH": str(copy / "src")})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -145,6 +148,8 @@ def test_the_command_lists_it(copy: Path) -> None:
 
 
 def test_contract_and_gradient_tests_follow(copy: Path) -> None:
-    told = ran(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k", "softsign_gate")
+    told = ran(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k",
+               "softsign_gate")
     passed = int(told.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1])
-    assert passed >= 30, told[-500:]           # cases x dtypes of two kernels, their backward and their limits
+    # cases x dtypes of two kernels, their backward and their limits
+    assert passed >= 30, told[-500:]

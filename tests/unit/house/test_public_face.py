@@ -32,21 +32,25 @@ def load_stub() -> ModuleType:
 
 
 STUB = load_stub()
-EXAMPLES = [*STUB.top(), *STUB.CATALOG, *(f"{group}.{name}" for group, module in STUB.groups().items()
+EXAMPLES = [*STUB.top(), *STUB.CATALOG,
+            *(f"{group}.{name}" for group, module in STUB.groups().items()
                                           if group != "errors" for name in module.__all__)]
 
 
 def test_the_stubs_are_up_to_date():
     written = {path.name: path.read_text("utf-8") for path in PACKAGE.glob("*.pyi")}
-    assert written == {path.name: text for path, text in STUB.stubs().items()}, "run: python docs/stub.py"
+    assert written == {path.name: text
+                       for path, text in STUB.stubs().items()}, "run: python docs/stub.py"
 
 
 def names_in(path: Path) -> set[str]:
     """What a stub defines or exports."""
     tree = ast.parse(path.read_text("utf-8"))
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return defined | {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-                      if alias.asname == alias.name or (alias.asname and not alias.asname.startswith("_"))}
+    return defined | {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom)
+                      for alias in node.names
+                      if alias.asname == alias.name
+                      or (alias.asname and not alias.asname.startswith("_"))}
 
 
 def test_every_list_of_names_is_the_same():
@@ -76,9 +80,12 @@ def test_the_top_stays_small():
 
 def test_functions_are_not_their_packages():
     """Also after everything below these packages was imported."""
-    code = ("import layerzero as lz, layerzero.testing, layerzero.tuning.tuner, layerzero.selection.engine\n"
-            "import types; print([type(f) is types.FunctionType for f in (lz.select, lz.tune)])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "import layerzero as lz, layerzero.testing, layerzero.tuning.tuner, "
+        "layerzero.selection.engine\nimport types; print([type(f) is types.FunctionType for f in "
+        "(lz.select, lz.tune)])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          check=True)
     assert done.stdout.strip() == "[True, True]"
 
 
@@ -87,19 +94,22 @@ def test_groups_load_when_first_used():
             "before = [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules]\n"
             "lz.errors.InvalidCall\n"
             "print(before, [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          check=True)
     assert done.stdout.strip() == "[] ['errors']"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_name_runs(name, world, tmp_path, monkeypatch, capsys):
-    needed = {"transformers", "tokenizers", "diffusers"} & set(re.findall(r"\w+", STUB.example(name)))
+    needed = {"transformers", "tokenizers",
+              "diffusers"} & set(re.findall(r"\w+", STUB.example(name)))
     for library in needed:
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        exec(compile(STUB.example(name), name, "exec", dont_inherit=True), {"torch": torch, "lz": lz})
+        exec(compile(STUB.example(name), name, "exec", dont_inherit=True),
+             {"torch": torch, "lz": lz})
 
 
 # type checkers
@@ -152,11 +162,14 @@ follow_imports = skip
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> Path:
-    """A folder with good.py, bad.py (a mistake in each line from the fourth on), the pages and the examples."""
+    """A folder with good.py, bad.py (a mistake in each line from the fourth on), the pages and the
+    examples.
+    """
     folder = tmp_path_factory.mktemp("checked")
     (folder / "good.py").write_text(GOOD)
-    (folder / "bad.py").write_text("import torch\nimport layerzero as lz\nq = torch.ones(1, 2, 3, 4)\n"
-                                   + "\n".join(BAD) + "\n")
+    (folder / "bad.py").write_text(
+        "import torch\nimport layerzero as lz\nq = torch.ones(1, 2, 3, 4)\n"
+        + "\n".join(BAD) + "\n")
     for page in PAGES:
         blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         (folder / f"{page.stem.replace('-', '_')}_page.py").write_text("\n\n".join(blocks))
@@ -179,7 +192,8 @@ def test_mypy_accepts_what_is_right_and_refuses_what_is_not(checked):
     settings = checked / "mypy.ini"
     settings.write_text(SETTINGS)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(checked / "cache"),
+        [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir",
+         str(checked / "cache"),
          *map(str, sorted(checked.glob("*.py")))], cwd=ROOT, capture_output=True, text=True)
     check([line for line in done.stdout.splitlines() if " error: " in line], 0, done.stdout)
 
@@ -188,14 +202,18 @@ def test_pyright_accepts_what_is_right_and_refuses_what_is_not(checked):
     pyright = shutil.which("pyright") or shutil.which("basedpyright")
     if pyright is None:
         pytest.skip("pyright is not installed")
-    for library in ("transformers", "diffusers"):              # whose own types are not asked, as mypy does not
+    # whose own types are not asked, as mypy does not
+    for library in ("transformers", "diffusers"):
         (checked / "typings" / library).mkdir(parents=True, exist_ok=True)
-        (checked / "typings" / library / "__init__.pyi").write_text("def __getattr__(name: str): ...\n")
+        (checked / "typings" / library / "__init__.pyi").write_text(
+            "def __getattr__(name: str): ...\n")
     (checked / "pyrightconfig.json").write_text(json.dumps({
         "include": ["*.py"], "extraPaths": [str(ROOT / "src")], "typeCheckingMode": "basic",
         "reportMissingImports": False, "reportMissingModuleSource": False}))
-    done = subprocess.run([pyright, "--project", str(checked), "--pythonpath", sys.executable, "--outputjson"],
+    done = subprocess.run([pyright, "--project", str(checked), "--pythonpath", sys.executable,
+                           "--outputjson"],
                           cwd=checked, capture_output=True, text=True)
     errors = [d for d in json.loads(done.stdout)["generalDiagnostics"] if d["severity"] == "error"]
-    lines = [f"{Path(d['file']).name}:{d['range']['start']['line'] + 1}: {d['message']}" for d in errors]
+    lines = [f"{Path(d['file']).name}:{d['range']['start']['line'] + 1}: {d['message']}"
+             for d in errors]
     check(lines, 1, "\n".join(lines))

@@ -1,4 +1,6 @@
-"""README.md says nothing that does not run: its Python, its commands (and those of docs/cli.md), its names."""
+"""README.md says nothing that does not run: its Python, its commands (and those of docs/cli.md),
+its names.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def test_the_python_blocks_run_as_typed(tmp_path):
     """In one process of its own and in order, as a reader would type them."""
     code = "\n".join(blocks("python"))
     assert len(blocks("python")) >= 2
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("lz.attention -> ")
     assert "flash_attn.v2 was asked for by backend=" in done.stdout
@@ -62,7 +65,8 @@ def test_there_are_commands():
 
 
 def test_the_table_names_every_function_that_is_no_op():
-    named = set(re.findall(r"`lz\.(\w+)", README[README.index("## Public functions"):README.index("## How it")]))
+    named = set(re.findall(r"`lz\.(\w+)",
+                           README[README.index("## Public functions"):README.index("## How it")]))
     ops = set(worlds.current().catalog.ops)    # these have a reference page of their own
     functions = {name for name in lz.__all__ if not name[0].isupper() and name != "direct"} - ops
     assert functions - named == set()

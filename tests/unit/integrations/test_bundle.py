@@ -38,7 +38,8 @@ def table(tmp_path):
 def perfdb(tmp_path):
     path = tmp_path / "perf.sqlite"
     with SqliteStore(path) as store:
-        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=4096", "here", 5.0, samples=9,
+        store.put([Measurement("torch.rms_norm", "rms_norm", "float32 hidden=4096", "here", 5.0,
+                               samples=9,
                                build="b", at=time.time())])
     lz.configure(perfdb=str(path))
     return path
@@ -58,19 +59,22 @@ def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
     manifest = lz.write_bundle(out, table=table, lock=lock, device="cpu")
     files = read_bundle(out)
     assert set(files) == {"manifest.json", "capabilities.json", "dispatch_table.json",
-                          "dispatch_table.validation.json", "environment.json", "events.jsonl", "layerzero.lock",
-                          "lockfile.validation.json", "perf.sqlite", "readiness.json"}
+                          "dispatch_table.validation.json", "environment.json", "events.jsonl",
+                          "layerzero.lock", "lockfile.validation.json", "perf.sqlite",
+                          "readiness.json"}
     assert manifest["left_out"] == {} and json.loads(files["manifest.json"]) == manifest
     exported = json.loads(files["capabilities.json"])
     assert capabilities.capabilities_hash(exported) == manifest["capabilities_hash"]
     capabilities.validate(exported)
-    assert lz.tables.Table.from_json(json.loads(files["dispatch_table.json"])).id == lz.tables.Table.load(table).id
+    assert lz.tables.Table.from_json(
+        json.loads(files["dispatch_table.json"])).id == lz.tables.Table.load(table).id
     assert json.loads(files["dispatch_table.validation.json"])["state"] == "ok"
     assert json.loads(files["lockfile.validation.json"]) == {"ok": True, "violations": []}
     assert json.loads(files["readiness.json"])["ready"] is manifest["ready"] is True
     told = json.loads(files["environment.json"])
     assert told["config"]["source"]["perfdb"] == "programmatic" and told["versions"]["torch"]
-    assert any(json.loads(line)["event"] == "selected" for line in files["events.jsonl"].splitlines())
+    assert any(json.loads(line)["event"] == "selected"
+               for line in files["events.jsonl"].splitlines())
     copy = tmp_path / "copy.sqlite"
     copy.write_bytes(files["perf.sqlite"])
     with SqliteStore(copy) as store:
@@ -90,7 +94,8 @@ def test_a_database_being_written_is_copied_whole_and_left_as_it_is(perfdb, tmp_
     copy = tmp_path / "copy.sqlite"
     copy.write_bytes(read_bundle(tmp_path / "b.tar.gz")["perf.sqlite"])
     with SqliteStore(copy) as store:
-        assert len(list(store.rows())) == 1                         # what is not committed is not in it
+        # what is not committed is not in it
+        assert len(list(store.rows())) == 1
 
 
 def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
@@ -100,7 +105,8 @@ def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
         members = archive.getmembers()
     names = [m.name for m in members]
     assert names[0] == "manifest.json" and names[1:] == sorted(names[1:])
-    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {(0, 0, 0, "", "", 0o600)}
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode)
+            for m in members} == {(0, 0, 0, "", "", 0o600)}
     one, two = (read_bundle(tmp_path / f"{name}.tar.gz") for name in ("a", "b"))
     assert one["capabilities.json"] == two["capabilities.json"]
     first, second = (json.loads(found["environment.json"]) for found in (one, two))
@@ -137,11 +143,13 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
     log.write_text("connecting to postgresql://me:hunter2@db/x\ntoken=hunter2hunter2\nfine\n")
     env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
     out = tmp_path / "b.tar.gz"
-    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out), "--device", "cpu", "--log",
+    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out),
+                           "--device", "cpu", "--log",
                            str(log)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     content = everything(out)
-    assert b"hunter2" not in content and b"AWS" not in content and b"PATH" not in content.replace(b"<path>", b"")
+    assert (b"hunter2" not in content and b"AWS" not in content
+            and b"PATH" not in content.replace(b"<path>", b""))
     files = read_bundle(out)
     assert files["log.txt"].decode().splitlines()[2] == "fine"
     told = json.loads(files["environment.json"])
@@ -150,10 +158,12 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
 
 
 def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):
-    events.reset()                             # of other tests, whose kernels have sizes in their names
+    # of other tests, whose kernels have sizes in their names
+    events.reset()
     register(Fake("fake.first", fault=RuntimeError("bad file /home/me/prompt.txt: 'tell me'")),
              Fake("fake.second", prior=1e5))
-    lz.rms_norm(rows())                                            # told in full, and hidden from the bundle after all
+    # told in full, and hidden from the bundle after all
+    lz.rms_norm(rows())
     lz.configure(redact=["paths", "shapes", "texts"])
     lz.rms_norm(rows())
     log, out = tmp_path / "app.log", tmp_path / "b.tar.gz"
@@ -161,24 +171,31 @@ def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):
     manifest = lz.write_bundle(out, table=table, device="cpu", log=log, calls=[CALL])
     files = read_bundle(out)
     assert manifest["redacted"] == ["paths", "shapes", "texts"]
-    assert manifest["left_out"]["perf.sqlite"] == manifest["left_out"]["dispatch_table.json"] == "policy hides shapes"
+    assert manifest["left_out"]["perf.sqlite"] == manifest["left_out"][
+        "dispatch_table.json"] == "policy hides shapes"
     assert "perf.sqlite" not in files and "dispatch_table.validation.json" in files
     content = everything(out)
-    assert not any(word in content for word in (str(tmp_path).encode(), b"tell me", b"/home", b"987654"))
-    declared = ("capabilities.json", "environment.json")            # limits of kernels, and the settings
-    assert b"4096" not in b"".join(content for name, content in files.items() if name not in declared)
+    assert not any(word in content for word in (str(tmp_path).encode(), b"tell me", b"/home",
+                                                b"987654"))
+    # limits of kernels, and the settings
+    declared = ("capabilities.json", "environment.json")
+    assert b"4096" not in b"".join(content for name, content in files.items()
+                                   if name not in declared)
     capabilities.validate(json.loads(files["capabilities.json"]))   # declarations are not redacted
 
 
 def test_a_policy_that_cannot_be_read_hides_everything(tmp_path):
-    env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"), "LAYERZERO_POLICY": str(tmp_path / "no.yaml")}
+    env = {**os.environ, "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"),
+           "LAYERZERO_POLICY": str(tmp_path / "no.yaml")}
     out = tmp_path / "b.tar.gz"
-    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out), "--device", "cpu", "--json"],
+    done = subprocess.run([sys.executable, "-m", "layerzero", "bundle", "--out", str(out),
+                           "--device", "cpu", "--json"],
                           env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     assert not manifest["ready"] and "capabilities.json" in manifest["left_out"]
-    assert manifest["redacted"] == ["paths", "shapes", "texts"] and str(tmp_path).encode() not in everything(out)
+    assert (manifest["redacted"] == ["paths", "shapes", "texts"]
+            and str(tmp_path).encode() not in everything(out))
 
 
 # where it goes
@@ -213,7 +230,8 @@ def test_a_broken_table_or_lockfile_is_said_and_left_out(tmp_path):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{")
     manifest = lz.write_bundle(tmp_path / "b.tar.gz", table=wrong, lock=wrong, device="cpu")
-    assert not manifest["ready"] and {"dispatch_table.json", "layerzero.lock"} <= manifest["left_out"].keys()
+    assert (not manifest["ready"] and {"dispatch_table.json", "layerzero.lock"}
+            <= manifest["left_out"].keys())
     found = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
     assert found["state"] == "fail"
 
@@ -222,5 +240,6 @@ def test_the_command_prints_what_is_in_it(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(("bundle", "--out", str(tmp_path / "b.tar.gz"), "--device", "cpu"))
     out = capsys.readouterr().out
-    assert int(stop.value.code or 0) == 0 and "capabilities.json" in out and "left out: layerzero.lock" in out
+    assert (int(stop.value.code or 0) == 0 and "capabilities.json" in out
+            and "left out: layerzero.lock" in out)
     assert worlds.current() and redaction.active() == frozenset()

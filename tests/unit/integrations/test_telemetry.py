@@ -1,4 +1,6 @@
-"""What can be seen from outside: explain, stats and events, and the real Prometheus and OpenTelemetry clients."""
+"""What can be seen from outside: explain, stats and events, and the real Prometheus and
+OpenTelemetry clients.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def broken() -> Any:
 
 def kernel(name: str, load: Any = good, **rest: Any) -> lz.Kernel:
     """One that goes first wherever it may serve."""
-    return lz.Kernel(name, RMS_NORM, load, prior=1e9, less_work="a test", requires=(at_most("hidden", 64),), **rest)
+    return lz.Kernel(name, RMS_NORM, load, prior=1e9, less_work="a test",
+                     requires=(at_most("hidden", 64),), **rest)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,8 @@ def test_the_report_says_why_a_kernel_was_left_out(x):
     assert lz.explain("rms_norm", x).why_not("ours.good") == ()
     (reason,) = lz.explain("rms_norm", wide).why_not("ours.good")
     assert (reason.code, reason.want, reason.got) == (Code.SHAPE_UNSUPPORTED, "<= 64", 128)
-    shown = next(line for line in str(lz.explain("rms_norm", wide)).splitlines() if "ours.good" in line)
+    shown = next(line for line in str(lz.explain("rms_norm", wide)).splitlines()
+                 if "ours.good" in line)
     assert "SHAPE_UNSUPPORTED: hidden must be <= 64, got 128" in shown
 
 
@@ -145,7 +149,8 @@ def test_a_step_down_is_an_event_a_line_in_the_log_and_a_note_in_the_report(x, c
     assert (fallback.kernel, fallback.reason.code) == ("ours.broken", Code.KERNEL_FAILED)
     assert fallback.served_by == lz.explain("rms_norm", x).steps[1].kernel
     assert "fallback" in caplog.text and "this kernel is broken" in caplog.text
-    assert json.loads(json.dumps(fallback.to_json()))["reason"]["got"] == "RuntimeError: this kernel is broken"
+    assert json.loads(json.dumps(fallback.to_json()))["reason"][
+        "got"] == "RuntimeError: this kernel is broken"
 
 
 def test_a_sink_that_fails_hurts_nobody(x, caplog):
@@ -199,21 +204,25 @@ def test_prometheus_counts_steps_down_with_their_code_and_shows_the_breaker(regi
     lz.configure(breaker_threshold=2)
     lz.register(kernel("ours.broken", broken))
     state = {"kernel": "ours.broken"}
-    assert registry.get_sample_value("layerzero_breaker_state", state) == prometheus.BREAKER_STATES["closed"]
+    assert registry.get_sample_value("layerzero_breaker_state",
+                                     state) == prometheus.BREAKER_STATES["closed"]
     lz.rms_norm(x)
     served_by = lz.explain("rms_norm", x).steps[1].kernel
-    about = {"op": "rms_norm", "kernel": "ours.broken", "served_by": served_by, "code": "KERNEL_FAILED"}
+    about = {"op": "rms_norm", "kernel": "ours.broken", "served_by": served_by,
+             "code": "KERNEL_FAILED"}
     assert registry.get_sample_value("layerzero_fallbacks_total", about) == 1
     lz.rms_norm(x)
     assert registry.get_sample_value("layerzero_fallbacks_total", about) == 2
-    assert registry.get_sample_value("layerzero_breaker_state", state) == prometheus.BREAKER_STATES["open"]
+    assert registry.get_sample_value("layerzero_breaker_state",
+                                     state) == prometheus.BREAKER_STATES["open"]
 
 
 @pytest.mark.parametrize(("state", "number"), sorted(prometheus.BREAKER_STATES.items()))
 def test_prometheus_shows_every_state_of_a_breaker(registry, state, number):
     broken = Health(state, 1, until=time.monotonic() + 3600)
     worlds.publish(lambda w: w.replace(health={"some_library": broken}), "test")
-    assert registry.get_sample_value("layerzero_breaker_state", {"kernel": "some_library"}) == number
+    assert registry.get_sample_value("layerzero_breaker_state",
+                                     {"kernel": "some_library"}) == number
 
 
 def test_prometheus_shows_the_epoch(registry):
@@ -232,7 +241,8 @@ def test_the_page_prometheus_reads_is_well_formed(registry, x):
     assert set(families) >= {
         "layerzero_selections", "layerzero_calls", "layerzero_fallbacks", "layerzero_breaker_state",
         "layerzero_selection_seconds", "layerzero_world_epoch"}
-    assert all(family.documentation for name, family in families.items() if name.startswith("layerzero"))
+    assert all(family.documentation for name, family in families.items()
+               if name.startswith("layerzero"))
 
 
 def test_prometheus_uninstalls_whole_and_installs_again(x):
@@ -270,13 +280,15 @@ def test_prometheus_may_ask_while_others_call(registry):
         thread.start()
     seen = [before]
     while any(thread.is_alive() for thread in threads):
-        seen.append(registry.get_sample_value("layerzero_calls_total", {"op": "rms_norm", "kernel": "ours.good"}))
+        seen.append(registry.get_sample_value("layerzero_calls_total",
+                                              {"op": "rms_norm", "kernel": "ours.good"}))
     for thread in threads:
         thread.join()
     assert not failed
     assert seen == sorted(seen)                                     # a counter never goes back
     # 16 kinds of calls: each was chosen for once, whichever thread came first.
-    assert registry.get_sample_value("layerzero_selections_total", {"op": "rms_norm", "kernel": "ours.good"}) == 16
+    assert registry.get_sample_value("layerzero_selections_total",
+                                     {"op": "rms_norm", "kernel": "ours.good"}) == 16
 
 
 # OpenTelemetry
@@ -296,8 +308,10 @@ class Telemetry:
 
     def points(self, name: str) -> list[Any]:
         data = self.reader.get_metrics_data()
-        return [point for resource in (data.resource_metrics if data else ()) for scope in resource.scope_metrics
-                for metric in scope.metrics if metric.name == name for point in metric.data.data_points]
+        return [point for resource in (data.resource_metrics if data else ())
+                for scope in resource.scope_metrics
+                for metric in scope.metrics if metric.name == name
+                for point in metric.data.data_points]
 
     def value(self, name: str, **about: str) -> Any:
         wanted = {f"layerzero.{key}": value for key, value in about.items()}
@@ -334,7 +348,8 @@ def test_a_choice_is_a_span_below_the_caller_s(telemetry, x):
 
 
 def test_a_span_shows_the_transforms(telemetry):
-    lz.register(lz.Kernel("ours.packed", RMS_NORM, good, prior=1e9, less_work="a test", requires=(contiguous("x"),)))
+    lz.register(lz.Kernel("ours.packed", RMS_NORM, good, prior=1e9, less_work="a test",
+                          requires=(contiguous("x"),)))
     lz.rms_norm(torch.randn(32, 32).t())
     (span,) = telemetry.spans.get_finished_spans()
     assert span.attributes["layerzero.transforms"] == ("contiguous(x)",)
@@ -344,7 +359,8 @@ def test_a_span_shows_the_transforms(telemetry):
 def test_every_call_is_a_span_where_that_is_asked_for(x):
     telemetry = Telemetry()
     lz.register(kernel("ours.broken", broken))
-    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider, dispatch=True)
+    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider,
+                                      dispatch=True)
     try:
         with telemetry.tracer_provider.get_tracer("model").start_as_current_span("forward"):
             lz.rms_norm(x)
@@ -355,9 +371,11 @@ def test_every_call_is_a_span_where_that_is_asked_for(x):
     spans = telemetry.spans.get_finished_spans()
     forward = next(s for s in spans if s.name == "forward")
     dispatched = [s for s in spans if s.name == "layerzero.dispatch"]
-    assert len(dispatched) == 2                                     # and none after it was uninstalled
+    # and none after it was uninstalled
+    assert len(dispatched) == 2
     assert all(s.parent.span_id == forward.context.span_id for s in dispatched)
-    assert all(forward.start_time <= s.start_time <= s.end_time <= forward.end_time for s in dispatched)
+    assert all(forward.start_time <= s.start_time <= s.end_time <= forward.end_time
+               for s in dispatched)
     about = dict(dispatched[0].attributes)
     assert about["layerzero.chosen"] == "ours.broken" and about["layerzero.kernel"] != "ours.broken"
     assert "hidden=32" in about["layerzero.call"] and about["layerzero.transform_cost_total"] == 0.0
@@ -365,7 +383,8 @@ def test_every_call_is_a_span_where_that_is_asked_for(x):
 
 def test_spans_and_a_recording_see_the_same_calls(x):
     telemetry = Telemetry()
-    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider, dispatch=True)
+    uninstall = opentelemetry.install(telemetry.tracer_provider, telemetry.meter_provider,
+                                      dispatch=True)
     with lz.recording() as recorded:
         lz.rms_norm(x)
     lz.rms_norm(x)
@@ -384,7 +403,8 @@ def test_a_step_down_is_an_event_on_the_caller_s_span(telemetry, x):
     assert event.attributes["layerzero.kernel"] == "ours.broken"
     assert event.attributes["layerzero.code"] == "KERNEL_FAILED"
     assert "this kernel is broken" in event.attributes["layerzero.reason"]
-    assert telemetry.value("layerzero.fallbacks", op="rms_norm", kernel="ours.broken", code="KERNEL_FAILED") == 1
+    assert telemetry.value("layerzero.fallbacks", op="rms_norm", kernel="ours.broken",
+                           code="KERNEL_FAILED") == 1
 
 
 def test_opentelemetry_counts_choices_and_calls(telemetry, x):
@@ -444,8 +464,10 @@ def test_without_a_configured_sdk_nothing_happens(x):
 # the libraries are optional
 
 @pytest.mark.parametrize(("module", "library"), [
-    (prometheus, "prometheus_client"), (opentelemetry, "opentelemetry")], ids=["prometheus", "opentelemetry"])
+    (prometheus, "prometheus_client"), (opentelemetry, "opentelemetry")],
+                         ids=["prometheus", "opentelemetry"])
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(module, library, monkeypatch):
-    monkeypatch.setitem(sys.modules, library, None)                 # what an import finds when nothing is installed
+    # what an import finds when nothing is installed
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(lz.errors.ConfigError, match=rf"{library}.*install layerzero\[telemetry\]"):
         module.install()

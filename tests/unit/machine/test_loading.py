@@ -23,7 +23,9 @@ _serial = itertools.count()
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """Write an importable package, with metadata if a version is given; returns its name, never used before."""
+    """Write an importable package, with metadata if a version is given; returns its name, never
+    used before.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))        # for processes of their own
     made: list[str] = []
@@ -38,7 +40,8 @@ def library(tmp_path, monkeypatch):
         if version is not None:
             info = tmp_path / f"{name}-{version}.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         importlib.invalidate_caches()
         made.append(name)
         return name
@@ -55,7 +58,8 @@ def kernel(package, **declared):
         return importlib.import_module(package).rms_norm
 
     declared.setdefault("distribution", package.partition(".")[0])
-    lz.register(lz.Kernel("broken.rms_norm", RMS_NORM, load, package=package, prior=1e6, less_work="a test",
+    lz.register(lz.Kernel("broken.rms_norm", RMS_NORM, load, package=package, prior=1e6,
+                          less_work="a test",
                           **declared))
 
 
@@ -65,30 +69,37 @@ def why():
 
 GOOD = "def rms_norm(x, weight=None, eps=1e-6):\n    return x * 0 + 7\n"
 BROKEN = {
-    "undefined symbol": ("raise ImportError('/site/lib/_C.so: undefined symbol: _ZN3c105ErrorC2ENS_14Source')",
-                         Code.ABI_MISMATCH, "undefined symbol"),
-    "shared object": ("raise OSError('libcudart.so.11.0: cannot open shared object file: No such file')",
-                      Code.ABI_MISMATCH, "libcudart"),
+    "undefined symbol": (
+        "raise ImportError('/site/lib/_C.so: undefined symbol: _ZN3c105ErrorC2ENS_14Source')",
+        Code.ABI_MISMATCH, "undefined symbol"),
+    "shared object": (
+        "raise OSError('libcudart.so.11.0: cannot open shared object file: No such file')",
+        Code.ABI_MISMATCH, "libcudart"),
     "C++ runtime": ("raise ImportError(\"/lib/libstdc++.so.6: version `CXXABI_1.3.15' not found\")",
                     Code.ABI_MISMATCH, "CXXABI"),
     "a name": ("import os\nos.exit(1)", Code.IMPORT_FAILED, "module 'os' has no attribute 'exit'"),
     "exits": ("raise SystemExit('no GPU found')", Code.IMPORT_FAILED, "SystemExit: no GPU found"),
-    "missing part": ("from json import capability", Code.IMPORT_FAILED, "cannot import name 'capability'"),
+    "missing part": ("from json import capability", Code.IMPORT_FAILED,
+                     "cannot import name 'capability'"),
     "syntax": ("def rms_norm(:", Code.IMPORT_FAILED, "SyntaxError"),
-    "asserts": ("assert False, 'wants CUDA 13'", Code.IMPORT_FAILED, "AssertionError: wants CUDA 13"),
-    "runtime": ("raise RuntimeError('Found no NVIDIA driver on your system')", Code.IMPORT_FAILED, "no NVIDIA driver"),
+    "asserts": ("assert False, 'wants CUDA 13'", Code.IMPORT_FAILED,
+                "AssertionError: wants CUDA 13"),
+    "runtime": ("raise RuntimeError('Found no NVIDIA driver on your system')", Code.IMPORT_FAILED,
+                "no NVIDIA driver"),
     "index": ("[][0]", Code.IMPORT_FAILED, "IndexError"),
     "arithmetic": ("1 / 0", Code.IMPORT_FAILED, "ZeroDivisionError"),
     "its own error": ("class LibraryError(Exception): pass\nraise LibraryError('no GPU')",
                       Code.IMPORT_FAILED, "LibraryError: no GPU"),
-    "a warning": ("raise DeprecationWarning('as an error')", Code.IMPORT_FAILED, "DeprecationWarning"),
+    "a warning": ("raise DeprecationWarning('as an error')", Code.IMPORT_FAILED,
+                  "DeprecationWarning"),
     "no entry": ("", Code.IMPORT_FAILED, "has no attribute 'rms_norm'"),
     "no text": ("raise ImportError", Code.IMPORT_FAILED, "ImportError"),
 }
 
 
 @pytest.mark.parametrize(("code", "want", "words"), BROKEN.values(), ids=BROKEN)
-def test_a_library_that_does_not_import_becomes_a_reason(library, happened, path, code, want, words):
+def test_a_library_that_does_not_import_becomes_a_reason(library, happened, path, code, want,
+                                                         words):
     kernel(library(code))
     assert why() == ()                                     # it looks fine until it is imported
     call, x = path_of(RMS_NORM, path), rows()
@@ -132,14 +143,16 @@ def test_a_library_that_is_not_there(path):
     kernel("surely_not_installed")
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), normed(x))
-    assert [r.code for r in why()] == [Code.NOT_INSTALLED] and "surely_not_installed" in why()[0].message
+    assert ([r.code for r in why()] == [Code.NOT_INSTALLED]
+            and "surely_not_installed" in why()[0].message)
     line = next(c for c in lz.doctor().checks if c.name == "library surely_not_installed")
     assert line.ok and "not installed" in line.found       # no fault: it may be left out on purpose
 
 
 @pytest.mark.parametrize(("version", "wanted", "fits"), [
     ("2.4.0", ">=2.5,<3", False), ("2.5.0", ">=2.5,<3", True), ("3.0.0", ">=2.5,<3", False),
-    ("2.9.1+cu128", ">=2.5,<3", True), ("2.6.0rc1", ">=2.5,<3", True), ("not-a-version", ">=2.5", False)])
+    ("2.9.1+cu128", ">=2.5,<3", True), ("2.6.0rc1", ">=2.5,<3", True),
+    ("not-a-version", ">=2.5", False)])
 def test_a_library_of_the_wrong_version_is_not_even_imported(library, version, wanted, fits):
     name = library(GOOD, version)
     kernel(name, version=wanted)
@@ -148,7 +161,8 @@ def test_a_library_of_the_wrong_version_is_not_even_imported(library, version, w
     assert (name in sys.modules) == fits
     if not fits:
         (reason,) = why()
-        assert reason.code is Code.VERSION_CONFLICT and version in reason.message and wanted in reason.message
+        assert (reason.code is Code.VERSION_CONFLICT and version in reason.message
+                and wanted in reason.message)
         line = next(c for c in lz.doctor().checks if c.name == f"library {name}")
         assert not line.ok and version in line.found
 
@@ -160,16 +174,19 @@ def test_a_library_without_metadata_is_taken_as_it_is(library):
 
 def test_a_kernel_for_another_torch(library):
     kernel(library(GOOD), torch="<2.0")
-    assert [r.code for r in why()] == [Code.VERSION_CONFLICT] and torch.__version__ in why()[0].message
+    assert ([r.code for r in why()] == [Code.VERSION_CONFLICT]
+            and torch.__version__ in why()[0].message)
 
 
-@pytest.mark.parametrize("init", ["raise RuntimeError('needs a GPU')", "raise SystemExit(1)", "import os; os.exit(1)",
+@pytest.mark.parametrize("init", ["raise RuntimeError('needs a GPU')", "raise SystemExit(1)",
+                                  "import os; os.exit(1)",
                                   "raise OSError('libcuda.so.1: cannot open shared object file')"])
 def test_to_look_for_a_part_of_a_library_does_not_import_the_library(library, init):
     name = library(init, cute=GOOD)
     kernel(f"{name}.cute")
     assert loading.is_importable(f"{name}.cute") and name not in sys.modules
-    assert not loading.is_importable(f"{name}.absent") and not loading.is_importable(f"{name}.cute.deeper")
+    assert (not loading.is_importable(f"{name}.absent")
+            and not loading.is_importable(f"{name}.cute.deeper"))
     x = rows()
     torch.testing.assert_close(lz.rms_norm(x), normed(x))
     assert why()[0].code in (Code.IMPORT_FAILED, Code.ABI_MISMATCH)
@@ -197,10 +214,12 @@ def test_a_library_that_kills_its_process_is_a_reason(library, code, want, words
     assert name not in sys.modules
 
 
-def test_a_good_library_gives_no_reason_and_one_only_this_process_can_see_is_found_too(library, monkeypatch):
+def test_a_good_library_gives_no_reason_and_one_only_this_process_can_see_is_found_too(library,
+                                                                                       monkeypatch):
     name = library(GOOD)
     assert loading.import_in_subprocess(name) is None
-    monkeypatch.delenv("PYTHONPATH")                       # left: sys.path, as a program may change it
+    # left: sys.path, as a program may change it
+    monkeypatch.delenv("PYTHONPATH")
     assert loading.import_in_subprocess(name) is None
 
 
@@ -235,11 +254,14 @@ def _company_kernel():
 
 
 @pytest.mark.parametrize(("load", "words"), [
-    (_broken, "company_kernels"), (lambda: 3, "without OP or KERNELS"), (lambda: ["text"], "offers a str"),
+    (_broken, "company_kernels"), (lambda: 3, "without OP or KERNELS"),
+    (lambda: ["text"], "offers a str"),
     (lambda: lz.Kernel("torch.rms_norm", RMS_NORM, lambda: None), "already registered")],
     ids=["import", "nothing", "text", "twice"])
-def test_a_plugin_that_does_not_fit_is_refused_by_name_and_the_others_load(monkeypatch, load, words):
-    found = {"layerzero.ops": [], "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
+def test_a_plugin_that_does_not_fit_is_refused_by_name_and_the_others_load(monkeypatch, load,
+                                                                           words):
+    found = {"layerzero.ops": [],
+             "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
     monkeypatch.setattr(catalog.importlib.metadata, "entry_points", lambda group: found[group])
     made, problems = catalog.discover()
     assert "company.rms_norm" in made.by_id and "torch.rms_norm" in made.by_id

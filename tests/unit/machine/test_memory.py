@@ -1,4 +1,6 @@
-"""A kernel whose workspace does not fit is left out, for the largest call that shares its cache entry."""
+"""A kernel whose workspace does not fit is left out, for the largest call that shares its cache
+entry.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,18 @@ import os
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, call_facts, nvidia, path_of, policy, qkv, register, rows
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    call_facts,
+    nvidia,
+    path_of,
+    policy,
+    qkv,
+    register,
+    rows,
+)
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
@@ -21,14 +34,16 @@ HOPPER = nvidia(90)
 
 
 def meta_facts(seq_q, seq_k, batch=1, heads=8):
-    q, k, v = (torch.empty(batch, heads, n, 64, dtype=torch.float16, device="meta") for n in (seq_q, seq_k, seq_k))
+    q, k, v = (torch.empty(batch, heads, n, 64, dtype=torch.float16, device="meta")
+               for n in (seq_q, seq_k, seq_k))
     return call_facts(ATTENTION, q, k, v)
 
 
 def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
     """Whether a kernel with that workspace may serve, and its plan."""
     kernel = lz.Kernel("lib.k", ATTENTION, lambda: ATTENTION.reference, workspace=workspace)
-    around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"), headroom=room)
+    around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
+                          headroom=room)
     facts = {**meta_facts(seq_q, seq_k), **HOPPER.facts()}
     return select(ATTENTION, make_roster([kernel], around), facts, around, thorough=True)
 
@@ -36,8 +51,10 @@ def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
 # how much is needed
 
 @pytest.mark.parametrize(("workspace", "want"), [
-    ("0", 0), ("4096", 4096), ("2 * itemsize * batch * heads * seq_q * seq_k", 2 * 2 * 8 * 1024 * 1024),
-    ("3 * max(itemsize, 4) * elements", 3 * 4 * 8 * 1024 * 1024), ("seq_q * head_dim // 2", 1024 * 32)])
+    ("0", 0), ("4096", 4096), ("2 * itemsize * batch * heads * seq_q * seq_k",
+                               2 * 2 * 8 * 1024 * 1024),
+    ("3 * max(itemsize, 4) * elements", 3 * 4 * 8 * 1024 * 1024),
+    ("seq_q * head_dim // 2", 1024 * 32)])
 def test_the_workspace_is_computed_from_the_facts_of_the_call(workspace, want):
     assert judged(workspace).steps[0].workspace == want
     assert judged(workspace).to_json()["steps"][0]["workspace"] == want
@@ -47,14 +64,18 @@ def test_the_workspace_is_computed_from_the_facts_of_the_call(workspace, want):
 def test_it_is_that_of_the_largest_call_in_the_bucket(seq_k):
     assert bucket_bottom(seq_k) == 2049 and bucket_top(seq_k) == 3072
     assert judged("seq_k * 1000", seq_k=seq_k).steps[0].workspace == 3072 * 1000
-    assert judged("elements", seq_q=1, seq_k=seq_k).steps[0].workspace == 8 * 1 * 3072     # derived sizes too
-    assert judged("heads * head_dim", seq_k=seq_k).steps[0].workspace == 8 * 64            # and exact ones as they are
+    # derived sizes too
+    assert judged("elements", seq_q=1, seq_k=seq_k).steps[0].workspace == 8 * 1 * 3072
+    # and exact ones as they are
+    assert judged("heads * head_dim", seq_k=seq_k).steps[0].workspace == 8 * 64
 
 
 def test_a_bucket_is_judged_as_one_whichever_of_its_calls_comes_first():
-    verdicts = {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 300_000_000)) for n in range(2049, 3073, 64)}
+    verdicts = {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 300_000_000))
+                for n in range(2049, 3073, 64)}
     assert verdicts == {False}                             # 2049 alone would have fitted
-    assert {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 310_000_000)) for n in (2049, 3072)} == {True}
+    assert {bool(judged("seq_k * 100000", seq_k=n, room=lambda: 310_000_000))
+            for n in (2049, 3072)} == {True}
 
 
 # how much there is
@@ -102,7 +123,8 @@ def test_a_kernel_that_would_not_fit_does_not_serve(path):
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
     assert greedy.calls == 0
-    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.greedy")] == [Code.MEMORY_HEADROOM_EXCEEDED]
+    assert [r.code for r in lz.explain("rms_norm", x).why_not("fake.greedy")] == [
+        Code.MEMORY_HEADROOM_EXCEEDED]
     with pytest.raises(lz.errors.NamedKernelRefused, match="MEMORY_HEADROOM_EXCEEDED"):
         lz.rms_norm(x, backend="fake.greedy")
 
@@ -146,6 +168,7 @@ def test_running_out_of_memory_all_the_same_walks_down_the_plan(path, happened):
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(2):
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
-    assert greedy.calls == modest.calls == 2               # it may fit the next time: nothing is tripped
+    # it may fit the next time: nothing is tripped
+    assert greedy.calls == modest.calls == 2
     fallbacks = [e for e in happened if isinstance(e, Fallback)]
     assert len(fallbacks) == 2 and {e.reason.code for e in fallbacks} == {Code.OUT_OF_MEMORY}

@@ -1,4 +1,6 @@
-"""A process of its own for what may hang or crash: whatever happens there, this process goes on and knows why."""
+"""A process of its own for what may hang or crash: whatever happens there, this process goes on and
+knows why.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def test_what_hangs_is_stopped_with_all_it_started(tmp_path):
     assert outcome.status == "timeout" and outcome.reason.code is lz.Code.KERNEL_TIMEOUT
     assert "8 s" in outcome.reason.message and time.monotonic() - started < 100
     pid = int(note.read_text())
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
+    assert (not Path(f"/proc/{pid}").exists()
+            or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0])
 
 
 def test_what_cannot_travel_is_refused_before_anything_starts():
@@ -59,7 +62,8 @@ def test_what_cannot_travel_is_refused_before_anything_starts():
 
 @pytest.mark.parametrize(("how", "code", "word"), [
     ("hanging", lz.Code.KERNEL_TIMEOUT, "8 s"), ("crashing", lz.Code.KERNEL_FAILED, "SIGSEGV"),
-    ("exiting", lz.Code.KERNEL_FAILED, "ended with 7"), ("failing", lz.Code.DEVICE_FAULT, "illegal memory access")])
+    ("exiting", lz.Code.KERNEL_FAILED, "ended with 7"),
+    ("failing", lz.Code.DEVICE_FAULT, "illegal memory access")])
 def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened):
     kernel = hostile(how)
     lz.register(kernel)
@@ -68,7 +72,8 @@ def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened):
     assert health_of(kernel.id).state == "disabled"
     assert [e.kernel for e in of(HealthChanged, happened)] == [kernel.id]
     x = rows()
-    assert lz.Code.BACKEND_DISABLED in [r.code for r in lz.explain("rms_norm", x).why_not(kernel.id)]
+    assert lz.Code.BACKEND_DISABLED in [r.code
+                                        for r in lz.explain("rms_norm", x).why_not(kernel.id)]
     torch.testing.assert_close(lz.rms_norm(x), RMS_NORM.reference(x))
 
 
@@ -81,7 +86,8 @@ def test_a_sound_kernel_passes_the_probe():
 
 def test_only_unknown_libraries_are_probed():
     kernel = hostile("sound")
-    assert probe_unknown([kernel, lz.Kernel("hostile.absent", RMS_NORM, kernel.load, package="no_such_library")]) == {}
+    assert probe_unknown([kernel, lz.Kernel("hostile.absent", RMS_NORM, kernel.load,
+                                            package="no_such_library")]) == {}
 
 
 def test_a_kernel_that_another_process_cannot_know_is_not_condemned():
@@ -95,27 +101,33 @@ def test_a_kernel_that_another_process_cannot_know_is_not_condemned():
 # faults in this process
 
 def test_out_of_memory_goes_to_the_kernel_that_needs_less(path, happened):
-    greedy = Fake("fake.greedy", fault=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB"),
+    greedy = Fake("fake.greedy",
+                  fault=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB"),
                   workspace="1000000")
     modest = Fake("fake.modest", prior=1e5)
     register(greedy, modest)
     x = rows()
     torch.testing.assert_close(path_of(RMS_NORM, path)(x), RMS_NORM.reference(x))
     (event,) = of(Fallback, happened)
-    assert (event.kernel, event.served_by, event.reason.code) == ("fake.greedy", "fake.modest", lz.Code.OUT_OF_MEMORY)
+    assert (event.kernel, event.served_by, event.reason.code) == ("fake.greedy", "fake.modest",
+                                                                  lz.Code.OUT_OF_MEMORY)
     assert health_of("fake.greedy") is None
 
 
 @pytest.mark.parametrize("text", [
-    "CUDA error: an illegal memory access was encountered", "Triton Error [CUDA]: unspecified launch failure"])
+    "CUDA error: an illegal memory access was encountered",
+    "Triton Error [CUDA]: unspecified launch failure"])
 def test_a_lost_device_is_said_to_be_lost(path, happened, text):
-    register(Fake("fake.stray", fault=RuntimeError(text), package="torch"), Fake("fake.other", prior=1e5,
+    register(Fake("fake.stray", fault=RuntimeError(text), package="torch"),
+             Fake("fake.other", prior=1e5,
              package="torch"))
-    with pytest.raises(lz.errors.DeviceLost, match=r"context is lost; restart the process.*CUDA_LAUNCH") as caught:
+    with pytest.raises(lz.errors.DeviceLost,
+                       match=r"context is lost; restart the process.*CUDA_LAUNCH") as caught:
         path_of(RMS_NORM, path)(rows())
     assert caught.value.codes == (lz.Code.DEVICE_FAULT,)
     assert health_of("fake").state == "disabled"           # the whole library
-    assert {r.code for r in lz.explain("rms_norm", rows()).why_not("fake.other")} == {lz.Code.BACKEND_DISABLED}
+    assert {r.code for r in lz.explain("rms_norm", rows()).why_not("fake.other")} == {
+        lz.Code.BACKEND_DISABLED}
 
 
 def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, happened):
@@ -124,10 +136,12 @@ def test_a_launch_that_was_refused_goes_on_to_the_next_and_trips_nothing(path, h
     register(large)
     for _ in range(7):
         torch.testing.assert_close(path_of(RMS_NORM, path)(rows()), normed_rows())
-    assert large.calls == 1 and health_of("fake.large") is None        # asked once: it is refused for this kind
+    # asked once: it is refused for this kind
+    assert large.calls == 1 and health_of("fake.large") is None
     assert {e.reason.code for e in of(Fallback, happened)} == {lz.Code.CUDA_BLOCK_LIMIT_EXCEEDED}
     only("fake.large", op="rms_norm")
-    with pytest.raises(lz.errors.NoKernelFoundError, match="grid y must be a whole number from 1 to 65535, got 70000"):
+    with pytest.raises(lz.errors.NoKernelFoundError,
+                       match="grid y must be a whole number from 1 to 65535, got 70000"):
         lz.rms_norm(rows())
 
 

@@ -1,4 +1,5 @@
-"""KV caches: every kind holds what was appended and attends to it, whatever it does with its pages."""
+"""KV caches: every kind holds what was appended and attends to it, whatever it does with its pages.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ class Stream:
                                   for heads in (HEADS, KV_HEADS, KV_HEADS))
 
     def truth(self, first: int, last: int, window: int = -1, causal: bool = True) -> Tensor:
-        q, k, v = (t.double().transpose(0, 1)[None] for t in (self.q[first:last], self.k[:last], self.v[:last]))
-        out = lz.op("attention").reference(q, k, v, is_causal=causal, causal_align="bottom_right", window_left=window)
+        q, k, v = (t.double().transpose(0, 1)[None]
+                   for t in (self.q[first:last], self.k[:last], self.v[:last]))
+        out = lz.op("attention").reference(q, k, v, is_causal=causal, causal_align="bottom_right",
+                                           window_left=window)
         return out[0].transpose(0, 1)
 
 
@@ -53,12 +56,14 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompts", [(70, 9, 33), (40, 40, 40)], ids=["ragged", "equal"])
 @pytest.mark.parametrize("window", [-1, 20])
-def test_prefill_and_decode_equal_full_attention(kind: str, layout: str, prompts: tuple[int, ...], window: int) -> None:
+def test_prefill_and_decode_equal_full_attention(kind: str, layout: str, prompts: tuple[int, ...],
+                                                 window: int) -> None:
     cache = made(kind, layout=layout)
     streams = [Stream(i, n + STEPS) for i, n in enumerate(prompts)]
     names = [cache.add() for _ in prompts]
     parts = list(zip(streams, prompts))
-    cache.append(torch.cat([s.k[:n] for s, n in parts]), torch.cat([s.v[:n] for s, n in parts]), names, prompts)
+    cache.append(torch.cat([s.k[:n] for s, n in parts]), torch.cat([s.v[:n] for s, n in parts]),
+                 names, prompts)
     out = cache.attend(torch.cat([s.q[:n] for s, n in parts]), names, prompts, window_left=window)
     close(out, torch.cat([s.truth(0, n, window) for s, n in parts]))
     for step in range(STEPS):
@@ -77,10 +82,12 @@ def test_some_prefill_while_others_decode(kind: str) -> None:
     first = cache.add()
     cache.append(a.k[:30], a.v[:30])
     second = cache.add()
-    cache.append(torch.cat((a.k[30:31], b.k[:25])), torch.cat((a.v[30:31], b.v[:25])), (first, second), (1, 25))
+    cache.append(torch.cat((a.k[30:31], b.k[:25])), torch.cat((a.v[30:31], b.v[:25])),
+                 (first, second), (1, 25))
     out = cache.attend(torch.cat((a.q[30:31], b.q[:25])), (first, second), (1, 25))
     close(out, torch.cat((a.truth(30, 31), b.truth(0, 25))))
-    cache.append(torch.cat((b.k[25:31], a.k[31:40])), torch.cat((b.v[25:31], a.v[31:40])), (second, first), (6, 9))
+    cache.append(torch.cat((b.k[25:31], a.k[31:40])), torch.cat((b.v[25:31], a.v[31:40])),
+                 (second, first), (6, 9))
     out = cache.attend(torch.cat((b.q[25:31], a.q[31:40])), (second, first), (6, 9))
     close(out, torch.cat((b.truth(25, 31), a.truth(31, 40))))
 
@@ -95,7 +102,8 @@ def test_batch_first_tensors_and_the_log_sum_exp(kind: str) -> None:
     cache.append(k, v)
     out, lse = cache.attend(q, return_lse=True)
     assert (tuple(out.shape), tuple(lse.shape)) == ((3, 21, HEADS, DIM), (3, 21, HEADS))
-    want, want_lse = lz.op("attention").reference(q, k, v, is_causal=True, return_lse=True, layout="bshd")
+    want, want_lse = lz.op("attention").reference(q, k, v, is_causal=True, return_lse=True,
+                                                  layout="bshd")
     close(out, want)
     close(lse, want_lse.transpose(1, 2))
 
@@ -117,7 +125,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     calls = asked(monkeypatch)
     cache = made("contiguous", layout=layout)
     streams = [Stream(i, 20) for i in range(3)]
@@ -127,7 +136,8 @@ def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str, mo
     cache.attend(q)
     name, given = calls[0]
     assert name == "attention" and tuple(given["key"].shape) == (3, 20, KV_HEADS, DIM)
-    assert given["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()     # no copy
+    # no copy
+    assert given["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()
     cache.append(streams[0].k[:1], streams[0].v[:1], names[:1])
     cache.attend(q[:, -1:].flatten(0, 1), names)
     cache.attend(q[[0, 2], -1], (names[0], names[2]))
@@ -135,14 +145,16 @@ def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str, mo
 
 
 @pytest.mark.parametrize(("kind", "page_size"), [("paged 64", 64), ("chunked", 24)])
-def test_page_size_and_layout_go_with_the_call(kind: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_size_and_layout_go_with_the_call(kind: str, page_size: int,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     calls = asked(monkeypatch)
     cache, s = made(kind, layout="HND"), Stream(0, 5)
     cache.add()
     cache.append(s.k, s.v)
     cache.attend(s.q)
     name, given = calls[0]
-    assert (name, given["kv_layout"], given["key"].shape[2]) == ("paged_attention", "HND", page_size)
+    assert (name, given["kv_layout"], given["key"].shape[2]) == ("paged_attention", "HND",
+                                                                 page_size)
 
 
 def test_a_kernel_may_be_named() -> None:
@@ -171,8 +183,10 @@ def test_pages_come_back_and_are_used_again() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options", "prompt"), [
-    ("paged 16", {"pages": 3}, 49), ("chunked", {"max_chunks": 2}, 49), ("contiguous", {"max_len": 48}, 49)])
-def test_a_full_cache_says_so_and_is_as_it_was(kind: str, options: dict[str, Any], prompt: int) -> None:
+    ("paged 16", {"pages": 3}, 49), ("chunked", {"max_chunks": 2}, 49),
+    ("contiguous", {"max_len": 48}, 49)])
+def test_a_full_cache_says_so_and_is_as_it_was(kind: str, options: dict[str, Any],
+                                               prompt: int) -> None:
     cache, s = made(kind, **options), Stream(0, 60)
     name = cache.add()
     with pytest.raises(CacheFull, match="nothing was changed") as caught:
@@ -298,7 +312,8 @@ def test_a_quantized_cache_comes_near(kind: str, dtype: torch.dtype, layout: str
         assert (held - given).abs().max() < QUANTIZED[dtype] * given.abs().max()
     out, exact = cache.attend(s.q[50:]), s.truth(50, 60)
     close(out, exact, 4 * QUANTIZED[dtype])
-    s.k, s.v = key, value                                      # and what is stored is attended to exactly
+    # and what is stored is attended to exactly
+    s.k, s.v = key, value
     close(out, s.truth(50, 60), 1e-4)
 
 
@@ -346,7 +361,8 @@ def test_the_encoders_keys_stay_apart(kind: str) -> None:
         for row, (s, n) in enumerate(zip(encoder, (50, 13))):
             full = Stream(9, n)
             full.q, full.k, full.v = q[row:row + 1], s.k[:n], s.v[:n]
-            want = lz.op("attention").reference(*(t.double().transpose(0, 1)[None] for t in (full.q, full.k, full.v)))
+            want = lz.op("attention").reference(*(t.double().transpose(0, 1)[None]
+                                                  for t in (full.q, full.k, full.v)))
             close(cache.cross.attend(q)[row], want[0, :, 0])
     assert (cache.length(a), cache.cross.length(a), cache.cross.length(b)) == (10, 50, 13)
 
@@ -380,13 +396,16 @@ def test_cross_needs_its_size() -> None:
 
 def test_bad_arguments_are_named() -> None:
     s = Stream(0, 12)
-    with pytest.raises(lz.errors.InvalidCall, match="kind must be one of contiguous, paged, chunked, got rolling"):
+    with pytest.raises(lz.errors.InvalidCall,
+                       match="kind must be one of contiguous, paged, chunked, got rolling"):
         lz.kv_cache("rolling", kv_heads=1, head_dim=8)
     for options, word in (({"layout": "HDN"}, "layout must be"), ({"pages": 0}, "pages must be"),
                           ({"page_size": 0}, "page_size must be"),
-                          ({"dtype": torch.int32}, "the KV cache must be"), ({"kv_heads": 0}, "kv_heads must be"),
+                          ({"dtype": torch.int32}, "the KV cache must be"),
+                          ({"kv_heads": 0}, "kv_heads must be"),
                           ({"key_scale": 1.0}, "scales must be absent"),
-                          ({"dtype": torch.int8, "value_scale": torch.ones(3)}, "scales must be one number or 2")):
+                          ({"dtype": torch.int8, "value_scale": torch.ones(3)},
+                           "scales must be one number or 2")):
         with pytest.raises(lz.errors.InvalidCall, match=word):
             made(**options)
     with pytest.raises(TypeError, match="max_len"):
@@ -394,12 +413,16 @@ def test_bad_arguments_are_named() -> None:
     cache = made()
     a, b = cache.add(), cache.add()
     bad: list[tuple[tuple[Any, ...], str]] = [
-        ((s.k, s.v, (a, a), (6, 6)), "each sequence at most once"), ((s.k, s.v, (a, b)), "lengths is required"),
+        ((s.k, s.v, (a, a), (6, 6)), "each sequence at most once"),
+        ((s.k, s.v, (a, b)), "lengths is required"),
         ((s.k, s.v, (a, b), (6, 7)), "lengths must be 2 numbers of sum 12"),
         ((s.k, s.v, (a, b), (13, -1)), "lengths must be"),
-        ((s.k, s.v[:11], (a, b), (6, 6)), "the rows of value"), ((s.q, s.v, (a,)), r"key must be \(\.\.\., 2, 16\)"),
-        ((s.k, s.v[..., :8], (a,)), "value must be"), ((s.k[0], s.v, (a,)), "key must have 3 .packed. or 4"),
-        ((s.k[None], s.v[None]), r"key.shape\[0\] must be 2"), ((s.k, s.v, (99,)), "sequence must be one of")]
+        ((s.k, s.v[:11], (a, b), (6, 6)), "the rows of value"),
+        ((s.q, s.v, (a,)), r"key must be \(\.\.\., 2, 16\)"),
+        ((s.k, s.v[..., :8], (a,)), "value must be"),
+        ((s.k[0], s.v, (a,)), "key must have 3 .packed. or 4"),
+        ((s.k[None], s.v[None]), r"key.shape\[0\] must be 2"),
+        ((s.k, s.v, (99,)), "sequence must be one of")]
     for arguments, word in bad:
         with pytest.raises(lz.errors.InvalidCall, match=word):
             cache.append(*arguments)

@@ -22,7 +22,8 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
     op = OPS[name]
     for case in op.cases[:12]:
         values = {p.name: v for p in op.params
-                  for v in [op.inputs(**case, dtype=torch.float32, device="cpu", seed=0).get(p.name, p.default)]}
+                  for v in [op.inputs(**case, dtype=torch.float32, device="cpu",
+                                      seed=0).get(p.name, p.default)]}
         try:
             before = facts.read(op, values)
         except lz.errors.InvalidCall:
@@ -35,14 +36,16 @@ def test_round_trip_keeps_the_kind_of_every_case(name):
         assert kind_of(op, after) == kind_of(op, before)
         for p in op.params:
             if isinstance(values[p.name], torch.Tensor):
-                assert made[p.name].shape == values[p.name].shape and made[p.name].dtype == values[p.name].dtype
+                assert (made[p.name].shape == values[p.name].shape
+                        and made[p.name].dtype == values[p.name].dtype)
                 if not made[p.name].is_contiguous():
                     assert made[p.name].stride() == values[p.name].stride()
 
 
 def test_made_twice_is_equal_and_another_seed_differs():
     op = OPS["rms_norm"]
-    call = Call("rms_norm", {"x": TensorSpec((4, 8), "float32"), "weight": TensorSpec((8,), "float32")})
+    call = Call("rms_norm",
+                {"x": TensorSpec((4, 8), "float32"), "weight": TensorSpec((8,), "float32")})
     a, b, c = (calls.make_values(op, call, seed=s)["x"] for s in (3, 3, 4))
     assert torch.equal(a, b) and not torch.equal(a, c) and a.std() > 0.1
 
@@ -74,9 +77,11 @@ def test_file(tmp_path):
     ('{"op": 3}', "op"),
     ('{"op": "a", "count": 0}', "count"),
     ('{"op": "a", "colour": 1}', "colour"),
-    ('{"op": "a", "arguments": {"x": {"shape": [2], "dtype": "f", "values": [1]}}}', "wanted 2 values"),
+    ('{"op": "a", "arguments": {"x": {"shape": [2], "dtype": "f", "values": [1]}}}',
+     "wanted 2 values"),
     ('{"op": "a", "arguments": {"x": {"shape": [-2], "dtype": "f"}}}', "shape"),
-    ('{"op": "a", "arguments": {"x": [1]}}', r"arguments\.x: wanted an object or .* null, got \[1\]"),
+    ('{"op": "a", "arguments": {"x": [1]}}',
+     r"arguments\.x: wanted an object or .* null, got \[1\]"),
 ])
 def test_a_broken_file_says_where(tmp_path, line, said):
     path = tmp_path / "calls.jsonl"
@@ -88,7 +93,8 @@ def test_a_broken_file_says_where(tmp_path, line, said):
 def test_objects_cannot_be_written_down():
     op = OPS["tokenize"]
     with pytest.raises(lz.errors.DataError, match="cannot be written down"):
-        calls.describe(op, {p.name: object() if p.kind == "object" else p.default for p in op.params})
+        calls.describe(op, {p.name: object() if p.kind == "object" else p.default
+                            for p in op.params})
 
 
 def test_a_filter_that_is_on_is_another_kind_of_call_and_a_seed_is_not():
@@ -100,6 +106,7 @@ def test_a_filter_that_is_on_is_another_kind_of_call_and_a_seed_is_not():
     plain = family()
     assert family(temperature=0.7) == plain == family(offset=3)
     assert family(seed=1) == family(seed=12345, offset=99) != plain
-    filters = [family(top_p=0.9), family(top_p=0.0), family(min_p=0.1), family(temperature=0.0), family(top_k=50)]
+    filters = [family(top_p=0.9), family(top_p=0.0), family(min_p=0.1), family(temperature=0.0),
+               family(top_k=50)]
     assert len({plain, *filters}) == 6
     assert family(top_p=0.5) == family(top_p=0.9)

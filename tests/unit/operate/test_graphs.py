@@ -1,4 +1,5 @@
-"""CUDA graphs, as far as no GPU is needed: who may be captured, what is held, and what is said where there is no CUDA.
+"""CUDA graphs, as far as no GPU is needed: who may be captured, what is held, and what is said
+where there is no CUDA.
 
 The captures themselves are in tests/device/test_graphs_gpu.py.
 """
@@ -10,7 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, call_facts, health_of, nvidia, of, path_of, policy, register, rows
+from helpers import (
+    RMS_NORM,
+    Fake,
+    call_facts,
+    health_of,
+    nvidia,
+    of,
+    path_of,
+    policy,
+    register,
+    rows,
+)
 
 import layerzero as lz
 from layerzero.machine import faults, hardware
@@ -35,21 +47,24 @@ def nothing_tried(monkeypatch, world):
     monkeypatch.setattr(certificates, "_captures", {})
 
 
-def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True, **settings) -> Plan:
+def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True,
+               **settings) -> Plan:
     """What selection makes of one kernel in a captured call, or under graph_strict_mode."""
     kernel = lz.Kernel("lib.k", RMS_NORM, lambda: RMS_NORM.reference, graph_safe=safe)
     around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
                           certified={"lib.k"}, captures=lambda: shown)
-    facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(), "graph": capturing}
+    facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(),
+             "graph": capturing}
     return select(RMS_NORM, make_roster([kernel], around), facts, around, thorough=True)
 
 
 # who may be captured
 
 @pytest.mark.parametrize(("shown", "declared", "serves"), [
-    ({}, True, True), ({}, False, False), ({"lib.k": True}, False, True), ({"lib.k": False}, True, False),
-    ({"lib.other": False}, True, True)])
-@pytest.mark.parametrize("asked", [{"capturing": True}, {"capturing": False, "graph_strict_mode": True}])
+    ({}, True, True), ({}, False, False), ({"lib.k": True}, False, True),
+    ({"lib.k": False}, True, False), ({"lib.other": False}, True, True)])
+@pytest.mark.parametrize("asked",
+                         [{"capturing": True}, {"capturing": False, "graph_strict_mode": True}])
 def test_what_a_capture_has_shown_counts_more_than_what_is_declared(shown, declared, serves, asked):
     plan = in_a_graph(shown, declared, **asked)
     assert bool(plan) is serves
@@ -73,24 +88,27 @@ def test_outside_a_capture_nobody_asks():
     def never():
         raise AssertionError("read")
 
-    around = Surroundings(policy(), HOPPER.facts(), HOPPER.signature, rates_of("cuda"), captures=never)
+    around = Surroundings(policy(), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
+                          captures=never)
     kernel = lz.Kernel("lib.k", RMS_NORM, lambda: RMS_NORM.reference, graph_safe=False)
-    facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(), "graph": False}
+    facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(),
+             "graph": False}
     assert select(RMS_NORM, make_roster([kernel], around), facts, around)
 
 
 # what certificates say
 
 def certificate(kernel: lz.Kernel, **changes) -> Certificate:
-    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op), HERE.signature, HERE.name,
-                       10, 2, ("float32",), "abc")
+    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
+                       HERE.signature, HERE.name, 10, 2, ("float32",), "abc")
     return replace(made, **changes)
 
 
 def test_a_verdict_is_read_from_the_certificate_and_voids_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     by_id = worlds.current().catalog.by_id
-    safe, unsafe, silent = by_id["torch.rms_norm"], by_id["reference.rms_norm"], by_id["torch.linear"]
+    safe, unsafe, silent = by_id["torch.rms_norm"], by_id["reference.rms_norm"], by_id[
+        "torch.linear"]
     certificates.write(certificate(safe, graph_safe=True, graph_bytes=512), HERE)
     certificates.write(certificate(unsafe, graph_safe=False, graph_problem="it waits"), HERE)
     certificates.write(certificate(silent), HERE)
@@ -114,31 +132,43 @@ def test_what_this_process_found_counts_until_the_kernel_is_replaced():
 
 @pytest.mark.parametrize(("text", "kind"), [
     ("CUDA error: operation not permitted when stream is capturing", "capture"),
-    ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.", "capture"),
-    ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", "capture"),
+    (
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor "
+        "is pinned.", "capture"),
+    ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
+     "capture"),
     ("CUDA error: operation failed due to a previous error during capture", "lost"),
-    ("CUDA error: an illegal memory access was encountered", "sticky"), ("CUDA error: invalid argument", "kernel")])
+    ("CUDA error: an illegal memory access was encountered", "sticky"), ("CUDA error: invalid "
+                                                                         "argument", "kernel")])
 def test_errors_of_a_capture_have_a_class_of_their_own(text, kind):
     assert faults.classify(RuntimeError(text)) == kind
 
 
 def test_a_kernel_that_spoils_a_capture_is_named_and_not_captured_again(path):
-    waits = Fake("fake.waits", fault=RuntimeError("CUDA error: operation not permitted when stream is capturing"))
+    waits = Fake("fake.waits",
+                 fault=RuntimeError("CUDA error: operation not permitted when stream is capturing"))
     other = Fake("fake.other", prior=1e5)
     register(waits, other)
     with pytest.raises(
-            lz.errors.KernelExecutionError, match=r"fake\.waits cannot be captured .*capture again") as caught:
+            lz.errors.KernelExecutionError,
+            match=r"fake\.waits cannot be captured .*capture again") as caught:
         path_of(RMS_NORM, path)(rows())
     assert caught.value.codes == (UNSAFE,)
-    assert other.calls == 0                                # nobody can serve in a capture that is lost
-    assert health_of("fake.waits") is None                 # outside a capture there is nothing wrong with it
-    assert certificates.capture_verdicts(worlds.current().catalog.kernels, HERE) == {"fake.waits": False}
+    # nobody can serve in a capture that is lost
+    assert other.calls == 0
+    # outside a capture there is nothing wrong with it
+    assert health_of("fake.waits") is None
+    assert certificates.capture_verdicts(worlds.current().catalog.kernels,
+                                         HERE) == {"fake.waits": False}
 
 
 def test_a_kernel_called_in_a_capture_that_was_spoilt_before_is_not_blamed(path):
-    late = Fake("fake.late", fault=RuntimeError("CUDA error: operation failed due to a previous error during capture"))
+    late = Fake("fake.late",
+                fault=RuntimeError(
+                    "CUDA error: operation failed due to a previous error during capture"))
     register(late)
-    with pytest.raises(lz.errors.KernelExecutionError, match=r"spoilt before fake\.late.*validate_graph_capture"):
+    with pytest.raises(lz.errors.KernelExecutionError,
+                       match=r"spoilt before fake\.late.*validate_graph_capture"):
         path_of(RMS_NORM, path)(rows())
     assert certificates.capture_verdicts(worlds.current().catalog.kernels, HERE) == {}
     assert health_of("fake.late") is None
@@ -170,7 +200,8 @@ def test_an_event_says_when_a_kernel_of_a_live_graph_was_disabled(happened):
     lz.configure(memory_headroom=None)
     (event,) = of(GraphKernelDisabled, happened)           # once
     assert (event.op, event.kernel, event.graph) == ("rms_norm", "fake.inside", "graph of a test")
-    assert event.reason.code is lz.Code.BACKEND_DISABLED and "illegal memory access" in event.reason.message
+    assert (event.reason.code is lz.Code.BACKEND_DISABLED
+            and "illegal memory access" in event.reason.message)
     assert graph.disabled["fake.inside"] is event.reason
     assert event.to_json()["event"] == "graph_kernel_disabled"
 
@@ -230,9 +261,11 @@ def test_without_cuda_it_is_said_that_there_is_none():
     assert verdict.safe is None and not verdict and "no CUDA device here" in str(verdict)
     assert "no CUDA device here" in is_graph_safe("rms_norm", rows()).why
     report = validate_graph_capture(lz.rms_norm, rows())
-    assert not report and [p.kind for p in report.problems] == ["no cuda"] and "no CUDA device" in str(report)
+    assert (not report and [p.kind for p in report.problems] == ["no cuda"]
+            and "no CUDA device" in str(report))
     assert report.to_json()["ok"] is False
-    with pytest.raises(lz.errors.ConfigError, match="there is no CUDA device here"), graphs.graph(object()):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="there is no CUDA device here"), graphs.graph(object()):
         pass
     with pytest.raises(lz.errors.ConfigError, match="there is no CUDA device here"):
         graphs.warmup_capture(lz.rms_norm, rows())
@@ -241,7 +274,8 @@ def test_without_cuda_it_is_said_that_there_is_none():
 def test_a_certificate_reaches_selection(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     kernel = worlds.current().catalog.by_id["torch.rms_norm"]
-    certificates.write(replace(certificate(kernel, graph_safe=False), device=HOPPER.signature), HOPPER)
+    certificates.write(replace(certificate(kernel, graph_safe=False), device=HOPPER.signature),
+                       HOPPER)
     lz.clear_cache()
     with lz.prefer(graph_strict_mode=True):
         reasons = lz.explain("rms_norm", rows(), on=HOPPER).why_not(kernel.id)

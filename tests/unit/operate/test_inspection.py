@@ -1,4 +1,5 @@
-"""explain, which, select, validate, list, doctor, config and stats: they say what really happens."""
+"""explain, which, select, validate, list, doctor, config and stats: they say what really happens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from helpers import ATTENTION, RMS_NORM, Fake, nvidia, path_of, qkv, register, rows
 
 import layerzero as lz
-from layerzero.spec.errors import ConfigError, InvalidCall, KernelExecutionError, NamedKernelRefused, NoKernelFoundError
+from layerzero.spec.errors import (
+    ConfigError,
+    InvalidCall,
+    KernelExecutionError,
+    NamedKernelRefused,
+    NoKernelFoundError,
+)
 from layerzero.spec.plan import Plan
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import at_most
@@ -20,7 +27,8 @@ JAGGED = "jagged"
 
 
 def jagged():
-    return torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    return torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)],
+                                      layout=torch.jagged).transpose(1, 2)
 
 
 def served(before, after):
@@ -33,11 +41,12 @@ def served(before, after):
 # what is explained is what runs
 
 ASKED = [
-    {}, {"is_causal": True}, {"return_lse": True}, {"window_left": 3}, {"softcap": 5.0}, {"dropout_p": 0.5},
-    {"scale": 0.25},
-    {"attn_mask": torch.ones(8, 8) > 0}, {"attn_mask": torch.randn(8, 8)}, {"alibi_slopes": torch.tensor([0.5, 0.25])},
-    {"layout": "bshd"}, {"backend": "torch.sdpa_math"}, {"backend": "reference"}, {"policy": {"deterministic": True}},
-    {"policy": {"disabled": True}},
+    {}, {"is_causal": True}, {"return_lse": True}, {"window_left": 3}, {"softcap": 5.0},
+    {"dropout_p": 0.5}, {"scale": 0.25},
+    {"attn_mask": torch.ones(8, 8) > 0}, {"attn_mask": torch.randn(8, 8)},
+    {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    {"layout": "bshd"}, {"backend": "torch.sdpa_math"}, {"backend": "reference"},
+    {"policy": {"deterministic": True}}, {"policy": {"disabled": True}},
 ]
 
 
@@ -51,18 +60,21 @@ def test_explain_names_the_kernel_that_then_runs(world, path, kwargs, grad, op="
         before = lz.stats().calls
         run(*tensors, **kwargs)
         assert served(before, lz.stats().calls) == {(op, plan.kernel): 1}
-    assert lz.which(op, *tensors, **kwargs) == lz.select(op, *tensors, **kwargs).kernel == plan.kernel
+    assert lz.which(op, *tensors, **kwargs) == lz.select(op, *tensors,
+                                                         **kwargs).kernel == plan.kernel
     assert lz.validate(op, plan.kernel, *tensors, **kwargs) == ()
 
 
-@pytest.mark.parametrize("form", ["2-D", "3-D", "5-D", "auto", JAGGED, "decode", "empty", "double", "half", "meta"])
+@pytest.mark.parametrize("form", ["2-D", "3-D", "5-D", "auto", JAGGED, "decode", "empty", "double",
+                                  "half", "meta"])
 def test_explain_follows_unusual_calls(world, form):
     q, k, v = qkv(8)
     kwargs = {}
-    call = {"2-D": (q[0, 0], k[0, 0], v[0, 0]), "3-D": (q[0], k[0], v[0]), "5-D": (q[None], k[None], v[None]),
-            "double": (q.double(), k.double(), v.double()), "half": (q.half(), k.half(), v.half()),
-            "empty": (q[:0], k[:0], v[:0]),
-            "decode": qkv(1, 64, heads=4, kv_heads=1), "meta": (q.to("meta"), k.to("meta"), v.to("meta")),
+    call = {"2-D": (q[0, 0], k[0, 0], v[0, 0]), "3-D": (q[0], k[0], v[0]),
+            "5-D": (q[None], k[None], v[None]), "double": (q.double(), k.double(), v.double()),
+            "half": (q.half(), k.half(), v.half()), "empty": (q[:0], k[:0], v[:0]),
+            "decode": qkv(1, 64, heads=4, kv_heads=1),
+            "meta": (q.to("meta"), k.to("meta"), v.to("meta")),
             JAGGED: (jagged(),) * 3, "auto": qkv(8, 9)}[form]
     if form == "auto":
         kwargs["layout"] = "auto"
@@ -164,7 +176,8 @@ def test_a_kernel_that_fails_is_told(world):
     reason = plan.why_not("fake.failing")[0]
     assert reason.code is Code.CIRCUIT_OPEN and "no luck" in reason.message
     assert reason in lz.validate("rms_norm", "fake.failing", rows())
-    assert any(c.name == "health of fake.failing" and not c.ok and "no luck" in c.hint for c in lz.doctor().checks)
+    assert any(c.name == "health of fake.failing" and not c.ok and "no luck" in c.hint
+               for c in lz.doctor().checks)
 
 
 # the plan
@@ -173,7 +186,8 @@ def test_every_kernel_is_in_the_plan_once_and_thoroughly():
     plan = lz.explain("attention", *qkv(8), is_causal=True, window_left=2, softcap=3.0)
     mentioned = [s.kernel for s in plan.steps] + [r.kernel for r in plan.rejected]
     assert sorted(mentioned) == sorted(k.id for k in worlds.current().kernels("attention"))
-    assert {Code.SOFTCAP_UNSUPPORTED, Code.WINDOW_UNSUPPORTED} <= {r.code for r in plan.why_not("torch.sdpa")}
+    assert {Code.SOFTCAP_UNSUPPORTED,
+            Code.WINDOW_UNSUPPORTED} <= {r.code for r in plan.why_not("torch.sdpa")}
     assert plan.why_not(plan.kernel) == () and plan.why_not("no.such") == ()
     totals = [s.score.total_us for s in plan.steps]
     assert totals == sorted(totals)
@@ -193,7 +207,8 @@ def test_a_plan_reads_well():
     first, second, *rest = text.splitlines()
     assert first == "lz.attention -> torch.sdpa_math  (named by backend=)"
     assert second.split()[:2] == ["->", "torch.sdpa_math"] and "us (prior)" in second
-    assert any(line.split()[:2] == ["x", "flash_attn.v2"] and "PLATFORM_MISMATCH" in line for line in rest)
+    assert any(line.split()[:2] == ["x", "flash_attn.v2"] and "PLATFORM_MISMATCH" in line
+               for line in rest)
 
 
 def test_from_cache_says_whether_the_choice_was_remembered(world, path):
@@ -213,7 +228,8 @@ def test_from_cache_says_whether_the_choice_was_remembered(world, path):
 # other devices
 
 def plan_on(sm, dtype=torch.bfloat16, dim=64, **kwargs):
-    return lz.explain("attention", *(t.to(dtype) for t in qkv(128, dim=dim)), on=nvidia(sm), **kwargs)
+    return lz.explain("attention", *(t.to(dtype) for t in qkv(128, dim=dim)), on=nvidia(sm),
+                      **kwargs)
 
 
 def codes(plan, kernel):
@@ -222,9 +238,12 @@ def codes(plan, kernel):
 
 def test_a_hopper_that_is_not_here():
     plan = plan_on(90)
-    assert plan.facts["sm"] == 90 and plan.facts["gpu_generation"] == "hopper" and plan.facts["device"] == "cuda"
-    assert plan.kernel.startswith("torch.sdpa") and codes(plan, "torch.sdpa_flash") == {Code.PLATFORM_MISMATCH}
-    assert {"torch.sdpa_flash_cuda", "torch.sdpa", "reference.attention"} <= {s.kernel for s in plan.steps}
+    assert (plan.facts["sm"] == 90 and plan.facts["gpu_generation"] == "hopper"
+            and plan.facts["device"] == "cuda")
+    assert (plan.kernel.startswith("torch.sdpa")
+            and codes(plan, "torch.sdpa_flash") == {Code.PLATFORM_MISMATCH})
+    assert {"torch.sdpa_flash_cuda", "torch.sdpa",
+            "reference.attention"} <= {s.kernel for s in plan.steps}
     assert not plan.from_cache
     assert lz.which("attention", *qkv(8, dtype=torch.bfloat16), on=nvidia(90)) is not None
 
@@ -272,16 +291,19 @@ def test_a_named_kernel_that_cannot_serve_says_why(ask):
     with pytest.raises(NamedKernelRefused) as caught:
         ask(*qkv(8), window_left=2, softcap=3.0, backend="torch.sdpa")
     text = str(caught.value)
-    assert text.startswith("lz.attention: torch.sdpa was asked for by backend= and cannot serve this call:")
+    assert text.startswith(
+        "lz.attention: torch.sdpa was asked for by backend= and cannot serve this call:")
     assert "WINDOW_UNSUPPORTED" in text and "SOFTCAP_UNSUPPORTED" in text
     assert {Code.WINDOW_UNSUPPORTED, Code.SOFTCAP_UNSUPPORTED} <= set(caught.value.codes)
     assert isinstance(caught.value, NoKernelFoundError) and isinstance(caught.value, RuntimeError)
 
 
 def test_a_backend_that_is_not_installed_or_not_known_says_so(world):
-    with pytest.raises(NamedKernelRefused, match=r"flash_attn\.v2: .*(NOT_INSTALLED|PLATFORM_MISMATCH)"):
+    with pytest.raises(NamedKernelRefused,
+                       match=r"flash_attn\.v2: .*(NOT_INSTALLED|PLATFORM_MISMATCH)"):
         lz.attention(*qkv(8), backend="flash_attn")
-    with pytest.raises(NamedKernelRefused, match=r"no kernel of lz.attention matches; there are .*torch.sdpa"):
+    with pytest.raises(NamedKernelRefused,
+                       match=r"no kernel of lz.attention matches; there are .*torch.sdpa"):
         lz.attention(*qkv(8), backend="nobody")
     with pytest.raises(NamedKernelRefused, match=r"no kernel of lz.rms_norm matches"):
         lz.rms_norm(rows(), backend="torch.sdpa")
@@ -295,7 +317,8 @@ def test_a_named_kernel_that_breaks_is_not_replaced(world):
     fake = Fake("fake.named", fault=RuntimeError("cracked"))
     register(fake)
     with pytest.raises(
-            KernelExecutionError, match=r"named by backend=, so nothing else was tried.*\n.*fake.named.*cracked"):
+            KernelExecutionError,
+            match=r"named by backend=, so nothing else was tried.*\n.*fake.named.*cracked"):
         lz.rms_norm(rows(), backend="fake.named")
 
 
@@ -306,7 +329,8 @@ def test_unknown_ops_and_kernels_are_named():
         lz.explain("atention", *qkv(8))
     with pytest.raises(ConfigError, match="is not an lz operation"):
         lz.explain(torch.rms_norm, rows())
-    with pytest.raises(ConfigError, match=r"there is no kernel 'torch.sdpaa'; did you mean 'torch.sdpa'"):
+    with pytest.raises(ConfigError,
+                       match=r"there is no kernel 'torch.sdpaa'; did you mean 'torch.sdpa'"):
         lz.validate("attention", "torch.sdpaa", *qkv(8))
     with pytest.raises(ConfigError, match=r"torch.sdpa.*attention.*rms_norm"):
         lz.validate("rms_norm", "torch.sdpa", rows())
@@ -315,7 +339,8 @@ def test_unknown_ops_and_kernels_are_named():
 
 
 @pytest.mark.parametrize(("args", "code"), [
-    ((1, 2, 3), Code.WRONG_TYPE), ((None,) * 3, Code.WRONG_TYPE), ((torch.ones(2),) * 3, Code.WRONG_NDIM),
+    ((1, 2, 3), Code.WRONG_TYPE), ((None,) * 3, Code.WRONG_TYPE),
+    ((torch.ones(2),) * 3, Code.WRONG_NDIM),
     ((torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 9), torch.ones(1, 1, 2, 8)), Code.DIM_MISMATCH),
     ((torch.ones(1, 1, 2, 8, dtype=torch.int32),) * 3, Code.DTYPE_UNSUPPORTED)])
 def test_a_callers_mistake_is_a_reason_too(args, code):
@@ -335,7 +360,8 @@ def test_wrong_arguments_are_python_errors():
         with pytest.raises(TypeError,
                            match=r"attention\(\) missing 2 required positional arguments: 'key' and 'value'"):
             ask("attention", torch.ones(1, 1, 2, 8))
-        with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'causal'"):
+        with pytest.raises(TypeError,
+                           match=r"attention\(\) got an unexpected keyword argument 'causal'"):
             ask("attention", *qkv(8), causal=True)
 
 
@@ -361,15 +387,20 @@ def test_the_list_has_every_kernel_and_how_it_stands(world):
                                           for k in worlds.current().kernels(name)]
     by_id = {row.id: row for row in listed}
     assert by_id["torch.sdpa"].status == "ready" and by_id["torch.sdpa"].reasons == ()
-    assert by_id["flash_attn.v2"].status == by_id["flash_attn.v2"].reasons[0].code.value.lower().replace("_", " ")
-    assert by_id["torch.sdpa_flash"].requires and "device" in " ".join(by_id["torch.sdpa_flash"].requires)
-    assert [row.id for row in lz.list_kernels("rms_norm")] == [k.id for k in worlds.current().kernels("rms_norm")]
+    assert by_id["flash_attn.v2"].status == by_id["flash_attn.v2"].reasons[
+        0].code.value.lower().replace("_", " ")
+    assert (by_id["torch.sdpa_flash"].requires
+            and "device" in " ".join(by_id["torch.sdpa_flash"].requires))
+    assert [row.id for row in lz.list_kernels("rms_norm")] == [k.id
+                                                               for k in worlds.current().kernels(
+                                                                   "rms_norm")]
     assert json.loads(json.dumps([row.to_json() for row in listed]))[0]["id"] == listed[0].id
     register(Fake("fake.jit", jit=True), Fake("fake.untested", untested=True),
              Fake("fake.gpu", package="no_such_package"))
     by_id = {row.id: row for row in lz.list_kernels("rms_norm", device="cpu")}
     assert by_id["fake.jit"].status == "ready, compiles on first use"
-    assert by_id["fake.untested"].status == "untested on hardware" and by_id["fake.gpu"].status == "not installed"
+    assert (by_id["fake.untested"].status == "untested on hardware"
+            and by_id["fake.gpu"].status == "not installed")
 
 
 def test_what_is_listed_as_ready_is_what_can_be_named(world):
@@ -393,7 +424,8 @@ def test_the_doctor(world):
     assert diagnosis.devices and diagnosis.versions["torch"] == torch.__version__
     data = json.loads(json.dumps(diagnosis.to_json()))
     assert data["ok"] == diagnosis.ok == all(c.ok
-                                             for c in diagnosis.checks) and len(data["checks"]) == len(diagnosis.checks)
+                                             for c in diagnosis.checks) and len(
+                                                 data["checks"]) == len(diagnosis.checks)
     text = str(diagnosis)
     assert all(c.name in text and c.found in text for c in diagnosis.checks)
     for kernel in worlds.current().catalog.kernels:
@@ -413,15 +445,20 @@ def test_the_doctor(world):
 def test_the_configuration_says_where_each_setting_comes_from(world):
     plain = lz.get_config()
     elsewhere = {name for name, source in plain["source"].items() if source != "default"}
-    assert elsewhere == {"shipped_measurements"} and plain["rules"] == []          # of the tests' environment
-    lz.configure(strict_mode=True, rules=(lz.PolicyRule.of("deny", "torch.sdpa", "attention", {"seq_k": "> 9"}),))
+    # of the tests' environment
+    assert elsewhere == {"shipped_measurements"} and plain["rules"] == []
+    lz.configure(strict_mode=True,
+                 rules=(lz.PolicyRule.of("deny", "torch.sdpa", "attention", {"seq_k": "> 9"}),))
     with lz.prefer("torch.sdpa_math", deterministic=True):
         inside = lz.get_config()
     after = lz.get_config()
     assert inside["settings"]["strict_mode"] and inside["settings"]["deterministic"]
-    assert (inside["source"]["strict_mode"], inside["source"]["deterministic"]) == ("programmatic", "context")
-    assert (after["source"]["strict_mode"], after["source"]["deterministic"]) == ("programmatic", "default")
-    assert [r["layer"] for r in inside["rules"]] == ["context", "programmatic"] and len(after["rules"]) == 1
+    assert (inside["source"]["strict_mode"], inside["source"]["deterministic"]) == ("programmatic",
+                                                                                    "context")
+    assert (after["source"]["strict_mode"], after["source"]["deterministic"]) == ("programmatic",
+                                                                                  "default")
+    assert ([r["layer"] for r in inside["rules"]] == ["context", "programmatic"]
+            and len(after["rules"]) == 1)
     text = "deny torch.sdpa for attention when seq_k given and seq_k >= 9 and seq_k other than 9"
     assert after["rules"][0]["text"] == text
     assert len({c["policy_hash"] for c in (plain, inside, after)}) == 3
@@ -449,14 +486,17 @@ def test_by_name_and_by_function_are_the_same(world):
 
 
 def test_a_rule_of_the_policy_is_given_as_the_reason(world):
-    lz.configure(rules=(lz.PolicyRule.of("deny", "torch.sdpa_flash", "attention", origin="a test"),))
+    lz.configure(rules=(lz.PolicyRule.of("deny", "torch.sdpa_flash", "attention",
+                                         origin="a test"),))
     plan = lz.explain("attention", *qkv(8))
-    assert [(r.code, r.got) for r in plan.why_not("torch.sdpa_flash")] == [(Code.DENIED_BY_POLICY, "a test")]
+    assert [(r.code, r.got)
+            for r in plan.why_not("torch.sdpa_flash")] == [(Code.DENIED_BY_POLICY, "a test")]
     assert lz.validate("attention", "torch.sdpa_flash", *qkv(8)) == plan.why_not("torch.sdpa_flash")
 
 
 def test_rules_added_by_a_kernel_show_in_explain(world):
-    register(Fake("fake.small", ATTENTION, requires=(at_most("seq_k", 8),), variants=("bhsd", "bshd")))
+    register(Fake("fake.small", ATTENTION, requires=(at_most("seq_k", 8),),
+                  variants=("bhsd", "bshd")))
     assert lz.which("attention", *qkv(8)) == "fake.small"
     reason = lz.validate("attention", "fake.small", *qkv(8, 9))[0]
     assert (reason.fact, reason.want, reason.got) == ("seq_k", "<= 8", 9)

@@ -1,4 +1,6 @@
-"""What a program calls is written down as it was: every call, on both call paths, and nothing else changes."""
+"""What a program calls is written down as it was: every call, on both call paths, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def test_layouts_that_kernels_tell_apart_are_kinds_of_their_own(path):
         fn(q, k, v)
         fn(*moved)
         fn(*moved)
-    assert [(c.count, c.arguments["query"].strides) for c in found.calls] == [(1, None), (2, moved[0].stride())]
+    assert [(c.count, c.arguments["query"].strides)
+            for c in found.calls] == [(1, None), (2, moved[0].stride())]
 
 
 def test_unusual_calls_are_written_as_what_was_served(world):
@@ -98,7 +101,8 @@ def test_unusual_calls_are_written_as_what_was_served(world):
 
 
 def test_who_served_after_a_fault_is_named(path):
-    broken, sound = Fake("fake.broken", fault=RuntimeError("no"), prior=1e7), Fake("fake.sound", prior=1e6)
+    broken, sound = Fake("fake.broken", fault=RuntimeError("no"),
+                         prior=1e7), Fake("fake.sound", prior=1e6)
     register(broken, sound)
     x = rows()
     with record() as found:
@@ -204,7 +208,8 @@ def test_a_recording_without_calls_is_an_empty_file(world, tmp_path):
 
 def test_a_path_that_cannot_be_written_is_said_before_the_work(world, tmp_path):
     lz.rms_norm(rows())                        # its dispatcher is there, whichever tests ran before
-    with pytest.raises(lz.errors.ConfigError, match="No such file"), record(tmp_path / "no" / "calls.jsonl"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="No such file"), record(tmp_path / "no" / "calls.jsonl"):
         pytest.fail("the block ran")
     with pytest.raises(lz.errors.ConfigError, match="cannot be written"), record(tmp_path):
         pytest.fail("the block ran")
@@ -253,15 +258,18 @@ APP = """
 
 
 def environment(**more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_") or k == "LAYERZERO_CACHE_DIR"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")
+            or k == "LAYERZERO_CACHE_DIR"}
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
 def run(code, *words, **environ):
     """`lz record` of a Python program: the process that ended."""
-    command = [sys.executable, "-c", "from layerzero.cli import main; main()", "record", *words, "--", sys.executable,
+    command = [sys.executable, "-c", "from layerzero.cli import main; main()", "record", *words,
+               "--", sys.executable,
                "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment(**environ))
+    return subprocess.run(command, capture_output=True, text=True, timeout=240,
+                          env=environment(**environ))
 
 
 @whole_programs
@@ -329,10 +337,12 @@ def test_compiled_models_are_written_when_they_are_traced(tmp_path):
 
 
 def test_parts_of_several_processes_become_one_workload(tmp_path):
-    one = {"op": "rms_norm", "arguments": {"x": {"shape": [4, 64], "dtype": "float32"}}, "count": 3, "name": "a"}
+    one = {"op": "rms_norm", "arguments": {"x": {"shape": [4, 64], "dtype": "float32"}}, "count": 3,
+           "name": "a"}
     two = {**one, "count": 4, "name": "b"}
     (tmp_path / "1.jsonl").write_text(json.dumps(one) + "\n")
-    (tmp_path / "2.jsonl").write_text(json.dumps(two) + "\n" + json.dumps(one)[:20])       # died while writing
+    # died while writing
+    (tmp_path / "2.jsonl").write_text(json.dumps(two) + "\n" + json.dumps(one)[:20])
     (call,) = read_recordings(tmp_path)
     assert call.count == 7 and call.name == "a; b"
     (tmp_path / "3.jsonl").write_text("{\n" + json.dumps(one) + "\n")
@@ -341,7 +351,8 @@ def test_parts_of_several_processes_become_one_workload(tmp_path):
     assert read_recordings(tmp_path) == (call,)            # a damaged file does not cost the others
     stop()
     (refused,) = [event for event in said if event.name == "file_refused"]
-    assert refused.path == str(tmp_path / "3.jsonl") and "3.jsonl:1: wanted one call" in refused.problem
+    assert (refused.path == str(tmp_path / "3.jsonl")
+            and "3.jsonl:1: wanted one call" in refused.problem)
 
 
 @pytest.mark.parametrize(("words", "said"), [

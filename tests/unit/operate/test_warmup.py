@@ -25,7 +25,13 @@ from layerzero.operate import warmup as warming
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.operate.warmup import warmup
 from layerzero.spec.call import Call, TensorSpec, write_calls
-from layerzero.spec.event import BackendUnavailable, Fallback, KernelRefused, WarmedUp, WarmupSkipped
+from layerzero.spec.event import (
+    BackendUnavailable,
+    Fallback,
+    KernelRefused,
+    WarmedUp,
+    WarmupSkipped,
+)
 from layerzero.world import snapshot as worlds
 
 CALL = "layerzero-warmup"                      # the thread that may compile
@@ -37,10 +43,13 @@ def norm(n: int = 40, hidden: int = 16, **more) -> Call:
 
 
 class Compiler(Fake):
-    """A kernel that compiles on first use, as we see it: it notes which sizes and threads it was called for."""
+    """A kernel that compiles on first use, as we see it: it notes which sizes and threads it was
+    called for.
+    """
 
     def __init__(self, id: str = "fake.jit", **declared) -> None:
-        self.gate = threading.Event()          # while it is closed, the first call of each size is not done
+        # while it is closed, the first call of each size is not done
+        self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
         self.seen: list[int] = []
@@ -57,7 +66,8 @@ class Compiler(Fake):
 @pytest.fixture(autouse=True)
 def folders(monkeypatch, tmp_path):
     """A warm-up says in the environment where compiled code goes."""
-    with suppress(ImportError):                # our CPU kernels are loaded once, and from the folder they were built in
+    # our CPU kernels are loaded once, and from the folder they were built in
+    with suppress(ImportError):
         native_build.module()
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     for variable in compiling.CACHES:
@@ -82,7 +92,8 @@ def which(n: int = 40) -> str:
 def test_it_waits_until_the_kernel_is_ready(compiler, happened):
     assert which() != compiler.id
     report = warmup([norm()])
-    assert report.ok and report.ready[0].kernel == which() == compiler.id and report.ready[0].compiled
+    assert (report.ok and report.ready[0].kernel == which() == compiler.id
+            and report.ready[0].compiled)
     assert [e.kernel for e in of(WarmedUp, happened)] == [compiler.id]
     assert set(compiler.threads) == {CALL}
     torch.testing.assert_close(lz.rms_norm(rows(40)), normed(rows(40)))
@@ -91,7 +102,8 @@ def test_it_waits_until_the_kernel_is_ready(compiler, happened):
 
 def test_it_is_ready_for_the_bucket_and_for_no_other(compiler):
     warmup([norm(40)])
-    assert [which(n) == compiler.id for n in (32, 33, 40, 48, 49)] == [False, True, True, True, False]
+    assert [which(n) == compiler.id for n in (32, 33, 40, 48, 49)] == [False, True, True, True,
+                                                                       False]
     outside = lz.explain("rms_norm", rows(49))
     assert [r.code for r in outside.why_not(compiler.id)] == [lz.Code.JIT_NOT_WARMED]
     before = compiler.calls
@@ -132,7 +144,8 @@ def test_what_is_ready_is_not_compiled_again(compiler):
     epoch = worlds.current().epoch
     report = warmup([norm()])
     assert report.ok and worlds.current().epoch == epoch
-    assert set(compiler.seen) == {40} and compiler.calls < 8               # called as a request would, not compiled
+    # called as a request would, not compiled
+    assert set(compiler.seen) == {40} and compiler.calls < 8
 
 
 # the form of a call: what a compiler looks at and selection does not
@@ -142,19 +155,22 @@ def padded(n: int, hidden: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("args", [
-    (rows(40).view(2, 20, 16),), (rows(40), None, 1e-3), (padded(40, 16),), (rows(16, 40).t(),), (rows(40), rows(1)[0]),
-    (rows(40).double().float().requires_grad_(),)],
-    ids=["more dimensions", "another number", "padded", "transposed", "a weight", "a gradient is wanted"])
+    (rows(40).view(2, 20, 16),), (rows(40), None, 1e-3), (padded(40, 16),), (rows(16, 40).t(),),
+    (rows(40), rows(1)[0]), (rows(40).double().float().requires_grad_(),)],
+    ids=["more dimensions", "another number", "padded", "transposed", "a weight",
+         "a gradient is wanted"])
 def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, happened, args):
     warmup([norm(40)])
     compiler.threads.clear()
     plan = lz.explain("rms_norm", *args)
-    assert plan.kernel != compiler.id and lz.Code.JIT_NOT_WARMED in [r.code for r in plan.why_not(compiler.id)]
+    assert (plan.kernel != compiler.id
+            and lz.Code.JIT_NOT_WARMED in [r.code for r in plan.why_not(compiler.id)])
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(*args), RMS_NORM.reference(*args))
     assert not compiler.threads
     told = of(Fallback, happened)
-    assert len(told) <= 1 and all(e.kernel == compiler.id and e.reason.code is lz.Code.JIT_NOT_WARMED for e in told)
+    assert (len(told) <= 1 and all(e.kernel == compiler.id
+                                   and e.reason.code is lz.Code.JIT_NOT_WARMED for e in told))
 
 
 def test_a_call_with_another_thread_count_is_another_form(compiler):
@@ -204,7 +220,8 @@ def test_a_fault_of_what_serves_instead_is_counted_against_that_kernel(compiler)
     register(other)
     warmup([norm(40)])
     other.fault = RuntimeError("broken")
-    torch.testing.assert_close(lz.rms_norm(rows(40), None, 1e-3), RMS_NORM.reference(rows(40), None, 1e-3))
+    torch.testing.assert_close(lz.rms_norm(rows(40), None, 1e-3),
+                               RMS_NORM.reference(rows(40), None, 1e-3))
     assert faults_of("fake.other") == 1 and faults_of(compiler.id) == 0
 
 
@@ -228,7 +245,8 @@ def test_equal_sizes_and_sizes_of_one_are_part_of_the_form():
         return jit.form_of((torch.empty(*shape), None, 1e-6, 0.0), constant, False)
 
     assert form(3, 5, 16) == form(7, 9, 16) == form(16, 5, 16)
-    assert len({form(3, 5, 16), form(4, 4, 16), form(1, 5, 16), form(5, 1, 16), form(0, 5, 16), form(15, 16)}) == 6
+    assert len({form(3, 5, 16), form(4, 4, 16), form(1, 5, 16), form(5, 1, 16), form(0, 5, 16),
+                form(15, 16)}) == 6
 
 
 def test_a_number_that_a_library_is_passed_is_no_form_of_its_own():
@@ -243,21 +261,25 @@ def test_a_number_that_a_library_is_passed_is_no_form_of_its_own():
     first = entries("torch", temperature=0.7, top_p=0.9, seed=7, offset=3)
     assert first == entries("torch", temperature=0.8, top_p=0.5, seed=8, offset=4)
     assert first != entries("torch", temperature=1.0, top_p=0.9, seed=7, offset=3)
-    assert entries("", seed=7) != entries("", seed=8)          # torch.compile makes a constant of it
+    # torch.compile makes a constant of it
+    assert entries("", seed=7) != entries("", seed=8)
 
 
 def test_strides_are_told_apart_by_order_unless_there_are_gaps():
     assert jit.memory_order((2, 3, 4), (12, 4, 1)) == (0, 1, 2)
-    assert jit.memory_order((2, 3, 4), (12, 1, 3)) == (0, 2, 1) == jit.memory_order((5, 7, 9), (63, 1, 7))
+    assert jit.memory_order((2, 3, 4), (12, 1, 3)) == (0, 2, 1) == jit.memory_order((5, 7, 9),
+                                                                                    (63, 1, 7))
     assert jit.memory_order((2, 3, 4), (24, 8, 1)) == (-1, 24, 8, 1)
-    assert jit.memory_order((1, 8, 1, 4), (32, 4, 4, 1)) != jit.memory_order((1, 8, 1, 4), (32, 4, 32, 1))
+    assert jit.memory_order((1, 8, 1, 4), (32, 4, 4, 1)) != jit.memory_order((1, 8, 1, 4),
+                                                                             (32, 4, 32, 1))
     assert jit.memory_order((), ()) == ()
 
 
 def test_the_ends_of_a_bucket_keep_what_is_equal_and_the_order_in_memory():
     found = dispatcher_of("attention")
     q = torch.randn(2, 40, 4, 16).transpose(1, 2)
-    values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q), {"layout": "bhsd"})
+    values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q),
+                                   {"layout": "bhsd"})
     facts = found.facts(values, worlds.current())
     from layerzero.selection.engine import kind_to_compile
     made = list(sizes.at_bucket_ends(found, facts, values, kind_to_compile(found.op, facts)))
@@ -276,7 +298,8 @@ def test_whole_numbers_are_not_made_more_of():
 
 def test_critical_calls_come_first(compiler):
     warmup([norm(40), norm(70)], critical=[norm(200), norm(400)]).wait(20)
-    firsts = [n for i, n in enumerate(compiler.seen) if n not in compiler.seen[:i] and n in (40, 70, 200, 400)]
+    firsts = [n for i, n in enumerate(compiler.seen) if n not in compiler.seen[:i]
+              and n in (40, 70, 200, 400)]
     assert firsts == [200, 400, 40, 70]
 
 
@@ -350,11 +373,13 @@ def test_critical_calls_are_never_dropped(compiler):
 
 
 def test_an_interrupt_ends_the_waiting_and_begins_nothing_more(compiler, request):
-    was = signal.signal(signal.SIGINT, signal.default_int_handler)     # a shell's background job is born deaf to it
+    # a shell's background job is born deaf to it
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, was))
     compiler.gate.clear()
     timer = threading.Thread(target=lambda: (
-        compiler.entered.wait(20), signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)))
+        compiler.entered.wait(20),
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)))
     timer.start()
     reports: list[warming.WarmupReport] = []
     made = warming.WarmupReport
@@ -378,7 +403,8 @@ def test_requests_never_compile_while_others_warm_up(compiler):
         try:
             while not stop.is_set():
                 for n in (40, 70, 200, 400):
-                    torch.testing.assert_close(lz.rms_norm(rows(n, seed=seed)), normed(rows(n, seed=seed)))
+                    torch.testing.assert_close(lz.rms_norm(rows(n, seed=seed)),
+                                               normed(rows(n, seed=seed)))
                     lz.rms_norm(rows(n, seed=seed), None, 1e-3)
         except BaseException as e:
             errors.append(e)
@@ -413,8 +439,10 @@ def test_a_kernel_whose_compile_fails_for_a_kind_is_refused_for_that_kind_alone(
     compiler.fault = RuntimeError("error: no such instruction")
     report = warmup([norm(40), norm(40)])
     assert compiler.calls == 1 and len(report.ready) == 2 and not report.ok
-    assert list(report.outcomes[0].left_out) == [compiler.id] and "no such instruction" in str(report)
-    assert [(e.kernel, "hidden=16" in e.kind) for e in of(KernelRefused, happened)] == [(compiler.id, True)]
+    assert (list(report.outcomes[0].left_out) == [compiler.id]
+            and "no such instruction" in str(report))
+    assert [(e.kernel, "hidden=16" in e.kind)
+            for e in of(KernelRefused, happened)] == [(compiler.id, True)]
     assert health_of(compiler.id) is None and faults_of(compiler.id) == 0
     reason = lz.explain("rms_norm", rows(40)).why_not(compiler.id)[-1]
     assert reason.code is lz.Code.KERNEL_FAILED and "compiling failed" in reason.message
@@ -422,7 +450,8 @@ def test_a_kernel_whose_compile_fails_for_a_kind_is_refused_for_that_kind_alone(
     warmup([norm(40)])
     lz.rms_norm(rows(40))
     assert compiler.calls == 1                 # it would fail again, after as many seconds
-    assert warmup([norm(70)]).ok and which(70) == compiler.id      # another kind of call is another matter
+    # another kind of call is another matter
+    assert warmup([norm(70)]).ok and which(70) == compiler.id
 
 
 def test_the_next_best_kernel_is_compiled_instead(compiler):
@@ -448,7 +477,8 @@ def test_a_library_that_does_not_load_leaves_the_world(compiler, happened):
     def load():
         raise ImportError("no such file")
 
-    lz.register(lz.Kernel("broken.jit", RMS_NORM, load, jit=True, prior=1e9, less_work="a test", package="torch"))
+    lz.register(lz.Kernel("broken.jit", RMS_NORM, load, jit=True, prior=1e9, less_work="a test",
+                          package="torch"))
     report = warmup([norm(40), norm(70)])
     assert [o.kernel for o in report.ready] == [compiler.id] * 2
     assert [e.kernel for e in of(BackendUnavailable, happened)] == ["broken.jit"]
@@ -563,21 +593,25 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_the_command_warms_up_and_says_what_is_ready(compiler, capsys, tmp_path):
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device", "cpu", "--json")
+    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+                       "cpu", "--json")
     found = json.loads(out)
     assert code == 0 and found["ok"] and found["calls"][0]["kernel"] == compiler.id == which(40)
     write_calls(tmp_path / "calls.jsonl", [norm(70), norm(200)])
-    code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device", "cpu")
+    code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
+                       "cpu")
     assert code == 0 and out.count(compiler.id) == 2 and "2 ready" in out
 
 
 def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
     compiler.fault = RuntimeError("no such instruction")
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device", "cpu")
+    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+                       "cpu")
     assert code == 1 and "no such instruction" in out
 
 
-@pytest.mark.parametrize("words", [(), ("rms_norm", "--model", "llama-3-8b"), ("--calls", "missing.jsonl")])
+@pytest.mark.parametrize("words", [(), ("rms_norm", "--model", "llama-3-8b"),
+                                   ("--calls", "missing.jsonl")])
 def test_a_wrong_question_is_one_message(words, capsys):
     code, _, err = run(capsys, "warmup", *words)
     assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1

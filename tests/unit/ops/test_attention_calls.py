@@ -1,4 +1,5 @@
-"""Calls of lz.attention as users write them: the right answer in every form, or the right reason."""
+"""Calls of lz.attention as users write them: the right answer in every form, or the right reason.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def check(q, k, v, attn_mask=None, **kwargs):
         got = lz.attention(q, k, v, attn_mask, **kwargs)
         for g, w in zip(*((got, want) if isinstance(got, tuple) else ([got], [want]))):
             assert g.shape == w.shape
-            torch.testing.assert_close(g.double(), w, rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
+            torch.testing.assert_close(g.double(), w, rtol=TOLERANCE[q.dtype],
+                                       atol=TOLERANCE[q.dtype])
     return got
 
 
@@ -54,7 +56,8 @@ def refused(*args, **kwargs):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3), (12, 4)])
 def test_grouped_heads(heads, kv_heads, causal):
     check(*qkv(9, heads=heads, kv_heads=kv_heads, batch=2), is_causal=causal)
-    check(*qkv(1, 33, heads=heads, kv_heads=kv_heads), is_causal=causal, causal_align="bottom_right")
+    check(*qkv(1, 33, heads=heads, kv_heads=kv_heads), is_causal=causal,
+          causal_align="bottom_right")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (3, 2), (2, 4), (1, 2)])
@@ -93,7 +96,8 @@ def test_every_broadcast_of_a_mask(shape, kind):
     check(q, k, v, mask if kind == "float" else mask > -0.5)
 
 
-@pytest.mark.parametrize("shape", [(3,), (7, 5), (2, 7), (5, 1, 7), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7), (0,),
+@pytest.mark.parametrize("shape", [(3,), (7, 5), (2, 7), (5, 1, 7), (3, 1, 5, 7), (2, 3, 5, 7),
+                                   (1, 2, 4, 5, 7), (0,),
                                    (5, 6)])
 def test_a_mask_that_does_not_broadcast_is_named(shape):
     q, k, v = qkv(5, 7, heads=4, batch=2)
@@ -103,7 +107,8 @@ def test_a_mask_that_does_not_broadcast_is_named(shape):
     assert str(shape) in str(error) and "(2, 4, 5, 7)" in str(error)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float64, torch.float16,
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float64,
+                                   torch.float16,
                                    torch.complex64])
 def test_a_mask_of_the_wrong_type_is_named(dtype):
     q, k, v = qkv()
@@ -150,7 +155,8 @@ def test_softcap(softcap):
     check(q, k, v, softcap=softcap, is_causal=True, window_left=2)
 
 
-@pytest.mark.parametrize(("left", "right"), [(-1, -1), (0, 0), (2, 0), (0, 3), (2, 2), (-1, 1), (1, -1), (100, 100)])
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (0, 0), (2, 0), (0, 3), (2, 2), (-1, 1),
+                                             (1, -1), (100, 100)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 def test_windows(left, right, causal, align):
@@ -197,7 +203,8 @@ def test_a_value_out_of_range_is_named(name, value, code):
 
 # dropout
 
-@pytest.mark.parametrize("extra", [{}, {"is_causal": True}, {"attn_mask": torch.ones(32, 32, dtype=torch.bool)}])
+@pytest.mark.parametrize("extra", [{}, {"is_causal": True},
+                                   {"attn_mask": torch.ones(32, 32, dtype=torch.bool)}])
 def test_dropout_repeats_under_a_seed_and_keeps_the_mean(extra):
     q, k, _ = qkv(32, heads=8, batch=4)
     v = torch.ones_like(k)
@@ -206,7 +213,8 @@ def test_dropout_repeats_under_a_seed_and_keeps_the_mean(extra):
     torch.manual_seed(11)
     assert torch.equal(lz.attention(q, k, v, dropout_p=0.25, **extra), first)
     assert not torch.equal(lz.attention(q, k, v, dropout_p=0.25, **extra), first)
-    # With values of 1 a row is the sum of its kept weights over 0.75. Its mean over 1024 rows is 1 +- 0.03.
+    # With values of 1 a row is the sum of its kept weights over 0.75. Its mean over 1024 rows is 1
+    # +- 0.03.
     assert abs(first.mean().item() - 1.0) < 0.06 and first.std() > 0.01
 
 
@@ -219,7 +227,8 @@ def test_no_dropout_and_full_dropout():
 
 # lengths
 
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 1), (1, 50), (50, 1), (17, 40), (40, 17), (65, 65), (128, 129)])
+@pytest.mark.parametrize(("seq_q", "seq_k"),
+                         [(1, 1), (1, 50), (50, 1), (17, 40), (40, 17), (65, 65), (128, 129)])
 def test_cross_attention(seq_q, seq_k):
     check(*qkv(seq_q, seq_k))
     check(*qkv(seq_q, seq_k), is_causal=True, causal_align="top_left")
@@ -230,13 +239,15 @@ def test_top_left_is_torch_and_bottom_right_shows_the_last_query_everything():
     q, k, v = qkv(4, 9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CausalAlignmentWarning)
-        torch.testing.assert_close(lz.attention(q, k, v, is_causal=True), F(q, k, v, is_causal=True))
+        torch.testing.assert_close(lz.attention(q, k, v, is_causal=True),
+                                   F(q, k, v, is_causal=True))
     out = lz.attention(q, k, v, is_causal=True, causal_align="bottom_right")
     torch.testing.assert_close(out[:, :, -1:], lz.attention(q[:, :, -1:], k, v))
 
 
 @pytest.mark.parametrize("kwargs", [
-    {"is_causal": True}, {"window_left": 2}, {"window_right": 2}, {"alibi_slopes": torch.tensor([0.5, 0.25])}])
+    {"is_causal": True}, {"window_left": 2}, {"window_right": 2},
+    {"alibi_slopes": torch.tensor([0.5, 0.25])}])
 def test_unequal_lengths_without_an_alignment_warn_once(world, path, kwargs):
     run = path_of("attention", path)
     q, k, v = qkv(5, 9)
@@ -274,7 +285,8 @@ def test_leading_dimensions_with_groups_masks_and_another_value_width():
     q, k = torch.randn(2, 3, 4, 5, 8, generator=gen), torch.randn(2, 3, 2, 7, 8, generator=gen)
     v = torch.randn(2, 3, 2, 7, 6, generator=gen)
     flat = [t.flatten(0, 1) for t in (q, k, v)]
-    for shape in [(5, 7), (4, 5, 7), (3, 1, 5, 7), (2, 1, 1, 5, 7), (2, 3, 4, 5, 7), (1, 3, 1, 1, 7)]:
+    for shape in [(5, 7), (4, 5, 7), (3, 1, 5, 7), (2, 1, 1, 5, 7), (2, 3, 4, 5, 7),
+                  (1, 3, 1, 1, 7)]:
         mask = torch.randn(shape, generator=gen)
         want = exact(*flat, mask.expand(2, 3, 4, 5, 7).flatten(0, 1)).unflatten(0, (2, 3))
         torch.testing.assert_close(lz.attention(q, k, v, mask).double(), want, rtol=1e-5, atol=1e-5)
@@ -282,23 +294,27 @@ def test_leading_dimensions_with_groups_masks_and_another_value_width():
     torch.testing.assert_close(three, lz.attention(q[0, :1], k[0, :1], v[0, :1], mask[0, 0])[0])
 
 
-@pytest.mark.parametrize("mask", [(7, 4, 5, 5), (2, 2, 1, 5, 5), (2, 3, 4, 5, 6), (2, 2, 3, 4, 5, 5)])
+@pytest.mark.parametrize("mask", [(7, 4, 5, 5), (2, 2, 1, 5, 5), (2, 3, 4, 5, 6),
+                                  (2, 2, 3, 4, 5, 5)])
 def test_a_mask_that_does_not_fit_more_dimensions_is_named(mask):
     q = torch.randn(2, 3, 4, 5, 8)
-    assert refused(q, q, q, torch.ones(mask, dtype=torch.bool)).codes == (Code.MASK_BROADCAST_INVALID,)
+    assert refused(q, q, q,
+                   torch.ones(mask, dtype=torch.bool)).codes == (Code.MASK_BROADCAST_INVALID,)
 
 
 @pytest.mark.parametrize("shapes", [
-    [(8,), (8,), (8,)], [(), (), ()], [(2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)], [(1, 2, 5, 8), (2, 5, 8), (2, 5, 8)],
-    [(1, 2, 5, 8), (1, 2, 5, 8), (5, 8)]])
+    [(8,), (8,), (8,)], [(), (), ()], [(2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)],
+    [(1, 2, 5, 8), (2, 5, 8), (2, 5, 8)], [(1, 2, 5, 8), (1, 2, 5, 8), (5, 8)]])
 def test_ranks_that_do_not_fit_are_named(shapes):
     error = refused(*(torch.randn(s) for s in shapes))
     assert error.codes == (Code.WRONG_NDIM,)
 
 
 @pytest.mark.parametrize(("shapes", "named"), [
-    ([(1, 2, 5, 8), (1, 2, 6, 9), (1, 2, 6, 8)], "key"), ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "value"),
-    ([(1, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "key"), ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 1, 6, 8)], "value"),
+    ([(1, 2, 5, 8), (1, 2, 6, 9), (1, 2, 6, 8)], "key"),
+    ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "value"),
+    ([(1, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "key"),
+    ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 1, 6, 8)], "value"),
     ([(2, 1, 2, 5, 8), (3, 1, 2, 5, 8), (3, 1, 2, 5, 8)], "")])
 def test_sizes_that_do_not_fit_are_named(shapes, named):
     error = refused(*(torch.randn(s) for s in shapes))
@@ -314,7 +330,8 @@ def test_head_dims(dim, dtype):
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 8), (8, 16), (64, 1), (84, 320)])
-@pytest.mark.parametrize("extra", [{}, {"is_causal": True}, {"window_left": 3}, {"return_lse": True}])
+@pytest.mark.parametrize("extra", [{}, {"is_causal": True}, {"window_left": 3},
+                                   {"return_lse": True}])
 def test_values_of_another_width(dim, value_dim, extra):
     q, k, _ = qkv(6, dim=dim)
     check(q, k, torch.randn(1, 2, 6, value_dim), **extra)
@@ -325,10 +342,12 @@ def test_more_heads_than_a_grid_has_blocks(shape):
     gen = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(*shape, 1, 1, generator=gen) for _ in range(3))
     torch.testing.assert_close(lz.attention(q, k, v), v)
-    plan = lz.explain("attention", *(t.half().expand(-1, -1, 1, 8) for t in (q, k, v)), on=nvidia(90))
+    plan = lz.explain("attention", *(t.half().expand(-1, -1, 1, 8) for t in (q, k, v)),
+                      on=nvidia(90))
     assert plan.kernel is not None
     if max(shape) > 65535:
-        assert Code.CUDA_BLOCK_LIMIT_EXCEEDED in [r.code for r in plan.why_not("torch.sdpa_flash_cuda")]
+        assert Code.CUDA_BLOCK_LIMIT_EXCEEDED in [r.code
+                                                  for r in plan.why_not("torch.sdpa_flash_cuda")]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 2, 0, 8), (2, 0, 5, 8)])
@@ -381,7 +400,8 @@ def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
     lz.configure(allow_adaptation=True)
     out = lz.attention(*mixed)
     assert out.dtype == mixed[0].dtype
-    torch.testing.assert_close(out.double(), exact(*(t.to(out.dtype) for t in mixed)), rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(out.double(), exact(*(t.to(out.dtype) for t in mixed)), rtol=4e-3,
+                               atol=4e-3)
     assert [e for e in happened if isinstance(e, Adapted)]
     lz.configure(strict_mode=True)
     assert refused(*mixed).codes == (Code.MIXED_DTYPES,)
@@ -389,14 +409,16 @@ def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
     assert refused(*mixed).codes == (Code.MIXED_DTYPES,)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool, torch.complex64,
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool,
+                                   torch.complex64,
                                    torch.float8_e4m3fn])
 def test_dtypes_without_attention_are_named(dtype):
     error = refused(*(torch.ones(1, 1, 2, 8).to(dtype) for _ in range(3)))
     assert Code.DTYPE_UNSUPPORTED in error.codes and str(dtype)[6:] in str(error)
 
 
-@pytest.mark.parametrize(("position", "value"), [(0, None), (1, [1.0]), (2, 3), (3, "mask"), (4, "0.1"), (5, "yes"),
+@pytest.mark.parametrize(("position", "value"),
+                         [(0, None), (1, [1.0]), (2, 3), (3, "mask"), (4, "0.1"), (5, "yes"),
                                                  (6, "1"), (7, 1)])
 def test_a_wrong_type_names_its_argument(position, value):
     call = [*qkv(), None, 0.0, False, None, True]
@@ -421,7 +443,8 @@ def test_autocast_is_that_of_torch(dtype, given, masked):
         for _ in range(2):
             got = lz.attention(q, k, v, mask)
             assert got.dtype == want.dtype
-            # Where the CPU has no such arithmetic, ours computes in float32 and is nearer to the truth than torch.
+            # Where the CPU has no such arithmetic, ours computes in float32 and is nearer to the
+            # truth than torch.
             torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
         with torch.autocast("cpu", enabled=False):
             assert lz.attention(q, k, v, mask).dtype == given
@@ -443,20 +466,24 @@ def test_gradients_under_autocast_come_back_in_the_dtype_of_the_leaf():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window_left": 2}, {"return_lse": True}])
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window_left": 2},
+                                    {"return_lse": True}])
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 1, 1)])
 def test_vmap(kwargs, in_dims):
-    tensors = [torch.randn(3, 3, 2, 5, 8) if d is not None else torch.randn(3, 2, 5, 8) for d in in_dims]
+    tensors = [torch.randn(3, 3, 2, 5, 8) if d is not None else torch.randn(3, 2, 5, 8)
+               for d in in_dims]
     got = torch.vmap(lambda *t: lz.attention(*t, **kwargs), in_dims=in_dims)(*tensors)
-    wants = [exact(*(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims)), **kwargs) for i in range(3)]
+    wants = [exact(*(t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims)),
+                   **kwargs) for i in range(3)]
     for j, g in enumerate(got if isinstance(got, tuple) else (got,)):
         want = torch.stack([w[j] if isinstance(w, tuple) else w for w in wants])
         torch.testing.assert_close(g.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kwargs", [
-    {}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}, {"attn_mask": torch.randn(6, 6)},
-    {"window_left": 2}, {"softcap": 4.0}, {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"scale": 0.3},
+    {}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+    {"attn_mask": torch.randn(6, 6)}, {"window_left": 2}, {"softcap": 4.0},
+    {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"scale": 0.3},
     {"layout": "bshd"}])
 def test_backward_is_that_of_the_formula(kwargs):
     def leaves(dtype):
@@ -475,7 +502,8 @@ def test_backward_is_that_of_the_formula(kwargs):
 
 def test_gradients_of_masks_slopes_and_log_sum_exp():
     q, k, v = qkv(5)
-    for name, start in (("attn_mask", torch.randn(5, 5)), ("alibi_slopes", torch.tensor([0.5, 0.25]))):
+    for name, start in (("attn_mask", torch.randn(5, 5)),
+                        ("alibi_slopes", torch.tensor([0.5, 0.25]))):
         leaf, wide = start.clone().requires_grad_(), start.double().requires_grad_()
         lz.attention(q, k, v, **{name: leaf}).square().sum().backward()
         exact(q, k, v, **{name: wide}).square().sum().backward()
@@ -502,13 +530,15 @@ def jagged(lengths, heads=2, dim=8, seed=0):
     """(batch, ragged, heads, dim), and its parts as (1, heads, length, dim)."""
     gen = torch.Generator().manual_seed(seed)
     parts = [torch.randn(n, heads, dim, generator=gen) for n in lengths]
-    return (torch.nested.nested_tensor(parts, layout=torch.jagged), [p.transpose(0, 1)[None] for p in parts])
+    return (torch.nested.nested_tensor(parts, layout=torch.jagged),
+            [p.transpose(0, 1)[None] for p in parts])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "auto"])
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.2}, {"softcap": 3.0},
                                     {"window_left": 2, "causal_align": "bottom_right"}])
-@pytest.mark.parametrize(("lengths_q", "lengths_k"), [((3, 5), (3, 5)), ((1, 1, 1), (4, 9, 2)), ((6,), (6,))])
+@pytest.mark.parametrize(("lengths_q", "lengths_k"),
+                         [((3, 5), (3, 5)), ((1, 1, 1), (4, 9, 2)), ((6,), (6,))])
 def test_jagged_inputs_are_served_packed(layout, kwargs, lengths_q, lengths_k):
     (q, parts_q), (k, parts_k) = jagged(lengths_q, heads=4), jagged(lengths_k, seed=1)
     v, parts_v = k * 2, [p * 2 for p in parts_k]
@@ -551,13 +581,16 @@ def test_nested_forms_that_are_refused(case):
         "mask": ((q, q, q, torch.ones(5, 5)), {}), "lse": ((q, q, q), {"return_lse": True}),
         "alibi": ((q, q, q), {"alibi_slopes": torch.ones(2)}),
         "dense key": ((q, torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)), {}),
-        "three dimensions": ((torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.jagged),) * 3, {}),
+        "three dimensions": ((torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.jagged),)
+                             * 3, {}),
         "strided nested": ((torch.nested.nested_tensor([torch.randn(2, 3, 8)]),) * 3, {}),
         "ragged heads": ((base, base, base), {"layout": "bhsd"}),
         "ragged sequence called heads": ((q, q, q), {"layout": "bshd"}),
-        "other batch": ((q, jagged((3, 5, 1))[0].transpose(1, 2), jagged((3, 5, 1))[0].transpose(1, 2)), {}),
+        "other batch": ((q, jagged((3, 5, 1))[0].transpose(1, 2),
+                         jagged((3, 5, 1))[0].transpose(1, 2)), {}),
         "value of other lengths": ((q, q, other.transpose(1, 2)), {}),
-        "with holes": ((torch.nested.narrow(torch.randn(2, 6, 2, 8), 1, torch.tensor([0, 1]), torch.tensor([3, 5]),
+        "with holes": ((torch.nested.narrow(torch.randn(2, 6, 2, 8), 1, torch.tensor([0, 1]),
+                                            torch.tensor([3, 5]),
                                             layout=torch.jagged).transpose(1, 2),) * 3, {}),
     }
     args, kwargs = calls[case]

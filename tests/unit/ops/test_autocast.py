@@ -1,4 +1,6 @@
-"""Under autocast every op does what torch's own does: lower what it multiplies, promote what it adds."""
+"""Under autocast every op does what torch's own does: lower what it multiplies, promote what it
+adds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def test_add_rms_norm_promotes_as_the_sum_does(flip):
         normed, total = lz.add_rms_norm(*given, torch.ones(64))
         plain = given[0] + given[1]
     assert total.dtype == plain.dtype == torch.float32 and torch.equal(total, plain)
-    torch.testing.assert_close(normed, F.rms_norm(plain, (64,), torch.ones(64), 1e-6), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normed, F.rms_norm(plain, (64,), torch.ones(64), 1e-6), rtol=1e-5,
+                               atol=1e-5)
 
 
 def test_without_autocast_mixed_dtypes_stay_an_error():
@@ -43,7 +46,8 @@ def test_a_decoder_step_under_autocast_trains():
 
 
 def test_moe_is_lowered_as_the_mlp_is():
-    x, gate_up, down = torch.randn(6, 16), torch.randn(4, 48, 16) * 0.2, torch.randn(4, 16, 24) * 0.2
+    x, gate_up, down = torch.randn(6, 16), torch.randn(4, 48,
+                                                       16) * 0.2, torch.randn(4, 16, 24) * 0.2
     weights, ids = torch.rand(6, 2), torch.randint(0, 4, (6, 2))
     with torch.autocast("cpu", torch.bfloat16):
         out = lz.moe(x, gate_up, down, topk_weights=weights, topk_ids=ids)

@@ -15,14 +15,17 @@ from layerzero.backends import torch_loss
 from layerzero.world import snapshot as worlds
 
 KERNELS = ("torch.cross_entropy", "torch.cross_entropy_chunked", "reference.cross_entropy")
-LINEAR = ("torch.linear_cross_entropy", "torch.linear_cross_entropy_chunked", "reference.linear_cross_entropy")
+LINEAR = ("torch.linear_cross_entropy", "torch.linear_cross_entropy_chunked",
+          "reference.linear_cross_entropy")
 SETTINGS = [{"reduction": r, "label_smoothing": s, "ignore_index": i}
             for r, s, i in itertools.product(("mean", "sum", "none"), (0.0, 0.1), (-100, 3))]
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Three rows of eleven classes at a time, so that small inputs take several turns and the last is not full."""
+    """Three rows of eleven classes at a time, so that small inputs take several turns and the last
+    is not full.
+    """
     monkeypatch.setattr(torch_loss, "CPU_CHUNK_BYTES", 3 * 11 * 4)
     monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 3 * 11 * 4)
 
@@ -82,7 +85,8 @@ def _linear_like_torch(kernel, settings, with_bias=True):
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     ask_of_each(out * 0.7).backward()
     ask_of_each(want * 0.7).backward()
-    torch.testing.assert_close([t.grad for t in ours], [t.grad for t in theirs], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([t.grad for t in ours], [t.grad for t in theirs], rtol=1e-5,
+                               atol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -97,15 +101,19 @@ def test_gradcheck(small_chunks, kernel, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kernel", LINEAR)
 def test_gradcheck_of_the_linear_loss(small_chunks, kernel, reduction):
-    leaves = [rand(*s, seed=i, dtype=torch.float64).requires_grad_() for i, s in enumerate(((5, 4), (11, 4), (11,)))]
+    leaves = [rand(*s, seed=i, dtype=torch.float64).requires_grad_()
+              for i, s in enumerate(((5, 4), (11, 4), (11,)))]
     targets = targets_of(-100, 5)
     assert torch.autograd.gradcheck(lambda h, w, b: lz.linear_cross_entropy(
         h, w, targets, b, label_smoothing=0.2, reduction=reduction, backend=kernel), leaves)
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_the_chunked_linear_loss_computes_just_the_gradients_that_are_asked_for(small_chunks, wanted):
-    tensors = [t.requires_grad_(w) for t, w in zip((rand(10, 6), rand(11, 6, seed=1), rand(11, seed=2)), wanted)]
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False),
+                                    (False, False, True)])
+def test_the_chunked_linear_loss_computes_just_the_gradients_that_are_asked_for(small_chunks,
+                                                                                wanted):
+    tensors = [t.requires_grad_(w)
+               for t, w in zip((rand(10, 6), rand(11, 6, seed=1), rand(11, seed=2)), wanted)]
     hidden, weight, bias = tensors
     lz.linear_cross_entropy(hidden, weight, targets_of(-100), bias, backend=LINEAR[1]).backward()
     assert tuple(t.grad is not None for t in tensors) == wanted
@@ -113,10 +121,12 @@ def test_the_chunked_linear_loss_computes_just_the_gradients_that_are_asked_for(
 
 def test_a_chunked_backward_can_run_twice(small_chunks):
     for run in (lambda x: lz.cross_entropy(x, targets_of(-100), backend=KERNELS[1]),
-                lambda x: lz.linear_cross_entropy(x, rand(11, 11, seed=3), targets_of(-100), backend=LINEAR[1])):
+                lambda x: lz.linear_cross_entropy(x, rand(11, 11, seed=3), targets_of(-100),
+                                                  backend=LINEAR[1])):
         logits = rand(10, 11).requires_grad_()
         loss = run(logits)
-        (first,), (second,) = (torch.autograd.grad(loss, logits, retain_graph=True) for _ in range(2))
+        (first,), (second,) = (torch.autograd.grad(loss, logits, retain_graph=True)
+                               for _ in range(2))
         assert torch.equal(first, second) and first.any()
 
 
@@ -130,7 +140,8 @@ def test_half_logits_give_a_float32_loss(small_chunks, kernel, dtype):
     assert out.dtype == torch.float32
     exact = logits.detach().double().requires_grad_()
     want = cross_entropy(exact, targets)
-    torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6)   # no rounding to a half type on the way
+    # no rounding to a half type on the way
+    torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6)
     out.backward()
     want.backward()
     assert logits.grad.dtype == dtype
@@ -139,7 +150,8 @@ def test_half_logits_give_a_float32_loss(small_chunks, kernel, dtype):
 
 @pytest.mark.parametrize("kernel", LINEAR)
 def test_many_chunks_of_bfloat16_sum_their_gradients_in_float32(monkeypatch, kernel):
-    monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 1)          # a row at a time: 512 shares of the weight's gradient
+    # a row at a time: 512 shares of the weight's gradient
+    monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 1)
     hidden, weight = rand(512, 8, dtype=torch.bfloat16), rand(11, 8, seed=1, dtype=torch.bfloat16)
     targets = targets_of(-100, 512)
     exact = [t.double().requires_grad_() for t in (hidden, weight)]
@@ -150,7 +162,8 @@ def test_many_chunks_of_bfloat16_sum_their_gradients_in_float32(monkeypatch, ker
     out.backward()
     for got, want in zip(leaves, exact):
         assert got.grad.dtype == torch.bfloat16
-        torch.testing.assert_close(got.grad.double(), want.grad, rtol=2e-2, atol=2e-2 * float(want.grad.abs().max()))
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=2e-2,
+                                   atol=2e-2 * float(want.grad.abs().max()))
 
 
 # Rows that do not count.
@@ -159,7 +172,8 @@ def test_many_chunks_of_bfloat16_sum_their_gradients_in_float32(monkeypatch, ker
 def test_when_all_rows_are_ignored(small_chunks, kernel):
     logits, targets = rand(10, 11).requires_grad_(), torch.full((10,), -100)
     assert lz.cross_entropy(logits, targets, backend=kernel).isnan()       # as torch has it
-    assert lz.cross_entropy(logits, targets, reduction="none", backend=kernel).tolist() == [0.0] * 10
+    assert lz.cross_entropy(logits, targets, reduction="none",
+                            backend=kernel).tolist() == [0.0] * 10
     total = lz.cross_entropy(logits, targets, reduction="sum", backend=kernel)
     total.backward()
     assert total == 0.0 and not logits.grad.any()
@@ -189,17 +203,21 @@ def test_rows_of_any_shape():
     for kernel in KERNELS:
         got = lz.cross_entropy(logits, targets, reduction="none", backend=kernel)
         assert got.shape == (2, 3)
-        torch.testing.assert_close(got, cross_entropy(logits.movedim(-1, 1), targets, reduction="none"))
+        torch.testing.assert_close(got,
+                                   cross_entropy(logits.movedim(-1, 1), targets, reduction="none"))
     hidden, weight = rand(2, 3, 6), rand(11, 6, seed=1)
     for kernel in LINEAR:
         got = lz.linear_cross_entropy(hidden, weight, targets, reduction="none", backend=kernel)
-        torch.testing.assert_close(got, lz.cross_entropy(hidden @ weight.t(), targets, reduction="none"))
+        torch.testing.assert_close(got,
+                                   lz.cross_entropy(hidden @ weight.t(), targets, reduction="none"))
 
 
 # Memory.
 
 class _Made(TorchDispatchMode):
-    """The number of elements of each tensor that an operation makes, views of what there is not counted."""
+    """The number of elements of each tensor that an operation makes, views of what there is not
+    counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +228,8 @@ class _Made(TorchDispatchMode):
         given = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
         known = {a.untyped_storage().data_ptr() for a in given}
         self.sizes += [t.numel() for t in (out if isinstance(out, (tuple, list)) else (out,))
-                       if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known]
+                       if isinstance(t, torch.Tensor)
+                       and t.untyped_storage().data_ptr() not in known]
         return out
 
 
@@ -225,7 +244,8 @@ def test_the_logits_never_exist_as_a_whole(monkeypatch):
     monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 4 * 16 * 500)           # 16 of 400 rows
     hidden, weight = rand(400, 8).requires_grad_(), rand(500, 8, seed=1).requires_grad_()
     targets = targets_of(-100, 400, 500)
-    assert made(lambda: torch_loss._linear_cross_entropy()(hidden, weight, targets).backward())[0] == 400 * 500
+    assert made(lambda: torch_loss._linear_cross_entropy()(hidden, weight, targets).backward())[
+        0] == 400 * 500
     chunked = torch_loss._linear_cross_entropy_chunked()
     assert made(lambda: chunked(hidden, weight, targets).backward())[0] == 16 * 500
     with torch.no_grad():
@@ -242,16 +262,19 @@ def test_the_chunked_loss_makes_nothing_as_large_as_the_logits_but_their_gradien
 
 
 def test_which_kernel(world):
-    small, large = (rand(4, 32), torch.zeros(4).long()), (torch.empty(1024, 32000), torch.zeros(1024).long())
+    small, large = (rand(4, 32), torch.zeros(4).long()), (torch.empty(1024, 32000),
+                                                          torch.zeros(1024).long())
     assert lz.which("cross_entropy", *small) == "torch.cross_entropy"
     assert lz.which("cross_entropy", *large) == "torch.cross_entropy_chunked"
-    hidden, weight, targets = torch.empty(4096, 64).requires_grad_(), torch.empty(32000, 64), torch.zeros(4096).long()
+    hidden, weight, targets = torch.empty(4096, 64).requires_grad_(), torch.empty(
+        32000, 64), torch.zeros(4096).long()
     lz.configure(memory_headroom=2 ** 28)      # a quarter of the logits in float32, four times over
     plan = lz.explain("linear_cross_entropy", hidden, weight, targets)
     assert plan.steps[0].kernel == "torch.linear_cross_entropy_chunked"
     refused = {r.kernel: [x.code for x in r.reasons] for r in plan.rejected}
     assert refused["torch.linear_cross_entropy"] == [lz.Code.MEMORY_HEADROOM_EXCEEDED]
-    (reason,) = lz.validate("linear_cross_entropy", LINEAR[1], hidden, weight, targets, reduction="none")
+    (reason,) = lz.validate("linear_cross_entropy", LINEAR[1], hidden, weight, targets,
+                            reduction="none")
     assert reason.code is lz.Code.FEATURE_UNSUPPORTED and reason.fact == "reduction"
 
 
@@ -259,11 +282,13 @@ def test_which_kernel(world):
 
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 @pytest.mark.parametrize("bad", [11, -1, -99])
-def test_a_target_outside_the_vocabulary_is_the_callers_error_also_on_a_hit(world, path, kernel, bad):
+def test_a_target_outside_the_vocabulary_is_the_callers_error_also_on_a_hit(world, path, kernel,
+                                                                            bad):
     call, logits = path_of("cross_entropy", path), rand(2, 11)
     call(logits, torch.tensor([0, -100]), backend=kernel)
     for _ in range(12):
-        with pytest.raises(lz.errors.InvalidCall, match="targets must be between 0 and 10, or -100 to be ignored"):
+        with pytest.raises(lz.errors.InvalidCall,
+                           match="targets must be between 0 and 10, or -100 to be ignored"):
             call(logits, torch.tensor([0, bad]), backend=kernel)
     assert not worlds.current().health
 
@@ -286,7 +311,8 @@ def test_a_target_outside_the_rows_of_weight_likewise(world, kernel):
     ({"label_smoothing": 1.5}, "VALUE_OUT_OF_RANGE", "label_smoothing must be <= 1.0"),
     ({"label_smoothing": -0.1}, "VALUE_OUT_OF_RANGE", "label_smoothing must be >= 0.0"),
     ({"reduction": "avg"}, "VALUE_OUT_OF_RANGE", "reduction must be one of mean, sum, none"),
-    ({"ignore_index": None}, "WRONG_TYPE", "ignore_index"), ({"targets": None}, "WRONG_TYPE", "targets"),
+    ({"ignore_index": None}, "WRONG_TYPE", "ignore_index"),
+    ({"targets": None}, "WRONG_TYPE", "targets"),
 ])
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("cross_entropy", path)
@@ -305,18 +331,23 @@ def test_a_wrong_call_names_the_argument(path, changes, code, words):
 ])
 def test_a_wrong_linear_call_names_the_argument(changes, code, words):
     with pytest.raises(lz.errors.InvalidCall, match=words) as raised:
-        lz.linear_cross_entropy(**{"hidden": rand(4, 6), "weight": rand(11, 6), "targets": torch.zeros(4).long(),
+        lz.linear_cross_entropy(**{"hidden": rand(4, 6), "weight": rand(11, 6),
+                                   "targets": torch.zeros(4).long(),
                                    **changes})
     assert code in raised.value.codes
 
 
 def test_under_compile_vmap_and_autocast():
     logits, targets = rand(4, 11), targets_of(-100, 4)
-    compiled = torch.compile(lambda x: lz.cross_entropy(x, targets) * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: lz.cross_entropy(x, targets) * 2, fullgraph=True,
+                             backend="aot_eager")
     torch.testing.assert_close(compiled(logits), cross_entropy(logits, targets) * 2)
     batched = torch.vmap(lambda x: lz.cross_entropy(x, targets))(rand(3, 4, 11))
-    torch.testing.assert_close(batched, torch.stack([cross_entropy(x, targets) for x in rand(3, 4, 11)]))
+    torch.testing.assert_close(batched,
+                               torch.stack([cross_entropy(x, targets) for x in rand(3, 4, 11)]))
     hidden, weight = rand(4, 6), rand(11, 6)
     with torch.autocast("cpu", torch.bfloat16):
         out = lz.linear_cross_entropy(hidden, weight, targets)
-    torch.testing.assert_close(out, cross_entropy(linear(hidden.bfloat16(), weight.bfloat16()).float(), targets))
+    torch.testing.assert_close(out,
+                               cross_entropy(linear(hidden.bfloat16(), weight.bfloat16()).float(),
+                                             targets))

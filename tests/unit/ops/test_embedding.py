@@ -21,7 +21,8 @@ def table(vocab: int = 20, width: int = 6, dtype: torch.dtype = torch.float32) -
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_rows_of_any_shape(kernel, ids_dtype):
     weight = table()
-    for ids in (torch.tensor(3), torch.tensor([0, 19, 19]), torch.arange(12).view(2, 3, 2), torch.empty(0, 4)):
+    for ids in (torch.tensor(3), torch.tensor([0, 19, 19]), torch.arange(12).view(2, 3, 2),
+                torch.empty(0, 4)):
         got = lz.embedding(ids.to(ids_dtype), weight, backend=kernel)
         assert torch.equal(got, weight[ids.long()])
 
@@ -50,14 +51,16 @@ def test_scale_is_gemma3s_for_the_rounded_number():
 def test_gradients(kernel, scale):
     weight = table(dtype=torch.float64).requires_grad_()
     ids = torch.tensor([[1, 2], [5, 1]])
-    assert torch.autograd.gradcheck(lambda w: lz.embedding(ids, w, None, scale, backend=kernel), [weight])
+    assert torch.autograd.gradcheck(lambda w: lz.embedding(ids, w, None, scale, backend=kernel),
+                                    [weight])
 
 
 @pytest.mark.parametrize("padding", [1, -19])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("kernel", [None, "torch.embedding", "reference.embedding"])
 def test_the_padding_row_is_read_and_not_trained(kernel, padding, scale):
-    ids, ours, theirs = torch.tensor([[1, 2], [5, 1]]), table().requires_grad_(), table().requires_grad_()
+    ids, ours, theirs = torch.tensor([[1, 2],
+                                      [5, 1]]), table().requires_grad_(), table().requires_grad_()
     out = lz.embedding(ids, ours, padding, scale, backend=kernel)
     want = torch.nn.functional.embedding(ids, theirs, padding) * scale
     torch.testing.assert_close(out, want)
@@ -81,7 +84,8 @@ def test_an_id_outside_the_table_is_the_callers_error_also_on_a_hit(happened, pa
     call(torch.tensor([0, 19]), weight, backend=kernel)
     for _ in range(12):                        # more often than any breaker forgives
         with pytest.raises(
-                lz.errors.InvalidCall, match="ids must be between 0 and 19, the last row of weight") as raised:
+                lz.errors.InvalidCall,
+                match="ids must be between 0 and 19, the last row of weight") as raised:
             call(torch.tensor([0, bad]), weight, backend=kernel)
         assert raised.value.codes == (lz.Code.VALUE_OUT_OF_RANGE,)
     assert not worlds.current().health and not of(Fallback, happened)
@@ -97,7 +101,8 @@ def test_an_id_outside_the_table_is_the_callers_error_also_on_a_hit(happened, pa
     ({"weight": torch.ones(0, 6)}, "VALUE_OUT_OF_RANGE", "ids must be between 0 and -1"),
     ({"padding_idx": 20}, "VALUE_OUT_OF_RANGE", "padding_idx must be between -20 and 19, got 20"),
     ({"padding_idx": -21}, "VALUE_OUT_OF_RANGE", "padding_idx must be between"),
-    ({"padding_idx": 1.0}, "WRONG_TYPE", "padding_idx"), ({"scale": "2"}, "WRONG_TYPE", "scale must be float"),
+    ({"padding_idx": 1.0}, "WRONG_TYPE", "padding_idx"),
+    ({"scale": "2"}, "WRONG_TYPE", "scale must be float"),
     ({"weight": torch.ones(20, 6, device="meta")}, "MIXED_DEVICES", "must be on meta"),
 ])
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
@@ -109,12 +114,15 @@ def test_a_wrong_call_names_the_argument(path, changes, code, words):
 
 
 def test_meta_tensors_have_no_ids_to_check():
-    out = lz.embedding(torch.ones(2, 3, dtype=torch.int64, device="meta"), torch.ones(20, 6, device="meta"))
+    out = lz.embedding(torch.ones(2, 3, dtype=torch.int64, device="meta"),
+                       torch.ones(20, 6, device="meta"))
     assert out.shape == (2, 3, 6) and out.device.type == "meta"
 
 
 def test_under_vmap_and_compile():
     weight, ids = table(), torch.tensor([[1, 2], [5, 1]])
-    torch.testing.assert_close(torch.vmap(lambda i: lz.embedding(i, weight, scale=2.0))(ids), weight[ids] * 2)
-    compiled = torch.compile(lambda i: lz.embedding(i, weight, scale=2.0) + 1, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.vmap(lambda i: lz.embedding(i, weight, scale=2.0))(ids),
+                               weight[ids] * 2)
+    compiled = torch.compile(lambda i: lz.embedding(i, weight, scale=2.0) + 1, fullgraph=True,
+                             backend="aot_eager")
     torch.testing.assert_close(compiled(ids), weight[ids] * 2 + 1)

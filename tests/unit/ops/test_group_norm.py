@@ -17,7 +17,8 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("shape", [(2, 12), (2, 12, 7), (2, 12, 3, 5), (2, 12, 2, 3, 5), (0, 12, 7)])
+@pytest.mark.parametrize("shape", [(2, 12), (2, 12, 7), (2, 12, 3, 5), (2, 12, 2, 3, 5),
+                                   (0, 12, 7)])
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 def test_any_number_of_dimensions(shape, kernel):
     x, weight, bias = rand(*shape), rand(12, seed=1), rand(12, seed=2)
@@ -48,8 +49,10 @@ def test_a_large_mean_does_not_drown_the_variance_whatever_the_memory_format():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients(kernel):
-    x, weight, bias = (rand(*s, dtype=torch.float64).requires_grad_() for s in ((2, 4, 3, 2), (4,), (4,)))
-    assert torch.autograd.gradcheck(lambda *t: lz.group_norm(t[0], 2, *t[1:], backend=kernel), (x, weight, bias))
+    x, weight, bias = (rand(*s, dtype=torch.float64).requires_grad_()
+                       for s in ((2, 4, 3, 2), (4,), (4,)))
+    assert torch.autograd.gradcheck(lambda *t: lz.group_norm(t[0], 2, *t[1:], backend=kernel),
+                                    (x, weight, bias))
 
 
 def test_gradients_in_float32_are_torchs():
@@ -59,7 +62,9 @@ def test_gradients_in_float32_are_torchs():
         return [t.grad for t in tensors]
 
     ours = gradients(lambda x, w, b: lz.group_norm(x, 3, w, b))
-    torch.testing.assert_close(ours, gradients(lambda x, w, b: torch.nn.functional.group_norm(x, 3, w, b)))
+    torch.testing.assert_close(ours,
+                               gradients(lambda x, w, b: torch.nn.functional.group_norm(x, 3, w,
+                                                                                        b)))
 
 
 def test_a_bias_without_a_weight_can_be_trained():
@@ -72,9 +77,12 @@ def test_a_bias_without_a_weight_can_be_trained():
 
 @pytest.mark.parametrize(("changes", "code", "words"), [
     ({"groups": 5}, "VALUE_OUT_OF_RANGE", "groups must be a divisor of the 12 channels, got 5"),
-    ({"groups": 0}, "VALUE_OUT_OF_RANGE", "groups must be >= 1"), ({"groups": -3}, "VALUE_OUT_OF_RANGE", "groups"),
-    ({"groups": 3.0}, "WRONG_TYPE", "groups must be int"), ({"x": torch.ones(12)}, "WRONG_NDIM", "x must have"),
-    ({"weight": torch.ones(11)}, "DIM_MISMATCH", "weight"), ({"bias": torch.ones(12, 1)}, "WRONG_NDIM", "bias"),
+    ({"groups": 0}, "VALUE_OUT_OF_RANGE", "groups must be >= 1"),
+    ({"groups": -3}, "VALUE_OUT_OF_RANGE", "groups"),
+    ({"groups": 3.0}, "WRONG_TYPE", "groups must be int"),
+    ({"x": torch.ones(12)}, "WRONG_NDIM", "x must have"),
+    ({"weight": torch.ones(11)}, "DIM_MISMATCH", "weight"),
+    ({"bias": torch.ones(12, 1)}, "WRONG_NDIM", "bias"),
     ({"x": torch.ones(2, 12, 0, 3)}, "EMPTY_INPUT", "height must be >= 1"),
     ({"eps": -1.0}, "VALUE_OUT_OF_RANGE", "eps must be >= 0"),
     ({"x": torch.ones(2, 12, 3, 3).int()}, "DTYPE_UNSUPPORTED", "dtype must be"),
@@ -94,7 +102,8 @@ def test_a_wrong_call_names_the_argument(path, changes, code, words):
 @pytest.mark.parametrize("kernel", ["torch.rms_norm", "reference.rms_norm"])
 def test_offset_keeps_the_contract(kernel, dtype):
     found = worlds.current().catalog.by_id[kernel]
-    for case in ({"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32"}, {"offset": 1.0, "rows": (0,)},
+    for case in ({"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32"},
+                 {"offset": 1.0, "rows": (0,)},
                  {"offset": 1.0, "stride": "sparse", "hidden": 17}):
         result = check_case(found, case, dtype)
         assert result.passed, str(result)
@@ -103,7 +112,8 @@ def test_offset_keeps_the_contract(kernel, dtype):
 def test_offset_is_gemmas():
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
     norm = gemma.GemmaRMSNorm(64, eps=1e-6).to(torch.bfloat16)
-    torch.nn.init.normal_(norm.weight, std=0.01)               # in bfloat16 most of these vanish in 1 + weight
+    # in bfloat16 most of these vanish in 1 + weight
+    torch.nn.init.normal_(norm.weight, std=0.01)
     x = rand(3, 64, dtype=torch.bfloat16)
     assert torch.equal(lz.rms_norm(x, norm.weight, 1e-6, offset=1.0), norm(x))
 
@@ -116,7 +126,8 @@ def test_offset_without_a_weight_is_refused():
 def test_gradients_with_an_offset():
     x, weight = (rand(*s, dtype=torch.float64).requires_grad_() for s in ((3, 8), (8,)))
     for kernel in ("torch.rms_norm", "reference.rms_norm"):
-        assert torch.autograd.gradcheck(lambda a, b, k=kernel: lz.rms_norm(a, b, offset=1.0, backend=k), (x, weight))
+        assert torch.autograd.gradcheck(lambda a, b, k=kernel: lz.rms_norm(a, b, offset=1.0,
+                                                                           backend=k), (x, weight))
 
 
 def test_qk_norm_is_rms_norm_over_each_head():
@@ -124,5 +135,6 @@ def test_qk_norm_is_rms_norm_over_each_head():
     qwen = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     norm = qwen.Qwen3RMSNorm(16)
     torch.nn.init.normal_(norm.weight)
-    q = rand(2, 9, 4, 16).transpose(1, 2)                      # (batch, heads, seq, head_dim), as attention takes it
+    # (batch, heads, seq, head_dim), as attention takes it
+    q = rand(2, 9, 4, 16).transpose(1, 2)
     torch.testing.assert_close(lz.rms_norm(q, norm.weight), norm(q))

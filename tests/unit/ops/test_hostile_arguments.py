@@ -1,8 +1,8 @@
 """One caller never costs another: what the contract cannot read is refused before any kernel runs.
 
-Generated over the catalog, so a new op is attacked too: every scalar parameter gets numbers that overflow, every
-tensor parameter gets layouts, subclasses and dtypes that no kernel knows. Whatever comes of it, no breaker moves and
-the next good call is served by the same kernel as before.
+Generated over the catalog, so a new op is attacked too: every scalar parameter gets numbers that
+overflow, every tensor parameter gets layouts, subclasses and dtypes that no kernel knows. Whatever
+comes of it, no breaker moves and the next good call is served by the same kernel as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Wrapping(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype,
+                                                   device=inner.device)
 
     def __init__(self, inner):
         self.inner = inner
@@ -62,18 +63,24 @@ def quantized(t: torch.Tensor) -> torch.Tensor:
 
 
 STRANGE_TENSORS = {
-    "sparse coo": lambda t: t.to_sparse(), "sparse csr": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
-    "mkldnn": lambda t: t.to_mkldnn(), "jagged": jagged, "nested": lambda t: torch.nested.nested_tensor([t, t]),
-    "plain subclass": lambda t: t.as_subclass(Plain), "raising subclass": lambda t: t.as_subclass(Raising),
-    "wrapper subclass": Wrapping, "meta": lambda t: t.to("meta"), "complex": lambda t: t.to(torch.complex64),
-    "quantized": quantized, "bool": lambda t: t.to(torch.bool), "int16": lambda t: t.to(torch.int16),
-    "scalar": lambda t: torch.zeros((), dtype=t.dtype), "list": lambda t: t.tolist(), "None": lambda t: None,
-    "numpy": lambda t: t.float().numpy(), "number": lambda t: 3, "text": lambda t: "t"}
+    "sparse coo": lambda t: t.to_sparse(),
+    "sparse csr": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(), "jagged": jagged,
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "plain subclass": lambda t: t.as_subclass(Plain),
+    "raising subclass": lambda t: t.as_subclass(Raising),
+    "wrapper subclass": Wrapping, "meta": lambda t: t.to("meta"),
+    "complex": lambda t: t.to(torch.complex64), "quantized": quantized,
+    "bool": lambda t: t.to(torch.bool), "int16": lambda t: t.to(torch.int16),
+    "scalar": lambda t: torch.zeros((), dtype=t.dtype), "list": lambda t: t.tolist(),
+    "None": lambda t: None, "numpy": lambda t: t.float().numpy(), "number": lambda t: 3,
+    "text": lambda t: "t"}
 UNREADABLE = ("sparse coo", "sparse csr", "mkldnn", "nested")
 NUMBERS = {
     "2**70": 2**70, "-2**70": -2**70, "2**63": 2**63, "-2**63 - 1": -2**63 - 1, "10**400": 10**400,
-    "10**5000": 10**5000, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True, "numpy int": np.int64(1),
-    "numpy float": np.float32(1.0), "text": "1", "complex": 1j, "tensor": torch.tensor(1.0), "list": [1]}
+    "10**5000": 10**5000, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True,
+    "numpy int": np.int64(1), "numpy float": np.float32(1.0), "text": "1", "complex": 1j,
+    "tensor": torch.tensor(1.0), "list": [1]}
 
 
 def good_call(op: Op) -> dict[str, object]:
@@ -82,7 +89,9 @@ def good_call(op: Op) -> dict[str, object]:
 
 
 def attempt(function, given: dict[str, object]) -> BaseException | None:
-    """The error of a call, which must be one of ours, or what a hostile subclass itself raised while it was read."""
+    """The error of a call, which must be one of ours, or what a hostile subclass itself raised
+    while it was read.
+    """
     try:
         function(**given)
     except (LayerZeroError, ArithmeticError, LookupError) as error:
@@ -100,7 +109,8 @@ def check_nobody_paid(op: Op, function, given: dict[str, object], before: str) -
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_scalars_that_no_kernel_can_read(op, path):
     function, given = path_of(op, path), good_call(op)
-    function(**given)                          # remembered: a bad call must not ride on a good one's key
+    # remembered: a bad call must not ride on a good one's key
+    function(**given)
     before = lz.which(op.name, **given)
     for p in op.params:
         if p.kind not in ("int", "float"):
@@ -121,7 +131,8 @@ def test_switches_and_words_of_another_type(op, path):
     for p in op.params:
         if p.kind not in ("bool", "str"):
             continue
-        for value in (2**70, 1, 0.5, b"x", "no such word", [True], torch.tensor(True), np.bool_(True), object()):
+        for value in (2**70, 1, 0.5, b"x", "no such word", [True], torch.tensor(True),
+                      np.bool_(True), object()):
             error = attempt(function, {**given, p.name: value})
             assert isinstance(error, InvalidCall), (p.name, value, error)
     check_nobody_paid(op, function, given, before)
@@ -158,7 +169,8 @@ def test_both_paths_keep_every_number_in_its_range(op):
     found.public(**given)
     for name, (low, high) in op.limits.items():
         is_float = op.by_name[name].kind == "float"
-        for value in (math.nan, math.inf, -math.inf, 2**64) if is_float else (int(low) - 1, int(high) + 1, 2**64):
+        for value in (math.nan, math.inf, -math.inf,
+                      2**64) if is_float else (int(low) - 1, int(high) + 1, 2**64):
             call = {**given, name: value}
             assert found.key_of(*found.order_arguments((), call)) is None, (name, value)
             if found.native is not None:
@@ -167,15 +179,19 @@ def test_both_paths_keep_every_number_in_its_range(op):
 
 def test_what_a_range_says():
     x = torch.ones(2, 8)
-    with pytest.raises(InvalidCall, match="a finite float, or an int of 64 bits, got an int of 1329 bits") as caught:
+    with pytest.raises(InvalidCall,
+                       match="a finite float, or an int of 64 bits, got an int of 1329 bits") as caught:
         lz.rms_norm(x, eps=10**400)
     assert caught.value.codes == (Code.VALUE_OUT_OF_RANGE,)
     q = torch.ones(1, 2, 4, 8)
-    with pytest.raises(InvalidCall, match="window_left must be between -2147483648 and 2147483647, got 2147483648"):
+    with pytest.raises(InvalidCall,
+                       match="window_left must be between -2147483648 and 2147483647, got "
+                             "2147483648"):
         lz.attention(q, q, q, window_left=2**31)
     with pytest.raises(InvalidCall, match="x must be a strided tensor, got sparse_coo"):
         lz.rms_norm(x.to_sparse())
-    assert lz.op("attention").limits["window_left"] == INT32 and lz.op("sample").limits["seed"] == (-2**63, 2**64 - 1)
+    assert (lz.op("attention").limits["window_left"] == INT32
+            and lz.op("sample").limits["seed"] == (-2**63, 2**64 - 1))
 
 
 @pytest.mark.parametrize("ranges, match", [
@@ -192,12 +208,14 @@ def test_the_largest_window_is_the_whole_sequence(path):
     q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 9, 9))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = attention(q, k, v, window_left=INT32[1], window_right=INT32[1], causal_align="bottom_right")
+        got = attention(q, k, v, window_left=INT32[1], window_right=INT32[1],
+                        causal_align="bottom_right")
     torch.testing.assert_close(got, attention(q, k, v))
 
 
 class HostileInt(int):
-    """Equal to nothing and no index: remembered in a key, it would be asked by the calls of others."""
+    """Equal to nothing and no index: remembered in a key, it would be asked by the calls of others.
+    """
 
     def __eq__(self, other):
         raise ZeroDivisionError("eq")
@@ -257,16 +275,19 @@ def nested(depth):
 
 
 HOSTILE = {
-    "int": lambda: HostileInt(1), "float": lambda: HostileFloat(1.0), "text": lambda: HostileText("x"),
-    "object": HostileObject, "deep": lambda: nested(5000), "huge": lambda: list(range(10**5)),
-    "long": lambda: "x" * 10**5, "surrogate": lambda: "\ud800", "zero byte": lambda: "\0",
-    "bytes": lambda: b"x" * 10**5, "range": lambda: range(10**9),
-    "ellipsis": lambda: ..., "type": lambda: int, "numpy text": lambda: np.str_("x"), "digits": lambda: 10**5000}
+    "int": lambda: HostileInt(1), "float": lambda: HostileFloat(1.0),
+    "text": lambda: HostileText("x"), "object": HostileObject, "deep": lambda: nested(5000),
+    "huge": lambda: list(range(10**5)), "long": lambda: "x" * 10**5, "surrogate": lambda: "\ud800",
+    "zero byte": lambda: "\0", "bytes": lambda: b"x" * 10**5, "range": lambda: range(10**9),
+    "ellipsis": lambda: ..., "type": lambda: int, "numpy text": lambda: np.str_("x"),
+    "digits": lambda: 10**5000}
 
 
 @pytest.mark.parametrize("op", list(worlds.current().catalog.ops.values()), ids=lambda op: op.name)
 def test_objects_that_raise_when_they_are_asked(op, path):
-    """Also of the operations that read objects; and often: what is remembered of one must not hurt the next."""
+    """Also of the operations that read objects; and often: what is remembered of one must not hurt
+    the next.
+    """
     function = path_of(op, path) if op.tensors else dispatcher_of(op.name).public
     given = good_call(op)
     function(**given)

@@ -28,8 +28,9 @@ def bshd(*args, **kwargs):
 # bshd
 
 @pytest.mark.parametrize("kwargs", [
-    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 5.0}, {"return_lse": True}, {"scale": 0.5},
-    {"attn_mask": torch.ones(7, 7, dtype=torch.bool).tril()}, {"alibi_slopes": torch.tensor([1.0, 0.5, 0.25, 0.125])},
+    {}, {"is_causal": True}, {"window_left": 2}, {"softcap": 5.0}, {"return_lse": True},
+    {"scale": 0.5}, {"attn_mask": torch.ones(7, 7, dtype=torch.bool).tril()},
+    {"alibi_slopes": torch.tensor([1.0, 0.5, 0.25, 0.125])},
     {"dropout_p": 0.0, "enable_gqa": True}])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_bshd_is_bhsd_with_two_dimensions_swapped(kwargs, kv_heads):
@@ -56,7 +57,8 @@ def test_bshd_keeps_gradients():
 def test_the_view_is_told_and_can_be_refused(world):
     q, k, v = bshd(heads=2)
     plan = lz.explain("attention", q, k, v, layout="bshd")
-    assert [str(t) for t in plan.steps[0].transforms] == ["layout(bhsd)"] and plan.to_json()["transform_bytes"] == 0
+    assert ([str(t) for t in plan.steps[0].transforms] == ["layout(bhsd)"]
+            and plan.to_json()["transform_bytes"] == 0)
     lz.configure(strict_mode=True)
     plan = lz.explain("attention", q, k, v, layout="bshd")
     assert plan.kernel == "reference.attention" and not plan.steps[0].transforms
@@ -92,13 +94,14 @@ def test_auto_is_decided_by_the_shapes_where_they_decide(shapes, layout):
 
 
 @pytest.mark.parametrize("shapes", [
-    [(2, 4, 8, 16)] * 3, [(1, 8, 8, 16)] * 3, [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)], [(1, 1, 1, 8)] * 3,
-    [(2, 4, 8, 16), (2, 3, 5, 16), (2, 3, 5, 16)]])
+    [(2, 4, 8, 16)] * 3, [(1, 8, 8, 16)] * 3, [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)],
+    [(1, 1, 1, 8)] * 3, [(2, 4, 8, 16), (2, 3, 5, 16), (2, 3, 5, 16)]])
 def test_auto_never_guesses(shapes):
     with pytest.raises(InvalidCall) as caught:
         lz.attention(*(torch.randn(s) for s in shapes), layout="auto")
     assert caught.value.codes == (Code.LAYOUT_AMBIGUOUS,)
-    assert str(shapes[0]) in str(caught.value) and "layout='bhsd' or layout='bshd'" in str(caught.value)
+    assert (str(shapes[0]) in str(caught.value)
+            and "layout='bhsd' or layout='bshd'" in str(caught.value))
 
 
 def test_auto_takes_transposed_storage_for_bhsd_and_says_so():
@@ -146,19 +149,23 @@ def stored(kind, shape):
     if kind == "one element":
         return torch.randn(1, 1, 1, 1, generator=gen).expand(shape)
     if kind == "shifted":
-        return torch.randn(1 + shape[0] * shape[1] * shape[2] * shape[3], generator=gen)[1:].view(shape)
+        return torch.randn(1 + shape[0] * shape[1] * shape[2] * shape[3],
+                           generator=gen)[1:].view(shape)
     if kind == "packed":                       # one projection for query, key and value
-        return torch.randn(shape[0], shape[2], 3, shape[1], shape[3], generator=gen)[:, :, 1].transpose(1, 2)
+        return torch.randn(shape[0], shape[2], 3, shape[1], shape[3],
+                           generator=gen)[:, :, 1].transpose(1, 2)
     return torch.randn(shape, generator=gen)
 
 
-KINDS = ("plain", "transposed", "padded", "sparse", "last first", "spread", "one element", "shifted", "packed")
+KINDS = ("plain", "transposed", "padded", "sparse", "last first", "spread", "one element",
+         "shifted", "packed")
 
 
 @pytest.mark.parametrize("kind_k", KINDS)
 @pytest.mark.parametrize("kind_q", KINDS)
 def test_any_mixture_of_strides(kind_q, kind_k):
-    q, k, v = stored(kind_q, (2, 4, 7, 8)), stored(kind_k, (2, 4, 9, 8)), stored(kind_k, (2, 4, 9, 8))
+    q, k, v = stored(kind_q, (2, 4, 7, 8)), stored(kind_k,
+                                                   (2, 4, 9, 8)), stored(kind_k, (2, 4, 9, 8))
     for _ in range(2):
         check(q, k, v)
     check(q, k, v, is_causal=True, causal_align="bottom_right")
@@ -168,27 +175,33 @@ def test_gaps_in_the_last_dimension_are_closed_by_a_copy_that_is_told(world):
     q, k, v = (stored("sparse", (1, 2, 8, 16)) for _ in range(3))
     plan = lz.explain("attention", q, k, v)
     flash = next(s for s in plan.steps if s.kernel == "torch.sdpa_flash")
-    assert [str(t) for t in flash.transforms] == ["contiguous(query)", "contiguous(key)", "contiguous(value)"]
+    assert [str(t) for t in flash.transforms] == ["contiguous(query)", "contiguous(key)",
+                                                  "contiguous(value)"]
     assert sum(t.bytes for t in flash.transforms) == 3 * q.numel() * 4
     with lz.prefer("torch.sdpa_flash"):
-        torch.testing.assert_close(lz.attention(q, k, v), lz.attention(*(t.contiguous() for t in (q, k, v))))
+        torch.testing.assert_close(lz.attention(q, k, v),
+                                   lz.attention(*(t.contiguous() for t in (q, k, v))))
     lz.configure(strict_mode=True)
     plan = lz.explain("attention", q, k, v)
-    assert {Code.STRIDE_LAST_DIM, Code.STRICT_TRANSFORM_REFUSED} <= {r.code for r in plan.why_not("torch.sdpa_flash")}
+    assert {Code.STRIDE_LAST_DIM,
+            Code.STRICT_TRANSFORM_REFUSED} <= {r.code for r in plan.why_not("torch.sdpa_flash")}
     check(q, k, v)
 
 
-@pytest.mark.parametrize("backend", ["torch.sdpa", "torch.sdpa_math", "torch.sdpa_flash", "reference.attention"])
+@pytest.mark.parametrize("backend", ["torch.sdpa", "torch.sdpa_math", "torch.sdpa_flash",
+                                     "reference.attention"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cpu_kernel_takes_every_stride(backend, kind):
     q, k, v = (stored(kind, (2, 2, 6, 8)) for _ in range(3))
     want = ATTENTION.reference(*(t.double() for t in (q, k, v)))
-    torch.testing.assert_close(lz.attention(q, k, v, backend=backend).double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lz.attention(q, k, v, backend=backend).double(), want, rtol=1e-5,
+                               atol=1e-5)
 
 
 def test_a_mask_with_any_strides():
     q, k, v = qkv(6, 8, heads=2, batch=2)
-    for mask in (torch.randn(8, 6).T, torch.randn(2, 1, 6, 16)[..., ::2], torch.randn(1, 1, 1, 8).expand(2, 2, 6, 8),
+    for mask in (torch.randn(8, 6).T, torch.randn(2, 1, 6, 16)[..., ::2],
+                 torch.randn(1, 1, 1, 8).expand(2, 2, 6, 8),
                  torch.randn(6, 9)[:, 1:]):
         want = ATTENTION.reference(*(t.double() for t in (q, k, v)), mask.double())
         torch.testing.assert_close(lz.attention(q, k, v, mask).double(), want, rtol=1e-5, atol=1e-5)

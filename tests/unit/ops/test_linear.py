@@ -26,7 +26,8 @@ ACTIVATIONS = {None: lambda t: t, "relu": F.relu, "silu": F.silu, "gelu": F.gelu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_is_torchs_linear_layer(activation, dtype):
     gen = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(s, generator=gen).to(dtype) for s in ((2, 9, 64), (48, 64), (48,)))
+    x, weight, bias = (torch.randn(s, generator=gen).to(dtype)
+                       for s in ((2, 9, 64), (48, 64), (48,)))
     want = ACTIVATIONS[activation](F.linear(x.double(), weight.double(), bias.double()))
     out = lz.linear(x, weight, bias, activation)
     assert out.dtype == dtype and out.shape == (2, 9, 48)
@@ -36,11 +37,14 @@ def test_is_torchs_linear_layer(activation, dtype):
 
 @pytest.mark.skipif(not INTEL, reason="torch.linear_prepacked needs AVX-512")
 def test_who_may_serve_which_layer():
-    """Torch's own is the default; what goes before it was measured, or does less work on this processor."""
+    """Torch's own is the default; what goes before it was measured, or does less work on this
+    processor.
+    """
     def others(rows, dtype, **kwargs):
         x, weight = torch.empty(rows, 576, dtype=dtype), torch.empty(1536, 576, dtype=dtype)
         plan = lz.explain("linear", x, weight.requires_grad_(kwargs.get("grad", False)))
-        assert all(s.score.source == "less work" for s in plan.steps[:[s.kernel for s in plan.steps].index(OWN)])
+        assert all(s.score.source == "less work"
+                   for s in plan.steps[:[s.kernel for s in plan.steps].index(OWN)])
         return {s.kernel for s in plan.steps} - {OWN, "reference.linear"}
 
     OWN = "torch.linear"
@@ -54,7 +58,8 @@ def test_gradients(activation):
     gen = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(s, generator=gen, dtype=torch.float64, requires_grad=True)
                        for s in ((3, 5), (4, 5), (4,)))
-    assert torch.autograd.gradcheck(lambda x, w, b: lz.linear(x, w, b, activation), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda x, w, b: lz.linear(x, w, b, activation),
+                                    (x, weight, bias))
 
 
 def test_gradients_are_torchs():
@@ -70,7 +75,8 @@ def test_gradients_are_torchs():
 @pytest.mark.parametrize(("change", "code", "name"), [
     ({"weight": torch.ones(8, 15)}, Code.DIM_MISMATCH, "weight"),
     ({"weight": torch.ones(16)}, Code.WRONG_NDIM, "weight"),
-    ({"bias": torch.ones(9)}, Code.DIM_MISMATCH, "bias"), ({"x": torch.ones(())}, Code.WRONG_NDIM, "x"),
+    ({"bias": torch.ones(9)}, Code.DIM_MISMATCH, "bias"),
+    ({"x": torch.ones(())}, Code.WRONG_NDIM, "x"),
     ({"weight": torch.ones(8, 16).bfloat16()}, Code.MIXED_DTYPES, "weight"),
     ({"activation": "tanh"}, Code.VALUE_OUT_OF_RANGE, "activation"),
     ({"x": torch.ones(2, 16, dtype=torch.int64), "weight": torch.ones(8, 16, dtype=torch.int64)},
@@ -78,7 +84,8 @@ def test_gradients_are_torchs():
 def test_a_wrong_argument_is_named(change, code, name):
     with pytest.raises(lz.errors.InvalidCall) as error:
         lz.linear(**{"x": torch.ones(2, 16), "weight": torch.ones(8, 16), **change})
-    assert any(r.code is code and r.fact.startswith(name) for r in error.value.reasons), str(error.value)
+    assert any(r.code is code and r.fact.startswith(name)
+               for r in error.value.reasons), str(error.value)
 
 
 def test_autocast_is_that_of_torch():
@@ -90,18 +97,22 @@ def test_autocast_is_that_of_torch():
 
 
 def test_inside_torch_compile():
-    compiled = torch.compile(lambda x, w: lz.linear(x, w, activation="silu") + 1, fullgraph=True, backend="aot_eager",
+    compiled = torch.compile(lambda x, w: lz.linear(x, w, activation="silu") + 1, fullgraph=True,
+                             backend="aot_eager",
                              dynamic=True)
     for rows in (3, 8, 40):
         x, weight = torch.randn(rows, 32), torch.randn(16, 32)
         torch.testing.assert_close(compiled(x, weight), F.silu(F.linear(x, weight)) + 1)
 
 
-# Libraries that are not here, are of another version, or want watching. Each in a process of its own.
+# Libraries that are not here, are of another version, or want watching. Each in a process of its
+# own.
 
 def run(code: str, *path: str, timeout: float = 300.0) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((*path, os.environ["PYTHONPATH"])), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], env=env, capture_output=True,
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((*path, os.environ["PYTHONPATH"])),
+           "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], env=env,
+                          capture_output=True,
                           text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
@@ -115,7 +126,8 @@ def test_another_version_is_called_a_conflict_and_never_imported(tmp_path: Path,
     (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
     info = tmp_path / f"{distribution}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     out = run(f"""
         import torch, layerzero as lz
         x, w = torch.randn(4, 32), torch.randn(16, 32)
@@ -153,7 +165,8 @@ CERTIFY = """
 def test_a_library_that_is_here_keeps_the_contract_and_leaves_weights_alone(package, kernel):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    refused = lz.validate("linear", kernel, torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16())
+    refused = lz.validate("linear", kernel, torch.randn(8, 64).bfloat16(),
+                          torch.randn(32, 64).bfloat16())
     conflicts = [r for r in refused if r.code in (Code.VERSION_CONFLICT, Code.CPU_ISA_MISSING)]
     if conflicts:
         pytest.skip(str(conflicts[0]))

@@ -13,8 +13,10 @@ from layerzero.ops.formulas.moe import GATED, PLAIN
 from layerzero.spec.reason import Code
 
 INTEL = "avx512f" in probe("cpu").isa
-ACT = {"swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "reglu": F.relu, "relu": F.relu,
-       "geglu_tanh": lambda t: F.gelu(t, approximate="tanh"), "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}
+ACT = {"swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "reglu": F.relu,
+       "relu": F.relu,
+       "geglu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+       "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}
 
 
 def weights(activation="swiglu", hidden=32, inner=48, dtype=torch.float32, seed=0, bias=False):
@@ -23,7 +25,8 @@ def weights(activation="swiglu", hidden=32, inner=48, dtype=torch.float32, seed=
     made = {"weight_in": torch.randn(wide, hidden, generator=gen) / hidden ** 0.5,
             "weight_down": torch.randn(hidden, inner, generator=gen) / inner ** 0.5}
     if bias:
-        made |= {"bias_in": torch.randn(wide, generator=gen), "bias_down": torch.randn(hidden, generator=gen)}
+        made |= {"bias_in": torch.randn(wide, generator=gen),
+                 "bias_down": torch.randn(hidden, generator=gen)}
     return {name: t.to(dtype) for name, t in made.items()}
 
 
@@ -31,8 +34,10 @@ def weights(activation="swiglu", hidden=32, inner=48, dtype=torch.float32, seed=
 def test_gate_first_then_up(activation):
     x, w = torch.randn(5, 32), weights(activation)
     product = F.linear(x, w["weight_in"])
-    inner = ACT[activation](product[:, :48]) * product[:, 48:] if activation in GATED else ACT[activation](product)
-    torch.testing.assert_close(lz.mlp(x, **w, activation=activation), F.linear(inner, w["weight_down"]))
+    inner = (ACT[activation](product[:, :48]) * product[:, 48:] if activation in GATED
+             else ACT[activation](product))
+    torch.testing.assert_close(lz.mlp(x, **w, activation=activation),
+                               F.linear(inner, w["weight_down"]))
 
 
 def test_gate_and_up_apart_are_the_same_layer():
@@ -48,7 +53,8 @@ def test_gate_and_up_apart_are_the_same_layer():
 def test_gradients(activation):
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(3, 4, generator=gen, dtype=torch.float64, requires_grad=True)
-    w = {n: t.requires_grad_() for n, t in weights(activation, 4, 5, torch.float64, bias=True).items()}
+    w = {n: t.requires_grad_() for n, t in weights(activation, 4, 5, torch.float64,
+                                                   bias=True).items()}
     names = list(w)
     assert torch.autograd.gradcheck(
         lambda x, *ts: lz.mlp(x, activation=activation, **dict(zip(names, ts))), (x, *w.values()))
@@ -70,7 +76,8 @@ def test_gradients_are_torchs():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_the_sum_of_the_shards_is_the_whole(activation, world):
-    """Gate and up cut by columns, each by itself, down by rows: one sum at the end, and one bias."""
+    """Gate and up cut by columns, each by itself, down by rows: one sum at the end, and one bias.
+    """
     x, w = torch.randn(7, 32), weights(activation, bias=True)
     parts = 2 if activation in GATED else 1
 
@@ -80,7 +87,8 @@ def test_the_sum_of_the_shards_is_the_whole(activation, world):
                       bias_in=column_shard(w["bias_in"], rank, world, parts=parts),
                       bias_down=row_shard(w["bias_down"], rank, world))
 
-    torch.testing.assert_close(sum(on(rank) for rank in range(world)), lz.mlp(x, **w, activation=activation),
+    torch.testing.assert_close(sum(on(rank) for rank in range(world)),
+                               lz.mlp(x, **w, activation=activation),
                                rtol=1e-5, atol=1e-5)
 
 
@@ -91,8 +99,9 @@ def test_columns_of_a_linear_layer_side_by_side_are_the_whole():
 
 
 @pytest.mark.parametrize("cut", [
-    lambda w: column_shard(w, 0, 5), lambda w: column_shard(w, 0, 2, parts=5), lambda w: row_shard(w, 0, 3),
-    lambda w: row_shard(w, 0, 2, unit=12), lambda w: row_shard(w, 2, 2), lambda w: column_shard(w, -1, 2)])
+    lambda w: column_shard(w, 0, 5), lambda w: column_shard(w, 0, 2, parts=5),
+    lambda w: row_shard(w, 0, 3), lambda w: row_shard(w, 0, 2, unit=12),
+    lambda w: row_shard(w, 2, 2), lambda w: column_shard(w, -1, 2)])
 def test_what_does_not_divide_is_refused(cut):
     with pytest.raises(lz.errors.InvalidCall, match=r"multiple|between"):
         cut(torch.randn(48, 32))
@@ -111,14 +120,19 @@ def test_what_does_not_divide_is_refused(cut):
 def test_a_wrong_argument_is_named(change, code, name):
     with pytest.raises(lz.errors.InvalidCall) as error:
         lz.mlp(**{"x": torch.ones(2, 32), **weights(), **change})
-    assert any(r.code is code and r.fact.startswith(name) for r in error.value.reasons), str(error.value)
+    assert any(r.code is code and r.fact.startswith(name)
+               for r in error.value.reasons), str(error.value)
 
 
 @pytest.mark.skipif(not INTEL, reason="torch.mlp_prepacked needs AVX-512")
 def test_who_may_serve_which_layer():
-    """Torch's own is the default; what goes before it was measured, or does less work on this processor."""
-    for rows, dtype in ((1, torch.float32), (32, torch.float32), (512, torch.float32), (1, torch.bfloat16)):
-        plan = lz.explain("mlp", torch.empty(rows, 576, dtype=dtype), **weights(hidden=576, inner=1536, dtype=dtype))
+    """Torch's own is the default; what goes before it was measured, or does less work on this
+    processor.
+    """
+    for rows, dtype in ((1, torch.float32), (32, torch.float32), (512, torch.float32),
+                        (1, torch.bfloat16)):
+        plan = lz.explain("mlp", torch.empty(rows, 576, dtype=dtype),
+                          **weights(hidden=576, inner=1536, dtype=dtype))
         names = [s.kernel for s in plan.steps]
         assert all(s.score.source == "less work" for s in plan.steps[:names.index("torch.mlp")])
         assert "torch.mlp_fused" in names
@@ -126,7 +140,8 @@ def test_who_may_serve_which_layer():
 
 def test_inside_torch_compile():
     w = weights()
-    compiled = torch.compile(lambda x: lz.mlp(x, **w), fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(lambda x: lz.mlp(x, **w), fullgraph=True, backend="aot_eager",
+                             dynamic=True)
     for rows in (2, 5, 100):
         x = torch.randn(rows, 32)
         torch.testing.assert_close(compiled(x), lz.mlp(x, **w))

@@ -69,7 +69,8 @@ def test_of_equals_the_lower_index_wins(scoring, rows):
         assert ids.tolist() == [[0, 1, 2, 3, 4]] * rows
         logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 0.0]).repeat(rows, 1)
         assert lz.moe_gate(logits, 4, scoring, backend=backend)[0].tolist() == [[1, 3, 2, 4]] * rows
-        far = torch.tensor([-200.0, -300.0, 200.0, -250.0]).repeat(rows, 1)      # all but one score are 0, or 1
+        # all but one score are 0, or 1
+        far = torch.tensor([-200.0, -300.0, 200.0, -250.0]).repeat(rows, 1)
         assert lz.moe_gate(far, 3, scoring, backend=backend)[0].tolist() == [[2, 0, 1]] * rows
 
 
@@ -85,8 +86,10 @@ def test_a_gradient_reaches_the_router():
 
 @pytest.mark.parametrize(("given", "name"), [
     ({"top_k": 0}, "top_k"), ({"top_k": 17}, "top_k"), ({"top_k": 2, "n_group": 3}, "n_group"),
-    ({"top_k": 2, "n_group": 4, "topk_group": 5}, "topk_group"), ({"top_k": 9, "n_group": 4, "topk_group": 2}, "top_k"),
-    ({"top_k": 2, "scoring": "relu"}, "scoring"), ({"top_k": 2, "e_score_correction_bias": torch.ones(15)}, "e_score")])
+    ({"top_k": 2, "n_group": 4, "topk_group": 5}, "topk_group"),
+    ({"top_k": 9, "n_group": 4, "topk_group": 2}, "top_k"),
+    ({"top_k": 2, "scoring": "relu"}, "scoring"),
+    ({"top_k": 2, "e_score_correction_bias": torch.ones(15)}, "e_score")])
 def test_routing_says_which_argument_is_wrong(given, name):
     with pytest.raises(lz.errors.InvalidCall) as error:
         lz.moe_gate(torch.randn(3, 16), **given)
@@ -101,10 +104,12 @@ def test_each_token_goes_through_its_experts(rows, dtype):
     x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
     w1, w2 = experts(dtype=dtype)
     ids, weights = lz.moe_gate(torch.randn(rows, 4, generator=torch.Generator().manual_seed(4)), 2)
-    dense = torch.stack([one_expert(x.double(), w1[e].double(), w2[e].double()) for e in range(4)], 1)
+    dense = torch.stack([one_expert(x.double(), w1[e].double(), w2[e].double()) for e in range(4)],
+                        1)
     want = (dense.gather(1, ids[..., None].expand(-1, -1, 32)) * weights[..., None]).sum(1)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(lz.moe(x, w1, w2, ids, weights).double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lz.moe(x, w1, w2, ids, weights).double(), want, rtol=tolerance,
+                               atol=tolerance)
 
 
 def test_logits_are_routed_as_by_the_gate():
@@ -121,7 +126,8 @@ def test_devices_with_some_of_the_experts_add_up_to_the_whole(weight_on):
     ids, weights = lz.moe_gate(torch.randn(21, 8), 3)
     parts = [lz.moe(x, w1[o:o + 2], w2[o:o + 2], ids, weights, expert_offset=o, weight_on=weight_on)
              for o in range(0, 8, 2)]
-    torch.testing.assert_close(sum(parts), lz.moe(x, w1, w2, ids, weights, weight_on=weight_on), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(parts), lz.moe(x, w1, w2, ids, weights, weight_on=weight_on),
+                               rtol=1e-5, atol=1e-5)
 
 
 def test_no_expert_is_minus_one():
@@ -137,10 +143,12 @@ def test_beyond_its_capacity_an_expert_drops_the_later_tokens():
     ids = torch.tensor([[1, 0], [1, 2], [1, 3], [1, 0], [2, 1], [3, 1]])
     weights = torch.rand(6, 2) + 0.5
     kept = weights.clone()
-    kept[2, 0] = kept[3, 0] = kept[4, 1] = kept[5, 1] = 0.0          # expert 1 has served tokens 0 and 1 by then
+    # expert 1 has served tokens 0 and 1 by then
+    kept[2, 0] = kept[3, 0] = kept[4, 1] = kept[5, 1] = 0.0
     kernels = [k.id for k in lz.list_kernels("moe")]
     assert len(kernels) >= 4
-    torch.testing.assert_close(lz.moe(x, w1, w2, ids, weights, capacity=2), lz.moe(x, w1, w2, ids, kept))
+    torch.testing.assert_close(lz.moe(x, w1, w2, ids, weights, capacity=2),
+                               lz.moe(x, w1, w2, ids, kept))
     assert lz.moe(x, w1, w2, ids, weights, capacity=6).equal(lz.moe(x, w1, w2, ids, weights))
 
 
@@ -152,20 +160,24 @@ def test_gradients(backend):
     w2 = torch.randn(3, 6, 4, generator=gen, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
     weights = torch.rand(4, 2, generator=gen, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, a, b, w: lz.moe(x, a, b, ids, w, backend=backend), (x, w1, w2, weights))
+    assert torch.autograd.gradcheck(lambda x, a, b, w: lz.moe(x, a, b, ids, w, backend=backend),
+                                    (x, w1, w2, weights))
 
 
 @pytest.mark.parametrize(("change", "name"), [
     ({"topk_ids": None}, "topk_ids"), ({"topk_weights": None}, "topk_weights"),
     ({"logits": torch.ones(3, 4)}, "logits"),
-    ({"topk_ids": torch.ones(3, 2)}, "topk_ids"), ({"topk_ids": torch.ones(2, 2, dtype=torch.int64)}, "topk_ids"),
+    ({"topk_ids": torch.ones(3, 2)}, "topk_ids"),
+    ({"topk_ids": torch.ones(2, 2, dtype=torch.int64)}, "topk_ids"),
     ({"topk_ids": None, "topk_weights": None, "logits": torch.ones(3, 4), "top_k": 5}, "top_k"),
     ({"topk_ids": None, "topk_weights": None, "logits": torch.ones(3, 4)}, "top_k"),
-    ({"w_gate_up": torch.ones(4, 47, 32)}, "w_gate_up"), ({"w_down": torch.ones(3, 32, 24)}, "w_down"),
+    ({"w_gate_up": torch.ones(4, 47, 32)}, "w_gate_up"),
+    ({"w_down": torch.ones(3, 32, 24)}, "w_down"),
     ({"capacity": -1}, "capacity"), ({"activation": "gelu"}, "activation")])
 def test_a_mixture_says_which_argument_is_wrong(change, name):
     w1, w2 = experts()
-    given = {"x": torch.ones(3, 32), "w_gate_up": w1, "w_down": w2, "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
+    given = {"x": torch.ones(3, 32), "w_gate_up": w1, "w_down": w2,
+             "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
              "topk_weights": torch.ones(3, 2), **change}
     with pytest.raises(lz.errors.InvalidCall) as error:
         lz.moe(**given)
@@ -173,18 +185,23 @@ def test_a_mixture_says_which_argument_is_wrong(change, name):
 
 
 def test_fp8_block_scales_by_way_of_dequantize():
-    """DeepSeek's layer: fp8 activations by 1 x 128, weights by 128 x 128, up before gate, half of the experts here."""
+    """DeepSeek's layer: fp8 activations by 1 x 128, weights by 128 x 128, up before gate, half of
+    the experts here.
+    """
     gen = torch.Generator().manual_seed(6)
     tokens, hidden, inner, all_experts, offset, here = 7, 256, 128, 8, 4, 4
     x = torch.randn(tokens, hidden, generator=gen)
-    w1, w2 = (torch.randn(here, *shape, generator=gen) * 0.1 for shape in ((2 * inner, hidden), (hidden, inner)))
+    w1, w2 = (torch.randn(here, *shape, generator=gen) * 0.1
+              for shape in ((2 * inner, hidden), (hidden, inner)))
     xq, xs = lz.quantize(x, "fp8_e4m3", "block", 128)
     w1q, s1 = lz.quantize(w1, "fp8_e4m3", "block", 128, block_rows=128)
     w2q, s2 = lz.quantize(w2, "fp8_e4m3", "block", 128, block_rows=128)
     assert (xs.shape, s1.shape, s2.shape) == ((7, 2), (4, 2, 2), (4, 2, 1))
-    logits, bias = torch.randn(tokens, all_experts, generator=gen), torch.randn(all_experts, generator=gen)
+    logits, bias = torch.randn(tokens, all_experts,
+                               generator=gen), torch.randn(all_experts, generator=gen)
 
-    ids, weights = lz.moe_gate(logits, 3, "sigmoid", e_score_correction_bias=bias, routed_scaling_factor=2.5)
+    ids, weights = lz.moe_gate(logits, 3, "sigmoid", e_score_correction_bias=bias,
+                               routed_scaling_factor=2.5)
     out = lz.moe(lz.dequantize(xq, xs, format="fp8_e4m3", block_size=128),
                  lz.dequantize(w1q, s1, format="fp8_e4m3", block_size=128, block_rows=128),
                  lz.dequantize(w2q, s2, format="fp8_e4m3", block_size=128, block_rows=128),
@@ -232,21 +249,27 @@ def test_every_kernel_multiplies_each_group_with_its_own(dtype):
         if lz.validate("grouped_gemm", kernel, x, weights, sizes):
             continue
         served += 1
-        for given in ({"group_sizes": sizes}, {"offsets": sizes.cumsum(0)}, {"offsets": sizes.cumsum(0).int()}):
+        for given in ({"group_sizes": sizes}, {"offsets": sizes.cumsum(0)},
+                      {"offsets": sizes.cumsum(0).int()}):
             out = lz.grouped_gemm(x, weights, **given, backend=kernel)
-            torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+            torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2
+                                       if dtype == torch.bfloat16 else 1e-5)
     assert served >= 4
 
 
-@pytest.mark.parametrize("kernel", ["reference.grouped_gemm", "torch.grouped_loop", "torch.grouped_bmm"])
+@pytest.mark.parametrize("kernel", ["reference.grouped_gemm", "torch.grouped_loop",
+                                    "torch.grouped_bmm"])
 @pytest.mark.parametrize(("given", "name"), [
-    ({"group_sizes": torch.tensor([5, 9])}, "group_sizes"), ({"group_sizes": torch.tensor([5, -1])}, "group_sizes"),
-    ({"offsets": torch.tensor([5, 4])}, "offsets"), ({"offsets": torch.tensor([5, 11])}, "offsets")])
+    ({"group_sizes": torch.tensor([5, 9])}, "group_sizes"),
+    ({"group_sizes": torch.tensor([5, -1])}, "group_sizes"),
+    ({"offsets": torch.tensor([5, 4])}, "offsets"),
+    ({"offsets": torch.tensor([5, 11])}, "offsets")])
 def test_groups_that_do_not_fit_are_refused_on_every_call(kernel, given, name):
     x, weights = torch.randn(10, 32), torch.randn(2, 32, 16)
     good = {name: torch.tensor([5, 5] if name == "group_sizes" else [5, 10])}
     lz.grouped_gemm(x, weights, **good, backend=kernel)
-    for _ in range(2):                         # the same shapes, so the choice is remembered; the sizes are read anew
+    # the same shapes, so the choice is remembered; the sizes are read anew
+    for _ in range(2):
         with pytest.raises(lz.errors.InvalidCall) as error:
             lz.grouped_gemm(x, weights, **given, backend=kernel)
         assert error.value.reasons[0].fact == name
@@ -254,7 +277,8 @@ def test_groups_that_do_not_fit_are_refused_on_every_call(kernel, given, name):
 
 def test_sizes_or_offsets():
     x, weights, sizes = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([2, 2])
-    for given in ({}, {"group_sizes": sizes, "offsets": sizes.cumsum(0)}, {"group_sizes": sizes.float()},
+    for given in ({}, {"group_sizes": sizes, "offsets": sizes.cumsum(0)},
+                  {"group_sizes": sizes.float()},
                   {"group_sizes": torch.tensor([4])}):
         with pytest.raises(lz.errors.InvalidCall):
             lz.grouped_gemm(x, weights, **given)
@@ -266,4 +290,5 @@ def test_gradients_of_groups():
     weights = torch.randn(3, 3, 4, generator=gen, dtype=torch.float64, requires_grad=True)
     sizes = torch.tensor([2, 0, 3])
     for backend in ("torch.grouped_loop", "torch.grouped_bmm", "torch.grouped_masked"):
-        assert torch.autograd.gradcheck(lambda x, w, b=backend: lz.grouped_gemm(x, w, sizes, backend=b), (x, weights))
+        assert torch.autograd.gradcheck(
+            lambda x, w, b=backend: lz.grouped_gemm(x, w, sizes, backend=b), (x, weights))

@@ -1,4 +1,6 @@
-"""Attention over paged caches beyond the generated grid: page tables, bad calls, reading by pieces, gradients, MLA."""
+"""Attention over paged caches beyond the generated grid: page tables, bad calls, reading by pieces,
+gradients, MLA.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.verify.kernel.contract import call, case_values
 
 PAGED, MLA = lz.op("paged_attention"), lz.op("mla_paged_attention")
-REAL = ("torch.paged_gather", "torch.paged_pieces", "torch.paged_padded", "reference.paged_attention")
+REAL = ("torch.paged_gather", "torch.paged_pieces", "torch.paged_padded",
+        "reference.paged_attention")
 Code = lz.Code
 
 
@@ -39,8 +42,10 @@ def close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> None:
 # Page tables
 
 def test_a_csr_page_table_becomes_a_block_table() -> None:
-    indptr, indices = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([7, 3, 1, 0, 6], dtype=torch.int32)
-    table, lengths = page_table_from_csr(indptr, indices, torch.tensor([1, 4, 2], dtype=torch.int32), page_size=4)
+    indptr, indices = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([7, 3, 1, 0, 6],
+                                                                                  dtype=torch.int32)
+    table, lengths = page_table_from_csr(indptr, indices,
+                                         torch.tensor([1, 4, 2], dtype=torch.int32), page_size=4)
     assert table.tolist() == [[7, 3, 0], [0, 0, 0], [1, 0, 6]]
     assert lengths.tolist() == [5, 0, 10]
     assert table.dtype == lengths.dtype == torch.int32
@@ -64,7 +69,8 @@ def attention_of(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tup
     for head in range(query.shape[1]):
         shared = head * key.shape[1] // query.shape[1]
         scores = query[:, head].double() @ key[:, shared].double().T * scale
-        ahead = torch.arange(key.shape[0]) > torch.arange(query.shape[0])[:, None] + key.shape[0] - query.shape[0]
+        ahead = torch.arange(key.shape[0]) > torch.arange(query.shape[0])[:, None] + key.shape[
+            0] - query.shape[0]
         scores = scores.masked_fill(ahead, -math.inf)
         out.append(torch.softmax(scores, -1) @ value[:, shared].double())
         lse.append(torch.logsumexp(scores, -1) / math.log(2.0))
@@ -80,12 +86,14 @@ def test_a_csr_call_in_base_two(page_size: int, queries: tuple[int, ...]) -> Non
     indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     pages = sum(counts) + 3
     indices = torch.randperm(pages, generator=gen)[:sum(counts)].to(torch.int32)
-    last = torch.tensor([n - (c - 1) * page_size for n, c in zip(context, counts)], dtype=torch.int32)
+    last = torch.tensor([n - (c - 1) * page_size for n, c in zip(context, counts)],
+                        dtype=torch.int32)
     key, value = (torch.randn(pages, page_size, 2, 16, generator=gen) for _ in range(2))
     query = torch.randn(sum(queries), 6, 16, generator=gen)
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     table, lengths = page_table_from_csr(indptr, indices, last, page_size)
-    out, lse = lz.paged_attention(query, key, value, table, lengths, starts, is_causal=True, scale=0.2, return_lse=True)
+    out, lse = lz.paged_attention(query, key, value, table, lengths, starts, is_causal=True,
+                                  scale=0.2, return_lse=True)
     for i, n in enumerate(context):
         mine = indices[indptr[i]:indptr[i + 1]].long()
         k, v = (cache[mine].reshape(-1, 2, 16)[:n] for cache in (key, value))
@@ -100,7 +108,8 @@ def test_ragged_keys_are_pages_of_one_token() -> None:
     starts = torch.tensor([0, 6, 20], dtype=torch.int32)
     table, lengths = page_table_from_csr(starts, torch.arange(20))
     out = lz.paged_attention(q, k[:, None], v[:, None], table, lengths, starts, is_causal=True)
-    close(out, lz.varlen_attention(q, k, v, starts, starts, 14, 14, is_causal=True, causal_align="bottom_right"))
+    close(out, lz.varlen_attention(q, k, v, starts, starts, 14, 14, is_causal=True,
+                                   causal_align="bottom_right"))
 
 
 def test_one_mixed_batch_equals_its_sequences_one_by_one() -> None:
@@ -109,7 +118,8 @@ def test_one_mixed_batch_equals_its_sequences_one_by_one() -> None:
     for i, (a, b) in enumerate(itertools.pairwise(given["cu_seqlens_q"].tolist())):
         alone = lz.paged_attention(**{
             **given, "query": given["query"][a:b], "block_table": given["block_table"][i:i + 1],
-            "context_lens": given["context_lens"][i:i + 1], "cu_seqlens_q": torch.tensor([0, b - a])})
+            "context_lens": given["context_lens"][i:i + 1],
+            "cu_seqlens_q": torch.tensor([0, b - a])})
         close(out[a:b], alone[0])
         close(lse[a:b], alone[1])
 
@@ -140,48 +150,73 @@ def on(name: str, fn: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], 
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
-    "page too large": (with_entry("block_table", (1, 0), 99), Code.BLOCK_TABLE_INVALID, "block_table[1, 0]"),
-    "page negative": (with_entry("block_table", (2, 2), -1), Code.BLOCK_TABLE_INVALID, "block_table[2, 2]"),
-    "context too long": (with_entry("context_lens", 1, 65), Code.KV_METADATA_INVALID, "context_lens[1]"),
-    "context negative": (with_entry("context_lens", 0, -2), Code.KV_METADATA_INVALID, "context_lens[0]"),
-    "starts too far": (with_entry("cu_seqlens_q", -1, 99), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
+    "page too large": (with_entry("block_table", (1, 0), 99), Code.BLOCK_TABLE_INVALID,
+                       "block_table[1, 0]"),
+    "page negative": (with_entry("block_table", (2, 2), -1), Code.BLOCK_TABLE_INVALID,
+                      "block_table[2, 2]"),
+    "context too long": (with_entry("context_lens", 1, 65), Code.KV_METADATA_INVALID,
+                         "context_lens[1]"),
+    "context negative": (with_entry("context_lens", 0, -2), Code.KV_METADATA_INVALID,
+                         "context_lens[0]"),
+    "starts too far": (with_entry("cu_seqlens_q", -1, 99), Code.KV_METADATA_INVALID,
+                       "cu_seqlens_q"),
     "starts too late": (with_entry("cu_seqlens_q", 0, 1), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
     "starts fall": (with_entry("cu_seqlens_q", 1, 9), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "a boundary missing": (on("cu_seqlens_q", lambda t: t[[0, 1, 3]]), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "boundaries as a matrix": (on("cu_seqlens_q", lambda t: t[None]), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
-    "boundaries as floats": (on("cu_seqlens_q", lambda t: t.float()), Code.KV_METADATA_INVALID, "cu_seqlens_q"),
+    "a boundary missing": (on("cu_seqlens_q", lambda t: t[[0, 1, 3]]), Code.KV_METADATA_INVALID,
+                           "cu_seqlens_q"),
+    "boundaries as a matrix": (on("cu_seqlens_q", lambda t: t[None]), Code.KV_METADATA_INVALID,
+                               "cu_seqlens_q"),
+    "boundaries as floats": (on("cu_seqlens_q", lambda t: t.float()), Code.KV_METADATA_INVALID,
+                             "cu_seqlens_q"),
     "no boundaries": (lambda g: {"cu_seqlens_q": None}, Code.KV_METADATA_INVALID, "query_tokens"),
     "longest too short": (lambda g: {"max_seqlen_q": 2}, Code.VALUE_OUT_OF_RANGE, "max_seqlen_q"),
-    "table as a vector": (on("block_table", lambda t: t[0]), Code.BLOCK_TABLE_INVALID, "block_table"),
-    "table as floats": (on("block_table", lambda t: t.float()), Code.BLOCK_TABLE_INVALID, "block_table"),
-    "table as shorts": (on("block_table", lambda t: t.short()), Code.BLOCK_TABLE_INVALID, "block_table"),
-    "lengths as a matrix": (on("context_lens", lambda t: t[None]), Code.KV_METADATA_INVALID, "context_lens"),
-    "a length missing": (on("context_lens", lambda t: t[:2]), Code.KV_METADATA_INVALID, "context_lens"),
-    "lengths as floats": (on("context_lens", lambda t: t.float()), Code.KV_METADATA_INVALID, "context_lens"),
-    "a flat cache": (on("key_cache", lambda t: t.flatten(0, 1)), Code.KV_CACHE_LAYOUT_MISMATCH, "key_cache"),
-    "two pools": (on("value_cache", lambda t: t[:-1]), Code.KV_CACHE_LAYOUT_MISMATCH, "value_cache"),
+    "table as a vector": (on("block_table", lambda t: t[0]), Code.BLOCK_TABLE_INVALID,
+                          "block_table"),
+    "table as floats": (on("block_table", lambda t: t.float()), Code.BLOCK_TABLE_INVALID,
+                        "block_table"),
+    "table as shorts": (on("block_table", lambda t: t.short()), Code.BLOCK_TABLE_INVALID,
+                        "block_table"),
+    "lengths as a matrix": (on("context_lens", lambda t: t[None]), Code.KV_METADATA_INVALID,
+                            "context_lens"),
+    "a length missing": (on("context_lens", lambda t: t[:2]), Code.KV_METADATA_INVALID,
+                         "context_lens"),
+    "lengths as floats": (on("context_lens", lambda t: t.float()), Code.KV_METADATA_INVALID,
+                          "context_lens"),
+    "a flat cache": (on("key_cache", lambda t: t.flatten(0, 1)), Code.KV_CACHE_LAYOUT_MISMATCH,
+                     "key_cache"),
+    "two pools": (on("value_cache", lambda t: t[:-1]), Code.KV_CACHE_LAYOUT_MISMATCH,
+                  "value_cache"),
     "the other layout": (lambda g: {n: g[n].transpose(1, 2) for n in ("key_cache", "value_cache")},
                          Code.KV_CACHE_LAYOUT_MISMATCH, "kv_layout"),
     "an unknown layout": (lambda g: {"kv_layout": "NDH"}, Code.LAYOUT_UNKNOWN, "kv_layout"),
-    "keys of another float": (on("key_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
-    "values of another float": (on("value_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float32"),
-    "int8 without a scale": (on("key_cache", lambda t: t.char()), Code.KV_CACHE_DTYPE_MISMATCH, "int8"),
-    "an index as a cache": (lambda g: {"key_cache": g["key_cache"].int(), "key_scale": torch.ones(())},
+    "keys of another float": (on("key_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH,
+                              "float32"),
+    "values of another float": (on("value_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH,
+                                "float32"),
+    "int8 without a scale": (on("key_cache", lambda t: t.char()), Code.KV_CACHE_DTYPE_MISMATCH,
+                             "int8"),
+    "an index as a cache": (lambda g: {"key_cache": g["key_cache"].int(),
+                                       "key_scale": torch.ones(())},
                             Code.KV_CACHE_DTYPE_MISMATCH, "int32"),
-    "a scale per token": (lambda g: {"key_scale": torch.ones(16)}, Code.SCALE_LAYOUT_MISMATCH, "key_scale"),
-    "an integer scale": (lambda g: {"value_scale": torch.tensor(1)}, Code.SCALE_LAYOUT_MISMATCH, "int64"),
+    "a scale per token": (lambda g: {"key_scale": torch.ones(16)}, Code.SCALE_LAYOUT_MISMATCH,
+                          "key_scale"),
+    "an integer scale": (lambda g: {"value_scale": torch.tensor(1)}, Code.SCALE_LAYOUT_MISMATCH,
+                         "int64"),
     "a window of -2": (lambda g: {"window_left": -2}, Code.VALUE_OUT_OF_RANGE, "window_left"),
     "a negative softcap": (lambda g: {"softcap": -1.0}, Code.VALUE_OUT_OF_RANGE, "softcap"),
     "another head size": (on("query", lambda t: t[..., :8]), Code.DIM_MISMATCH, "key_cache"),
     "a 4-D query": (on("query", lambda t: t[None]), Code.WRONG_NDIM, "query"),
-    "heads that do not divide": (on("query", lambda t: t[:, :3]), Code.KV_CACHE_LAYOUT_MISMATCH, "KV heads"),
+    "heads that do not divide": (on("query", lambda t: t[:, :3]), Code.KV_CACHE_LAYOUT_MISMATCH,
+                                 "KV heads"),
 }
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[Any]) -> None:
-    """Also where the same kind of call was served before, so that nothing is looked up again; no kernel is blamed."""
+    """Also where the same kind of call was served before, so that nothing is looked up again; no
+    kernel is blamed.
+    """
     change, code, word = BAD[name]
     run = path_of(PAGED, path)
     given = values(lengths_q=(3, 1, 4), hq=10)
@@ -196,7 +231,8 @@ def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[An
 
 
 @pytest.mark.parametrize("backend", REAL)
-@pytest.mark.parametrize("name", ["page too large", "page negative", "context too long", "context negative"])
+@pytest.mark.parametrize("name", ["page too large", "page negative", "context too long",
+                                  "context negative"])
 def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: list[Any]) -> None:
     change, code, word = BAD[name]
     given = values(context=(17, 5, 40))
@@ -207,7 +243,8 @@ def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: lis
     assert not of(HealthChanged, happened)
 
 
-def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", 1)
     given = values(context=(40,), order="neighbours")
     lz.paged_attention(**given, backend="torch.paged_pieces")
@@ -220,14 +257,16 @@ def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(monkeypatch: 
 def test_the_other_layout_is_recognised_where_sizes_tell() -> None:
     given = values(hq=16)
     with pytest.raises(lz.errors.InvalidCall, match="it looks like the other layout"):
-        lz.paged_attention(**{**given, **{n: given[n].transpose(1, 2)[:, :, :3] for n in ("key_cache", "value_cache")}})
+        lz.paged_attention(**{**given, **{n: given[n].transpose(1, 2)[:, :, :3]
+                                          for n in ("key_cache", "value_cache")}})
 
 
 MLA_BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
-    **{n: BAD[n] for n in ("page too large", "context too long", "table as a vector", "table as floats",
-                           "a length missing", "starts fall", "a boundary missing", "no boundaries",
-                           "longest too short")},
-    "a 4-D cache": (on("ckv_cache", lambda t: t[:, :, None]), Code.KV_CACHE_LAYOUT_MISMATCH, "ckv_cache"),
+    **{n: BAD[n] for n in ("page too large", "context too long", "table as a vector",
+                           "table as floats", "a length missing", "starts fall",
+                           "a boundary missing", "no boundaries", "longest too short")},
+    "a 4-D cache": (on("ckv_cache", lambda t: t[:, :, None]), Code.KV_CACHE_LAYOUT_MISMATCH,
+                    "ckv_cache"),
     "two pools": (on("kpe_cache", lambda t: t[1:]), Code.KV_CACHE_LAYOUT_MISMATCH, "kpe_cache"),
     "another dtype": (on("ckv_cache", lambda t: t.half()), Code.KV_CACHE_DTYPE_MISMATCH, "float16"),
     "queries of two dtypes": (on("q_pe", lambda t: t.half()), Code.MIXED_DTYPES, "q_pe"),
@@ -269,7 +308,8 @@ def test_a_scale_of_one_asks_for_a_cast() -> None:
 @pytest.mark.parametrize("backend", REAL)
 def test_a_quantized_cache_is_the_stored_value_times_its_scale(stored: str, backend: str) -> None:
     given = values(stored=stored, scales="head", layout="HND")
-    wide = {n: given[n].float() * given[f"{n[:-6]}_scale"].reshape(-1, 1, 1) for n in ("key_cache", "value_cache")}
+    wide = {n: given[n].float() * given[f"{n[:-6]}_scale"].reshape(-1, 1, 1)
+            for n in ("key_cache", "value_cache")}
     plain = {**given, **wide, "key_scale": None, "value_scale": None}
     close(lz.paged_attention(**given, backend=backend), PAGED.reference(**plain))
 
@@ -278,21 +318,25 @@ def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         for wide in (torch.float32, torch.float16, torch.bfloat16):
-            torch.testing.assert_close(torch_paged._cast(every, wide), every.to(wide), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(torch_paged._cast(every, wide), every.to(wide), rtol=0,
+                                       atol=0, equal_nan=True)
 
 
 # Reading by pieces
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("order", ["shuffled", "neighbours"])
-@pytest.mark.parametrize(("piece", "in_place"), [(1 << 10, 1 << 30), (1 << 10, 1), (1 << 13, 1 << 12)],
+@pytest.mark.parametrize(("piece", "in_place"),
+                         [(1 << 10, 1 << 30), (1 << 10, 1), (1 << 13, 1 << 12)],
                          ids=["gathered", "in place", "either"])
 @pytest.mark.parametrize("case", [
-    {"context": (70, 33, 1)}, {"context": (64, 64), "window": 20}, {"context": (90, 40), "lengths_q": (5, 40)},
+    {"context": (70, 33, 1)}, {"context": (64, 64), "window": 20},
+    {"context": (90, 40), "lengths_q": (5, 40)},
     {"context": (60, 50), "lengths_q": (3, 2), "causal": False},
     {"context": (60, 31), "lengths_q": (30, 31), "window": 7},
 ], ids=["decode", "window", "prefix and square", "not causal", "window over queries"])
-def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, in_place: int, order: str, layout: str,
+def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, in_place: int,
+                                              order: str, layout: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_paged, "PIECE_BYTES", piece)
     monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", in_place)
@@ -309,7 +353,8 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
         raise AssertionError("pages were copied")
 
     monkeypatch.setattr(torch_paged._PagedCache, "gather", no_copy)
-    for case in ({"context": (640,), "order": "neighbours"}, {"context": (128,), "page_size": 64, "layout": "HND"}):
+    for case in ({"context": (640,), "order": "neighbours"},
+                 {"context": (128,), "page_size": 64, "layout": "HND"}):
         given = values(**case, hq=8, hkv=8, d=128)
         close(call(kernel("torch.paged_pieces"), given), PAGED.reference(**given))
 
@@ -326,14 +371,16 @@ def test_the_cpu_reads_by_pieces_and_says_why_others_do_not() -> None:
 
 
 def test_layout_page_size_and_dtype_are_facts() -> None:
-    facts = lz.explain("paged_attention", **values(layout="HND", page_size=64, stored="int8", scales="one")).facts
+    facts = lz.explain("paged_attention",
+                       **values(layout="HND", page_size=64, stored="int8", scales="one")).facts
     assert (facts["kv_layout"], facts["page_size"], facts["key_cache.dtype"]) == ("HND", 64, "int8")
 
 
 def test_a_kernel_of_one_page_size_is_refused_by_name(world: None) -> None:
     from layerzero.spec.rules import equals
 
-    lz.register(lz.Kernel("fake.pages", PAGED, lambda: PAGED.reference, prior=1e6, less_work="a test",
+    lz.register(lz.Kernel("fake.pages", PAGED, lambda: PAGED.reference, prior=1e6,
+                          less_work="a test",
                           requires=(equals("page_size", 64, Code.PAGE_SIZE_UNSUPPORTED),)))
     assert lz.which("paged_attention", **values(page_size=64)) == "fake.pages"
     with pytest.raises(lz.errors.NamedKernelRefused, match="page size must be 64, got 16"):
@@ -347,7 +394,8 @@ def test_a_growing_context_stays_on_one_entry() -> None:
     stop = lz.subscribe(selected.append)
     given = values(context=(17, 20, 30), page_size=16)
     for n in range(17, 30):
-        lz.paged_attention(**{**given, "context_lens": torch.tensor([n, 20, 30], dtype=torch.int32)})
+        lz.paged_attention(**{**given,
+                              "context_lens": torch.tensor([n, 20, 30], dtype=torch.int32)})
     stop()
     assert [type(e).__name__ for e in selected].count("Selected") == 1
 
@@ -381,7 +429,8 @@ def test_gradients_reach_the_cache(window: int) -> None:
     names = ("query", "key_cache", "value_cache")
     leaves = {n: given[n].nan_to_num(posinf=0.0).requires_grad_() for n in names}
     assert torch.autograd.gradcheck(
-        lambda q, k, v: lz.paged_attention(**{**given, "query": q, "key_cache": k, "value_cache": v}),
+        lambda q, k, v: lz.paged_attention(**{**given, "query": q, "key_cache": k,
+                                              "value_cache": v}),
         tuple(leaves.values()), fast_mode=True)
 
 
@@ -402,23 +451,29 @@ def test_gradients_are_those_of_dense_attention() -> None:
 
 
 def test_mla_gradients() -> None:
-    given = values(MLA, context=(9, 6), lengths_q=(4, 1), dtype="float64", ckv=8, kpe=4, page_size=4)
+    given = values(MLA, context=(9, 6), lengths_q=(4, 1), dtype="float64", ckv=8, kpe=4,
+                   page_size=4)
     names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
     leaves = tuple(given[n].nan_to_num(posinf=0.0).requires_grad_() for n in names)
     assert torch.autograd.gradcheck(
-        lambda *t: lz.mla_paged_attention(**{**given, **dict(zip(names, t))}), leaves, fast_mode=True)
+        lambda *t: lz.mla_paged_attention(**{**given, **dict(zip(names, t))}), leaves,
+        fast_mode=True)
 
 
 # What MLA means
 
 @pytest.mark.parametrize("lengths_q", [(), (12, 1, 70)], ids=["decode", "mixed"])
 def test_absorbed_mla_is_attention_with_the_projections_undone(lengths_q: tuple[int, ...]) -> None:
-    """Keys W_k ckv and values W_v ckv per head: folding W_k into the query and W_v into the output changes nothing."""
+    """Keys W_k ckv and values W_v ckv per head: folding W_k into the query and W_v into the output
+    changes nothing.
+    """
     heads, dim, ckv, kpe = 3, 10, 24, 8
     context = (30, 5, 70)
-    given = values(MLA, context=context, lengths_q=lengths_q, heads=heads, ckv=ckv, kpe=kpe, dtype="float64")
+    given = values(MLA, context=context, lengths_q=lengths_q, heads=heads, ckv=ckv, kpe=kpe,
+                   dtype="float64")
     gen = torch.Generator().manual_seed(5)
-    up_k, up_v = (torch.randn(heads, dim, ckv, generator=gen, dtype=torch.float64) for _ in range(2))
+    up_k, up_v = (torch.randn(heads, dim, ckv, generator=gen, dtype=torch.float64)
+                  for _ in range(2))
     tokens = given["q_pe"].shape[0]
     plain = torch.randn(tokens, heads, dim, generator=gen, dtype=torch.float64)
     given["q_nope"] = torch.einsum("thd,hdc->thc", plain, up_k)
@@ -427,11 +482,13 @@ def test_absorbed_mla_is_attention_with_the_projections_undone(lengths_q: tuple[
     for i, n in enumerate(context):
         rows, pages = slice(starts[i], starts[i + 1]), given["block_table"][i, :-(-n // 16)].long()
         latent, rotary = (given[c][pages].flatten(0, 1)[:n] for c in ("ckv_cache", "kpe_cache"))
-        key = torch.cat((torch.einsum("nc,hdc->nhd", latent, up_k), rotary[:, None].expand(-1, heads, -1)), -1)
+        key = torch.cat((torch.einsum("nc,hdc->nhd", latent, up_k),
+                         rotary[:, None].expand(-1, heads, -1)), -1)
         value = torch.einsum("nc,hdc->nhd", latent, up_v)
         query = torch.cat((plain[rows], given["q_pe"][rows]), -1)
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        want = lz.attention(q, k, v, is_causal=True, causal_align="bottom_right", scale=given["scale"])
+        want = lz.attention(q, k, v, is_causal=True, causal_align="bottom_right",
+                            scale=given["scale"])
         close(out[rows], want[0].transpose(0, 1), 1e-8)
 
 

@@ -1,4 +1,6 @@
-"""Number formats: what comes back, how it is stored, what is refused; and linear layers with such weights."""
+"""Number formats: what comes back, how it is stored, what is refused; and linear layers with such
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def restored(x: torch.Tensor, form: str, **options) -> torch.Tensor:
     q, scales, *rest = lz.quantize(x, form, **options)
     layout = {k: v for k, v in options.items() if k in ("block_size", "block_rows")}
     given = {"global_scale": rest[0]} if form == "nvfp4" else {"zeros": rest[0]} if rest else {}
-    return lz.dequantize(q, scales, format=form, size=x.shape[-1] if x.shape[-1] % 2 else None, **layout, **given)
+    return lz.dequantize(q, scales, format=form, size=x.shape[-1] if x.shape[-1] % 2 else None,
+                         **layout, **given)
 
 
 def step(x: torch.Tensor, form: str, **options) -> torch.Tensor:
@@ -40,7 +43,8 @@ def step(x: torch.Tensor, form: str, **options) -> torch.Tensor:
 # How far a value may move, in units of its scale, and beside that in parts of itself.
 BOUNDS = {"int8": (0.5, 0.0), "int4": (0.5, 0.0), "fp8_e4m3": (2.0 ** -10, 2.0 ** -4),
           "fp8_e5m2": (2.0 ** -17, 2.0 ** -3), "nf4": ((1 - 0.6961928) / 2, 0.0),
-          "mxfp4": (2.0, 0.0),                 # a scale is a power of two: up to a quarter of a block's largest is cut
+          # a scale is a power of two: up to a quarter of a block's largest is cut
+          "mxfp4": (2.0, 0.0),
           "nvfp4": (1.0 + 6 / 16, 0.0)}        # e4m3 keeps a scale to one part in sixteen
 
 
@@ -56,14 +60,17 @@ def test_what_comes_back_is_near(form, dtype):
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_with_a_zero_point_the_whole_range_is_used(form, granularity):
-    x = torch.rand(8, 256, generator=torch.Generator().manual_seed(2)) + 5.0     # all on one side of zero
+    # all on one side of zero
+    x = torch.rand(8, 256, generator=torch.Generator().manual_seed(2)) + 5.0
     q, scales, zeros = lz.quantize(x, form, granularity, 0, False)
     assert zeros.dtype == FORMATS[form].storage and zeros.shape == scales.shape
     back = lz.dequantize(q, scales, zeros, format=form)
     block = 1 if granularity != "block" else 128
     by = scales if granularity != "block" else scales.repeat_interleave(block, -1)
-    assert ((back - x).abs() <= by * (0.5 + 1e-4) + by * 0.5).all()               # and the zero is rounded too
-    assert torch.equal(lz.dequantize(*lz.quantize(torch.zeros(2, 8), form, symmetric=False), format=form),
+    # and the zero is rounded too
+    assert ((back - x).abs() <= by * (0.5 + 1e-4) + by * 0.5).all()
+    assert torch.equal(lz.dequantize(*lz.quantize(torch.zeros(2, 8), form, symmetric=False),
+                                     format=form),
                        torch.zeros(2, 8))
 
 
@@ -91,7 +98,8 @@ def test_infinities_saturate_and_nan_is_nought(form):
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(5))
     x[0, 3], x[0, 4], x[0, 5] = math.inf, -math.inf, math.nan
     back = restored(x, form)
-    assert back[0, 3] == back[0, :16].nan_to_num().abs().max() > 0          # the largest code of its block
+    # the largest code of its block
+    assert back[0, 3] == back[0, :16].nan_to_num().abs().max() > 0
     assert back[0, 4] == -back[0, 3]
     assert back[0, 5].isnan() if form.startswith("fp8") else back[0, 5] == 0
     assert back[1].isfinite().all() and back[0, 6:].isfinite().all()
@@ -136,11 +144,13 @@ def test_the_table_of_nf4_is_made_of_normal_quantiles():
     above = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1])
     table = torch.cat((above, below, torch.zeros(1))).sort().values
-    torch.testing.assert_close(torch.tensor(NF4, dtype=torch.float64), table / table.max(), rtol=0, atol=2e-7)
+    torch.testing.assert_close(torch.tensor(NF4, dtype=torch.float64), table / table.max(), rtol=0,
+                               atol=2e-7)
 
 
 def test_e2m1_rounds_to_the_nearest_and_halves_to_even():
-    x = torch.cat((torch.linspace(-8, 8, 4001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])))
+    x = torch.cat((torch.linspace(-8, 8, 4001),
+                   torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])))
     x = torch.cat((x, torch.full((-len(x) % 32,), 4.0))).view(-1, 32)
     x[:, 0] = 4.0                              # so that each scale is 1
     q, scales = lz.quantize(x.clamp(-7.9, 7.9), "mxfp4")
@@ -165,7 +175,8 @@ def test_mx_scales_are_powers_of_two_by_the_largest_exponent():
 def test_nvfp4_has_a_scale_of_the_whole_beside_those_of_blocks():
     x = torch.randn(3, 40)
     q, scales, whole = lz.quantize(x, "nvfp4")
-    assert (q.shape, scales.shape, scales.dtype, whole.shape) == ((3, 20), (3, 3), torch.float8_e4m3fn, (1, 1))
+    assert (q.shape, scales.shape, scales.dtype, whole.shape) == ((3, 20), (3, 3),
+                                                                  torch.float8_e4m3fn, (1, 1))
     assert math.isclose(float(whole), float(x.abs().max()) / (448 * 6), rel_tol=1e-6)
 
 
@@ -178,7 +189,8 @@ def test_scales_of_another_layout_are_refused_on_every_call():
     for bad in (scales[:, :2], scales[:2], scales.t(), scales[0], scales.repeat(1, 2)):
         with pytest.raises(lz.errors.InvalidCall, match="scales of shape") as error:
             lz.dequantize(q, bad, format="int8", block_size=16)
-        assert error.value.codes == (Code.SCALE_LAYOUT_MISMATCH,) and error.value.reasons[0].fact == "scales"
+        assert (error.value.codes == (Code.SCALE_LAYOUT_MISMATCH,)
+                and error.value.reasons[0].fact == "scales")
     with pytest.raises(lz.errors.InvalidCall, match=r"scales of shape \(5, 4\)"):
         lz.quantize(x, "int8", "block", 16, scales=scales[:, :2])
     with pytest.raises(lz.errors.InvalidCall, match="zeros"):
@@ -187,8 +199,10 @@ def test_scales_of_another_layout_are_refused_on_every_call():
 
 @pytest.mark.parametrize(("given", "name"), [
     ({"format": "int7"}, "format"), ({"format": "mxfp4", "granularity": "channel"}, "granularity"),
-    ({"format": "mxfp4", "block_size": 16}, "block_size"), ({"format": "nvfp4", "block_size": 32}, "block_size"),
-    ({"format": "int8", "block_size": -1}, "block_size"), ({"format": "int8", "block_rows": 0}, "block_rows"),
+    ({"format": "mxfp4", "block_size": 16}, "block_size"),
+    ({"format": "nvfp4", "block_size": 32}, "block_size"),
+    ({"format": "int8", "block_size": -1}, "block_size"),
+    ({"format": "int8", "block_rows": 0}, "block_rows"),
     ({"format": "fp8_e4m3", "symmetric": False}, "symmetric"),
     ({"format": "int8", "zeros": torch.zeros(4, 1, dtype=torch.int8)}, "zeros"),
     ({"format": "int8", "symmetric": False, "scales": torch.ones(4, 1)}, "zeros"),
@@ -221,9 +235,11 @@ def test_every_kernel_gives_the_codes_of_the_formula():
                 values = case_values(QUANTIZE, case, dtype)
                 if refusals(kernel, values):
                     continue
-                for got, want in zip(results_of(call(kernel, values)), results_of(QUANTIZE.reference(**values))):
+                for got, want in zip(results_of(call(kernel, values)),
+                                     results_of(QUANTIZE.reference(**values))):
                     assert got.dtype == want.dtype and got.shape == want.shape, case
-                    assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)), case
+                    assert torch.equal(got.reshape(-1).view(torch.uint8),
+                                       want.reshape(-1).view(torch.uint8)), case
 
 
 def test_a_parameter_can_be_quantized_as_it_is():
@@ -250,12 +266,14 @@ def test_the_expected_error_is_the_measured_one(form):
     x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(3))
     error, bits = EXPECTED[form]
     assert math.isclose(float((restored(x, form) - x).norm() / x.norm()), error, rel_tol=0.03)
-    assert math.isclose(sum(t.nbytes for t in lz.quantize(x, form)) * 8 / x.numel(), bits, rel_tol=0.01)
+    assert math.isclose(sum(t.nbytes for t in lz.quantize(x, form)) * 8 / x.numel(), bits,
+                        rel_tol=0.01)
 
 
 @pytest.mark.parametrize(("device", "accuracy", "want"), [
-    ("cpu", "high", "int8"), ("cpu", "balanced", "int8"), ("cpu", "small", "int4"), ("cpu", 1e-4, None),
-    (nvidia(80), 0.1, "nf4"), (nvidia(90), 0.1, "nf4"), (nvidia(100), "small", "mxfp4"), (nvidia(70), "balanced", None),
+    ("cpu", "high", "int8"), ("cpu", "balanced", "int8"), ("cpu", "small", "int4"),
+    ("cpu", 1e-4, None), (nvidia(80), 0.1, "nf4"), (nvidia(90), 0.1, "nf4"),
+    (nvidia(100), "small", "mxfp4"), (nvidia(70), "balanced", None),
     (nvidia(90), "balanced", "int8")])
 def test_a_format_for_a_device(device, accuracy, want):
     choice = choose_format(device, accuracy)
@@ -284,13 +302,15 @@ def layer(form="int8", n=64, k=128, group=0, dtype=torch.bfloat16, rows=4, **opt
     q, scales, *zeros = lz.quantize(weight, form, "block" if group else "channel", group, **options)
     x = torch.randn(rows, k, generator=gen).to(dtype)
     given = {"zeros": zeros[0]} if zeros else {}
-    exact = x.double() @ lz.dequantize(q, scales, format=form, block_size=group, **given).double().t()
+    exact = x.double() @ lz.dequantize(q, scales, format=form, block_size=group,
+                                       **given).double().t()
     return x, q, scales, given, exact
 
 
 @pytest.mark.parametrize(("form", "group", "options"), [
-    ("int8", 0, {}), ("int8", 32, {}), ("int8", 0, {"symmetric": False}), ("int4", 32, {}), ("int4", 128, {}),
-    ("int4", 64, {"symmetric": False}), ("fp8_e4m3", 0, {}), ("fp8_e4m3", 64, {})])
+    ("int8", 0, {}), ("int8", 32, {}), ("int8", 0, {"symmetric": False}), ("int4", 32, {}),
+    ("int4", 128, {}), ("int4", 64, {"symmetric": False}), ("fp8_e4m3", 0, {}),
+    ("fp8_e4m3", 64, {})])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_a_quantized_layer_is_the_layer_of_its_values(form, group, options, rows):
     x, q, scales, given, exact = layer(form, group=group, rows=rows, **options)
@@ -303,14 +323,16 @@ def test_a_quantized_layer_is_the_layer_of_its_values(form, group, options, rows
 def test_who_serves_which_layer():
     def which(form, group=0, rows=1, k=128, dtype=torch.bfloat16, **more):
         x, q, scales, given, _ = layer(form, n=2048, k=k, group=group, rows=rows, dtype=dtype)
-        return lz.which("quantized_linear", x, q, scales, format=form, group_size=group, **given, **more)
+        return lz.which("quantized_linear", x, q, scales, format=form, group_size=group, **given,
+                        **more)
 
     assert which("int8") == "torch.int8_linear"
     assert which("int8", rows=512) == "torch.dequantized_linear"
     assert which("int4", 32) == "torch.int4_linear"
     assert which("int4", 32, rows=512) == "torch.dequantized_linear"
     assert which("int8", activations="int8") == "torch.int8_dynamic_linear"
-    assert which("int8", k=112) == "torch.dequantized_linear"      # torch's kernel would read past the end
+    # torch's kernel would read past the end
+    assert which("int8", k=112) == "torch.dequantized_linear"
     assert which("int8", dtype=torch.float32) == "torch.dequantized_linear"
 
 
@@ -328,7 +350,8 @@ def test_int4_weights_are_packed_once_and_followed():
     assert len(PACKED) == before == 2          # the codes and the scales
     scales.mul_(2)
     q.bitwise_xor_(0x11)
-    torch.testing.assert_close(run("torch.int4_linear"), run("torch.dequantized_linear"), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(run("torch.int4_linear"), run("torch.dequantized_linear"), rtol=2e-2,
+                               atol=2e-2)
 
 
 def test_activations_rounded_to_int8_too():
@@ -367,17 +390,21 @@ def test_a_layer_says_which_argument_is_wrong(change, code, name):
     given = {"x": x, "weight_q": q, "scales": scales, "format": "int8", "group_size": 32, **change}
     with pytest.raises(lz.errors.InvalidCall) as error:
         lz.quantized_linear(**given)
-    assert any(r.code is code and r.fact.partition(".")[0] == name for r in error.value.reasons), str(error.value)
+    assert any(r.code is code and r.fact.partition(".")[0] == name
+               for r in error.value.reasons), str(error.value)
 
 
-@pytest.mark.parametrize(("form", "group"), [("int8", 0), ("int8", 32), ("int4", 32), ("fp8_e4m3", 32)])
+@pytest.mark.parametrize(("form", "group"),
+                         [("int8", 0), ("int8", 32), ("int4", 32), ("fp8_e4m3", 32)])
 def test_shards_of_a_quantized_layer(form, group):
     x, q, scales, _, exact = layer(form, group=group, dtype=torch.float32)
     world = 2
 
     def run(x, rank, by):
-        wq, s, _ = quantized_shard(q, scales, None, rank, world, format=form, group_size=group, by=by)
-        return lz.quantized_linear(x, wq.contiguous(), s.contiguous(), format=form, group_size=group)
+        wq, s, _ = quantized_shard(q, scales, None, rank, world, format=form, group_size=group,
+                                   by=by)
+        return lz.quantized_linear(x, wq.contiguous(), s.contiguous(), format=form,
+                                   group_size=group)
 
     columns = torch.cat([run(x, r, "column") for r in range(world)], -1)
     rows = sum(run(part, r, "row") for r, part in enumerate(x.chunk(world, -1)))
@@ -393,7 +420,11 @@ def test_a_shard_does_not_cut_through_a_group():
 
 def test_slices_do_not_show():
     """A weight of more than one slice gives what it gives in one piece."""
-    x, q, scales, _, exact = layer("fp8_e4m3", n=1100, k=1024, group=128, rows=40, dtype=torch.float32)
-    out = lz.quantized_linear(x, q, scales, format="fp8_e4m3", group_size=128, backend="torch.dequantized_linear")
+    x, q, scales, _, exact = layer("fp8_e4m3", n=1100, k=1024, group=128, rows=40,
+                                   dtype=torch.float32)
+    out = lz.quantized_linear(x, q, scales, format="fp8_e4m3", group_size=128,
+                              backend="torch.dequantized_linear")
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out, F.linear(x, lz.dequantize(q, scales, format="fp8_e4m3", block_size=128)))
+    torch.testing.assert_close(out,
+                               F.linear(x, lz.dequantize(q, scales, format="fp8_e4m3",
+                                                         block_size=128)))

@@ -20,10 +20,13 @@ from layerzero.world import snapshot as world
 RUNS = 120_000
 VOCAB = 5
 START = 2
-# Markov chains: row a is the distribution of the token after a. The target never says 4 after 0, the draft often does.
-TARGET = torch.tensor([[0.40, 0.30, 0.20, 0.10, 0.00], [0.05, 0.05, 0.10, 0.70, 0.10], [0.30, 0.10, 0.15, 0.05, 0.40],
+# Markov chains: row a is the distribution of the token after a. The target never says 4 after 0,
+# the draft often does.
+TARGET = torch.tensor([[0.40, 0.30, 0.20, 0.10, 0.00], [0.05, 0.05, 0.10, 0.70, 0.10],
+                       [0.30, 0.10, 0.15, 0.05, 0.40],
                        [0.25, 0.25, 0.25, 0.00, 0.25], [0.01, 0.01, 0.01, 0.01, 0.96]])
-DRAFT = torch.tensor([[0.10, 0.20, 0.20, 0.10, 0.40], [0.20, 0.20, 0.20, 0.20, 0.20], [0.05, 0.30, 0.15, 0.30, 0.20],
+DRAFT = torch.tensor([[0.10, 0.20, 0.20, 0.10, 0.40], [0.20, 0.20, 0.20, 0.20, 0.20],
+                      [0.05, 0.30, 0.15, 0.30, 0.20],
                       [0.60, 0.10, 0.10, 0.10, 0.10], [0.50, 0.00, 0.00, 0.00, 0.50]])
 
 
@@ -35,8 +38,11 @@ def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
-def drafted_chain(length: int, runs: int = RUNS, draft: Tensor = DRAFT, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft tokens, the draft's distributions and the target's, each row on its own path from START."""
+def drafted_chain(length: int, runs: int = RUNS, draft: Tensor = DRAFT,
+                  seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft tokens, the draft's distributions and the target's, each row on its own path from
+    START.
+    """
     generator = torch.Generator().manual_seed(seed)
     at, tokens, qs, ps = torch.full((runs,), START), [], [], []
     for _ in range(length):
@@ -49,7 +55,9 @@ def drafted_chain(length: int, runs: int = RUNS, draft: Tensor = DRAFT, seed: in
 
 
 def follows_the_target(sequences: Tensor, lengths: Tensor) -> bool:
-    """Each token, given the one before it, has the target's distribution; wherever a sequence goes that far."""
+    """Each token, given the one before it, has the target's distribution; wherever a sequence goes
+    that far.
+    """
     before = torch.full((len(sequences),), START)
     for i in range(sequences.shape[1]):
         for a in range(VOCAB):
@@ -62,7 +70,8 @@ def follows_the_target(sequences: Tensor, lengths: Tensor) -> bool:
 
 
 def sequence(tokens: Tensor, counts: Tensor, following: Tensor) -> Tensor:
-    return torch.nn.functional.pad(tokens, (0, 1), value=-1).scatter(1, counts[:, None], following[:, None])
+    return torch.nn.functional.pad(tokens, (0, 1), value=-1).scatter(1, counts[:, None],
+                                                                     following[:, None])
 
 
 # A chain.
@@ -73,16 +82,20 @@ def test_a_chain_comes_out_as_the_target_speaks(kernel: str) -> None:
     accepted, counts, following = lz.speculative_verify(tokens, q, p, seed=1, backend=kernel)
     assert follows_the_target(sequence(accepted, counts, following), counts + 1)
     assert set(counts.tolist()) == {0, 1, 2, 3}
-    overlap = float(torch.minimum(TARGET[START], DRAFT[START]).sum())       # the chance that the first is accepted
-    assert abs(float((counts > 0).double().mean()) - overlap) < 5 * (overlap * (1 - overlap) / RUNS) ** 0.5
+    # the chance that the first is accepted
+    overlap = float(torch.minimum(TARGET[START], DRAFT[START]).sum())
+    assert abs(float((counts > 0).double().mean()) - overlap) < 5 * (overlap * (1 - overlap)
+                                                                     / RUNS) ** 0.5
 
 
 def test_the_check_finds_a_verifier_that_keeps_too_much() -> None:
     tokens, q, p = drafted_chain(2)
     assert not follows_the_target(tokens, torch.full((RUNS,), 2))
     accepted, counts, _ = lz.speculative_verify(tokens, q, p, seed=1)
-    redrawn = drawn(p.gather(1, counts[:, None, None].expand(-1, -1, VOCAB))[:, 0], torch.Generator().manual_seed(0))
-    assert not follows_the_target(sequence(accepted, counts, redrawn), counts + 1)      # p in place of the residual
+    redrawn = drawn(p.gather(1, counts[:, None, None].expand(-1, -1, VOCAB))[:, 0],
+                    torch.Generator().manual_seed(0))
+    # p in place of the residual
+    assert not follows_the_target(sequence(accepted, counts, redrawn), counts + 1)
 
 
 @pytest.mark.parametrize("kernel", kernels(CHAIN))
@@ -125,7 +138,8 @@ def test_a_padded_draft_ends_where_the_padding_begins(kernel: str) -> None:
     tokens, q, p = drafted_chain(3, draft=TARGET)
     tokens[:, 1], tokens[::2, 0] = -1, VOCAB
     accepted, counts, following = lz.speculative_verify(tokens, q, p, seed=5, backend=kernel)
-    assert bool((counts[::2] == 0).all()) and bool((counts[1::2] == 1).all()) and bool((accepted[:, 1:] == -1).all())
+    assert (bool((counts[::2] == 0).all()) and bool((counts[1::2] == 1).all())
+            and bool((accepted[:, 1:] == -1).all()))
     assert chi_square_fits(torch.bincount(following[::2], minlength=VOCAB), TARGET[START].tolist())
     assert follows_the_target(sequence(accepted, counts, following)[1::2], counts[1::2] + 1)
 
@@ -136,8 +150,10 @@ def test_no_distribution_gives_minus_one_and_never_a_crash() -> None:
     p[1, 0, 0] = torch.nan
     for q in (None, torch.full((2, 2, 4), 0.25)):
         for kernel in kernels(CHAIN):
-            accepted, counts, following = lz.speculative_verify(tokens, q, p, seed=0, backend=kernel)
-            assert following.tolist() == [-1, -1] and counts.tolist() == [0, 0] and bool((accepted == -1).all())
+            accepted, counts, following = lz.speculative_verify(tokens, q, p, seed=0,
+                                                                backend=kernel)
+            assert (following.tolist() == [-1, -1] and counts.tolist() == [0, 0]
+                    and bool((accepted == -1).all()))
 
 
 @pytest.mark.parametrize("op", (CHAIN, TREE), ids=lambda op: op.name)
@@ -149,7 +165,8 @@ def test_every_kernel_gives_the_same_in_every_dtype(op: Any) -> None:
         for kernel in world.current().catalog.kernels_of(op.name):
             found = call(kernel, values)
             assert all(torch.equal(a, b) for a, b in zip(found, truth)), (kernel.id, dtype, case)
-            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in meta], (kernel.id, dtype, case)
+            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype)
+                                                           for t in meta], (kernel.id, dtype, case)
         assert all(torch.equal(values[n].nan_to_num(), v.nan_to_num()) for n, v in before.items())
 
 
@@ -176,7 +193,8 @@ def drafted_tree(parents: tuple[int, ...], without_replacement: bool = False, ce
     tokens = torch.zeros((runs, len(parents)), dtype=torch.int64)
     said = torch.full((runs, len(parents) + 1), START)
     for i, parent in enumerate(parents):
-        q = DRAFT[said[:, parent + 1]].clone() + 0.01      # so that there are enough to draw without replacement
+        # so that there are enough to draw without replacement
+        q = DRAFT[said[:, parent + 1]].clone() + 0.01
         siblings = [j for j in range(i) if parents[j] == parent]
         if certain:
             tokens[:, i] = q.argsort(-1, descending=True)[:, len(siblings)]
@@ -189,7 +207,8 @@ def drafted_tree(parents: tuple[int, ...], without_replacement: bool = False, ce
     return tokens, None if certain else q / q.sum(-1, keepdim=True), TARGET[said]
 
 
-SHAPES = {"pairs": (-1, -1, 0, 0, 1, 1), "fan": (-1, -1, -1), "chain": (-1, 0), "lopsided": (-1, 0, 0, -1, 1, 3, -1)}
+SHAPES = {"pairs": (-1, -1, 0, 0, 1, 1), "fan": (-1, -1, -1), "chain": (-1, 0),
+          "lopsided": (-1, 0, 0, -1, 1, 3, -1)}
 
 
 @pytest.mark.parametrize("how", ("independent", "without_replacement", "certain"))
@@ -199,29 +218,37 @@ def test_a_tree_comes_out_as_the_target_speaks(shape: str, how: str) -> None:
     without = how == "without_replacement"
     tokens, q, p = drafted_tree(SHAPES[shape], without, how == "certain")
     found = speculative.verify_tree(tokens, parents, q, p, seed=6, without_replacement=without)
-    assert follows_the_target(sequence(found.tokens, found.counts, found.next_token), found.counts + 1)
+    assert follows_the_target(sequence(found.tokens, found.counts, found.next_token),
+                              found.counts + 1)
     assert len(found.counts.unique()) > 1
-    some = 300                                 # the kernels that walk row by row are asked for fewer
+    # the kernels that walk row by row are asked for fewer
+    some = 300
     values = {p.name: p.default for p in TREE.params} | {
-        "draft_tokens": tokens[:some], "parents": parents.expand(some, -1), "target_probs": p[:some],
-        "draft_probs": None if q is None else q[:some], "without_replacement": without, "seed": 6}
+        "draft_tokens": tokens[:some], "parents": parents.expand(some, -1),
+        "target_probs": p[:some], "draft_probs": None if q is None else q[:some],
+        "without_replacement": without, "seed": 6}
     for kernel in world.current().catalog.kernels_of(TREE.name):
         assert all(torch.equal(a, b[:some]) for a, b in zip(call(kernel, values), found)), kernel.id
 
 
 def test_the_wrong_rule_for_siblings_would_show() -> None:
-    """Children drawn without replacement, verified as if drawn independently: the check must see it."""
+    """Children drawn without replacement, verified as if drawn independently: the check must see
+    it.
+    """
     parents = SHAPES["fan"]
     tokens, q, p = drafted_tree(parents, without_replacement=True)
-    found = speculative.verify_tree(tokens, torch.tensor(parents), q, p, seed=6, without_replacement=False)
-    assert not follows_the_target(sequence(found.tokens, found.counts, found.next_token), found.counts + 1)
+    found = speculative.verify_tree(tokens, torch.tensor(parents), q, p, seed=6,
+                                    without_replacement=False)
+    assert not follows_the_target(sequence(found.tokens, found.counts, found.next_token),
+                                  found.counts + 1)
 
 
 def test_siblings_raise_the_acceptance() -> None:
     one, qs, ps = drafted_tree((-1,), runs=20_000)
     three, q3, p3 = drafted_tree((-1, -1, -1), runs=20_000)
     first = speculative.verify_tree(one, torch.tensor([-1]), qs, ps, seed=1).counts.double().mean()
-    more = speculative.verify_tree(three, torch.tensor([-1, -1, -1]), q3, p3, seed=1).counts.double().mean()
+    more = speculative.verify_tree(three, torch.tensor([-1, -1, -1]), q3, p3,
+                                   seed=1).counts.double().mean()
     assert float(more) > float(first) + 0.1
 
 
@@ -230,8 +257,10 @@ def test_a_tree_without_branches_is_a_chain(certain: bool) -> None:
     tokens, q, p = drafted_chain(4, runs=500)
     uniforms = torch.rand((500, 5), generator=torch.Generator().manual_seed(0))
     chain = speculative.verify(tokens, None if certain else q, p, uniforms)
-    wide = torch.cat([q, q[:, :1]], 1)                                     # the leaf's own row is not read
-    tree = speculative.verify_tree(tokens, torch.arange(4) - 1, None if certain else wide, p, uniforms)
+    # the leaf's own row is not read
+    wide = torch.cat([q, q[:, :1]], 1)
+    tree = speculative.verify_tree(tokens, torch.arange(4) - 1, None if certain else wide, p,
+                                   uniforms)
     assert torch.equal(tree.tokens, chain.tokens) and torch.equal(tree.counts, chain.counts)
     assert torch.equal(tree.next_token, chain.next_token)
     assert torch.equal(tree.nodes, torch.where(chain.tokens >= 0, torch.arange(4), -1))
@@ -240,10 +269,12 @@ def test_a_tree_without_branches_is_a_chain(certain: bool) -> None:
 def test_a_greedy_target_walks_its_own_path() -> None:
     parents = torch.tensor([-1, -1, 0, 1, 1, 4])
     tokens = torch.tensor([[3, 1, 0, 2, 0, 4]])
-    said = torch.eye(VOCAB)[torch.tensor([[1, 2, 0, 2, 2, 4, 3]])]         # row 0 is the root's, row i + 1 node i's
+    # row 0 is the root's, row i + 1 node i's
+    said = torch.eye(VOCAB)[torch.tensor([[1, 2, 0, 2, 2, 4, 3]])]
     for q in (None, torch.full((1, 7, VOCAB), 1 / VOCAB)):
         found = speculative.verify_tree(tokens, parents, q, said, seed=0)
-        assert found.nodes.tolist() == [[1, 4, 5, -1, -1, -1]] and found.tokens.tolist() == [[1, 0, 4, -1, -1, -1]]
+        assert (found.nodes.tolist() == [[1, 4, 5, -1, -1, -1]]
+                and found.tokens.tolist() == [[1, 0, 4, -1, -1, -1]])
         assert found.counts.tolist() == [3] and found.next_token.tolist() == [3]
 
 
@@ -262,7 +293,8 @@ def test_each_row_may_have_its_own_tree() -> None:
 def test_a_node_sees_the_context_its_ancestors_and_itself() -> None:
     parents = torch.tensor([-1, 0, 0, 1, -1])
     mask = speculative.tree_attention_mask(parents, 2)
-    assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0, 0],
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],
+                                   [1, 1, 1, 0, 1, 0, 0],
                                    [1, 1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]]
     assert speculative.tree_positions(parents, 2).tolist() == [2, 3, 3, 4, 2]
     both = speculative.tree_attention_mask(torch.stack([parents, torch.arange(5) - 1]), 2)
@@ -286,7 +318,10 @@ def test_attention_over_a_tree_is_attention_over_each_of_its_paths() -> None:
 # Two models.
 
 class Markov:
-    """A model with a state of its own: what it has seen. It writes into what it is given, as a careless one would."""
+    """A model with a state of its own: what it has seen.
+
+    It writes into what it is given, as a careless one would.
+    """
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
@@ -307,7 +342,8 @@ class Markov:
 
 def test_generation_is_distributed_as_the_target() -> None:
     prompt = torch.full((RUNS, 1), START)
-    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 3, draft_len=2, seed=7)
+    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 3, draft_len=2,
+                               seed=7)
     assert out.tokens.shape == (RUNS, 4) and bool((out.lengths == 4).all())
     paths = list(itertools.product(range(VOCAB), repeat=3))
     probs = [float(TARGET[START, a] * TARGET[a, b] * TARGET[b, c]) for a, b, c in paths]
@@ -323,21 +359,25 @@ def test_greedy_generation_is_the_targets_own(draft: Tensor) -> None:
     for _ in range(9):
         at = TARGET[at].argmax(-1)
         want.append(at)
-    out = speculative.generate(Markov(draft).draft, Markov(TARGET).target, prompt, 9, temperature=0.0)
+    out = speculative.generate(Markov(draft).draft, Markov(TARGET).target, prompt, 9,
+                               temperature=0.0)
     assert torch.equal(out.tokens, torch.cat([prompt, torch.stack(want, 1)], 1))
 
 
 def test_a_perfect_draft_saves_calls_of_the_target() -> None:
     draft, target = Markov(TARGET), Markov(TARGET)
-    out = speculative.generate(draft.draft, target.target, torch.full((4, 1), START), 12, draft_len=3, seed=1)
+    out = speculative.generate(draft.draft, target.target, torch.full((4, 1), START), 12,
+                               draft_len=3, seed=1)
     assert out.rounds == target.calls == 3 and out.accepted == out.drafted == 4 * 9
-    alone = speculative.generate(draft.draft, target.target, torch.full((4, 1), START), 5, draft_len=0, seed=1)
+    alone = speculative.generate(draft.draft, target.target, torch.full((4, 1), START), 5,
+                                 draft_len=0, seed=1)
     assert alone.rounds == 5 and alone.drafted == 0 and bool((alone.lengths == 6).all())
 
 
 def test_generation_stops_at_the_stop_token_and_at_the_limit() -> None:
     prompt = torch.full((200, 1), START)
-    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 10, seed=3, stop_token=3)
+    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 10, seed=3,
+                               stop_token=3)
     new = out.tokens[:, 1:]
     places = torch.arange(new.shape[1])
     assert bool((new[places >= (out.lengths - 1)[:, None]] == -1).all())
@@ -352,7 +392,8 @@ def test_generation_stops_at_the_stop_token_and_at_the_limit() -> None:
 
 def test_prompts_of_different_lengths() -> None:
     prompt = torch.tensor([[START, 0, 1], [1, -1, -1]])
-    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 4, temperature=0.0,
+    out = speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, prompt, 4,
+                               temperature=0.0,
                                lengths=torch.tensor([3, 1]))
     rows = [[START, 0, 1], [1]]
     for row in rows:
@@ -364,8 +405,9 @@ def test_prompts_of_different_lengths() -> None:
 
 def test_generation_repeats_under_a_seed() -> None:
     def run(seed: int) -> Tensor:
-        return speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target, torch.full((50, 1), START), 8,
-                                    seed=seed, top_p=0.95, temperature=0.9).tokens
+        return speculative.generate(Markov(DRAFT).draft, Markov(TARGET).target,
+                                    torch.full((50, 1), START), 8, seed=seed, top_p=0.95,
+                                    temperature=0.9).tokens
 
     assert torch.equal(run(5), run(5))
     assert run(5).shape != run(6).shape or not torch.equal(run(5), run(6))
@@ -386,7 +428,8 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
 
     plain = lz.which("rms_norm", x)
     speculative.generate(draft, target, torch.full((2, 1), START), 6, seed=0)
-    assert chosen == {"draft": {"reference.rms_norm"}, "target": {plain}} and plain != "reference.rms_norm"
+    assert (chosen == {"draft": {"reference.rms_norm"}, "target": {plain}}
+            and plain != "reference.rms_norm")
 
 
 # Mistakes.
@@ -403,9 +446,11 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
     ({"uniforms": torch.ones(2, 3)}, lz.Code.DIM_MISMATCH, "uniforms"),
     ({"seed": 1.5}, lz.Code.WRONG_TYPE, "seed"),
 ), ids=str)
-def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code, word: str) -> None:
+def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
+                                              word: str) -> None:
     given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
-                             "draft_probs": torch.ones(2, 3, 5) / 5, "target_probs": torch.ones(2, 4, 5) / 5}
+                             "draft_probs": torch.ones(2, 3, 5) / 5,
+                             "target_probs": torch.ones(2, 4, 5) / 5}
     speculative.verify(**given)
     with pytest.raises(lz.errors.InvalidCall) as caught:
         speculative.verify(**{**given, **change})
@@ -418,11 +463,15 @@ def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.C
     ({"parents": torch.tensor([-1.0, 0.0, 0.0])}, lz.Code.DTYPE_UNSUPPORTED, "parents"),
     ({"parents": None}, lz.Code.WRONG_TYPE, "parents"),
     ({"draft_probs": torch.ones(2, 3, 5)}, lz.Code.DIM_MISMATCH, "draft_probs"),
-    ({"target_probs": torch.ones(2, 3, 5), "draft_probs": None}, lz.Code.DIM_MISMATCH, "target_positions_beyond_nodes"),
+    ({"target_probs": torch.ones(2, 3, 5), "draft_probs": None}, lz.Code.DIM_MISMATCH,
+     "target_positions_beyond_nodes"),
 ), ids=str)
-def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code, word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64), "parents": torch.tensor([-1, 0, 0]),
-                             "draft_probs": torch.ones(2, 4, 5) / 5, "target_probs": torch.ones(2, 4, 5) / 5}
+def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
+                                             word: str) -> None:
+    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                             "parents": torch.tensor([-1, 0, 0]),
+                             "draft_probs": torch.ones(2, 4, 5) / 5,
+                             "target_probs": torch.ones(2, 4, 5) / 5}
     speculative.verify_tree(**given)
     with pytest.raises(lz.errors.InvalidCall) as caught:
         speculative.verify_tree(**{**given, **change})
@@ -453,4 +502,5 @@ def test_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(lz.errors.InvalidCall, match="draft_len"):
         speculative.generate(draft.draft, target.target, prompt, 4, draft_len=-1)
     with pytest.raises(lz.errors.InvalidCall, match="lengths"):
-        speculative.generate(draft.draft, target.target, prompt, 4, lengths=torch.ones(3, dtype=torch.int64))
+        speculative.generate(draft.draft, target.target, prompt, 4,
+                             lengths=torch.ones(3, dtype=torch.int64))

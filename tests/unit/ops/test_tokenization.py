@@ -1,4 +1,5 @@
-"""lz.tokenize and lz.detokenize against the libraries themselves: ids, offsets, padding, truncation, and every mistake.
+"""lz.tokenize and lz.detokenize against the libraries themselves: ids, offsets, padding,
+truncation, and every mistake.
 
 The tokenizers are made here, from a few sentences: nothing is downloaded.
 """
@@ -19,27 +20,50 @@ import torch
 from helpers import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import layerzero as lz
 from layerzero.models.tokenizers import load_tokenizer
-from layerzero.ops.formulas.bpe import BYTE_CHARACTERS, ByteLevelBPE, is_byte_level_bpe, tiny_tokenizer
+from layerzero.ops.formulas.bpe import (
+    BYTE_CHARACTERS,
+    ByteLevelBPE,
+    is_byte_level_bpe,
+    tiny_tokenizer,
+)
 from layerzero.ops.tokenize import OP
-from layerzero.spec.errors import ConfigError, DataError, InvalidCall, NamedKernelRefused, NoKernelFoundError
+from layerzero.spec.errors import (
+    ConfigError,
+    DataError,
+    InvalidCall,
+    NamedKernelRefused,
+    NoKernelFoundError,
+)
 from layerzero.spec.reason import Code
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, naïve café déjà vu", "it's we're they'll don't",
-          "日本語のテキスト 中文", "numbers 12345 and 67890", "tokenizers are fun to test, aren't they?"] * 4
-TEXTS = ["", " ", "the", "hello world", "  two  spaces ", "line\nbreak\n\n\ttab", "it's DON'T", "naïve café",
-         "cafe\u0301 e\u0301\u0323", "日本語 中文", "👩\u200d👧 family 👩🏽\u200d🚀", "\0nul\0", "½ ⅷ ﬁne Å Å",
-         "\u200bzero\u00a0width\u3000", "<s>special</s> [CLS] text<extra>", "numbers 12345", "the lazy dog " * 60]
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, naïve café déjà vu",
+          "it's we're they'll don't", "日本語のテキスト 中文", "numbers 12345 and 67890",
+          "tokenizers are fun to test, aren't they?"] * 4
+TEXTS = ["", " ", "the", "hello world", "  two  spaces ", "line\nbreak\n\n\ttab", "it's DON'T",
+         "naïve café", "cafe\u0301 e\u0301\u0323", "日本語 中文", "👩\u200d👧 family 👩🏽\u200d🚀", "\0nul\0",
+         "½ ⅷ ﬁne Å Å", "\u200bzero\u00a0width\u3000", "<s>special</s> [CLS] text<extra>",
+         "numbers 12345", "the lazy dog " * 60]
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 SPECIAL = {"<|endoftext|>": 900, "<|user|>": 901}
 UNICODE = st.text(st.one_of(st.characters(exclude_categories=("Cs",)),
                             st.sampled_from("the lazy dog's \n\té日本👩\u200d<s>12")), max_size=40)
 
 
-def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None, decoder: Any = None
+def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None,
+            decoder: Any = None
             ) -> Tokenizer:
     made = Tokenizer(model)
     made.pre_tokenizer = pre
@@ -56,12 +80,14 @@ def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: An
 
 def framed(made: Tokenizer) -> Any:
     ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
-    return processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=ids)
+    return processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B </s>",
+                                         special_tokens=ids)
 
 
 def byte_level(trim: bool = False, template: bool = False) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<s>", "</s>"],
+                                  initial_alphabet=alphabet,
                                   show_progress=False)
     post = framed if template else lambda made: processors.ByteLevel(trim_offsets=trim)
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=trim)
@@ -69,21 +95,26 @@ def byte_level(trim: bool = False, template: bool = False) -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "<s>", "</s>"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "<s>", "</s>"],
+                                        show_progress=False)
     return trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(),
                    normalizers.BertNormalizer(), framed, decoders.WordPiece())
 
 
 def unigram() -> Tokenizer:
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]", "<s>", "</s>"], unk_token="[UNK]",
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]", "<s>", "</s>"],
+                                      unk_token="[UNK]",
                                       show_progress=False)
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), framed,
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(),
+                   framed,
                    decoders.Metaspace())
 
 
 def word_level() -> Tokenizer:
-    trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "<s>", "</s>"], show_progress=False)
-    return trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace(), normalizers.Lowercase())
+    trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "<s>", "</s>"],
+                                        show_progress=False)
+    return trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace(),
+                   normalizers.Lowercase())
 
 
 MAKERS = {"byte_level": byte_level, "trimmed": lambda: byte_level(trim=True),
@@ -109,15 +140,16 @@ def ranks() -> dict[bytes, int]:
 
 @lru_cache(maxsize=None)
 def encoding() -> tiktoken.Encoding:
-    return tiktoken.Encoding("tiny", pat_str=PATTERN, mergeable_ranks=ranks(), special_tokens=SPECIAL)
+    return tiktoken.Encoding("tiny", pat_str=PATTERN, mergeable_ranks=ranks(),
+                             special_tokens=SPECIAL)
 
 
 @lru_cache(maxsize=None)
 def model_proto(kind: str, **options: Any) -> bytes:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(CORPUS), model_writer=out, model_type=kind, vocab_size=90, hard_vocab_limit=False,
-        minloglevel=2, **options)
+        sentence_iterator=iter(CORPUS), model_writer=out, model_type=kind, vocab_size=90,
+        hard_vocab_limit=False, minloglevel=2, **options)
     return out.getvalue()
 
 
@@ -135,8 +167,10 @@ def test_tokenizers_ids_and_offsets(name: str, special: bool, kernel: str) -> No
     theirs = hugging(name)
     for text in TEXTS:
         want = theirs.encode(text, add_special_tokens=special)
-        got = lz.tokenize(text, theirs, add_special_tokens=special, return_offsets=True, backend=kernel)
-        assert (got.ids, got.offsets, got.attention_mask) == (want.ids, want.offsets, want.attention_mask)
+        got = lz.tokenize(text, theirs, add_special_tokens=special, return_offsets=True,
+                          backend=kernel)
+        assert (got.ids, got.offsets, got.attention_mask) == (want.ids, want.offsets,
+                                                              want.attention_mask)
     want_all = theirs.encode_batch(TEXTS, add_special_tokens=special)
     got = lz.tokenize(TEXTS, theirs, add_special_tokens=special, backend=kernel)
     assert got.ids == [one.ids for one in want_all]
@@ -152,7 +186,8 @@ def test_tokenizers_on_any_unicode(text: str, name: str) -> None:
     assert (got.ids, got.offsets) == (want.ids, want.offsets)
     assert lz.tokenize([text, text], theirs).ids == [want.ids] * 2
     for skip in (True, False):
-        assert lz.detokenize(got, theirs, skip_special_tokens=skip) == theirs.decode(want.ids, skip_special_tokens=skip)
+        assert lz.detokenize(got, theirs, skip_special_tokens=skip) == theirs.decode(
+            want.ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -176,11 +211,13 @@ def test_truncation_is_the_librarys(name: str, limit: int, side: str) -> None:
 def test_padding_is_the_librarys(side: str, length: int | None, multiple: int | None) -> None:
     theirs = Tokenizer.from_str(hugging("framed").to_str())
     handle = load_tokenizer(theirs)
-    theirs.enable_padding(length=length, direction=side, pad_id=1, pad_token="</s>", pad_to_multiple_of=multiple)
+    theirs.enable_padding(length=length, direction=side, pad_id=1, pad_token="</s>",
+                          pad_to_multiple_of=multiple)
     texts = TEXTS[:8]
     want = theirs.encode_batch(texts)
-    got = lz.tokenize(texts, handle, padding="longest" if length is None else "max_length", max_length=length, pad_id=1,
-                      padding_side=side, pad_to_multiple_of=multiple, return_offsets=True)
+    got = lz.tokenize(texts, handle, padding="longest" if length is None else "max_length",
+                      max_length=length, pad_id=1, padding_side=side, pad_to_multiple_of=multiple,
+                      return_offsets=True)
     assert got.ids == [one.ids for one in want]
     assert got.attention_mask == [one.attention_mask for one in want]
     assert got.offsets == [one.offsets for one in want]
@@ -207,7 +244,8 @@ def test_a_sequence_that_its_template_repeats_is_truncated_by_the_library() -> N
     want = theirs.encode("the quick brown fox").ids
     assert lz.tokenize("the quick brown fox", handle, truncation=True, max_length=7).ids == want
     text = "the lazy dog " * 60
-    assert lz.tokenize(text, handle, cache_prefix=True).ids == Tokenizer.from_str(handle.payload).encode(text).ids
+    assert lz.tokenize(text, handle,
+                       cache_prefix=True).ids == Tokenizer.from_str(handle.payload).encode(text).ids
 
 
 def test_special_tokens_in_the_text_become_tokens_or_stay_text() -> None:
@@ -226,7 +264,8 @@ def test_a_tokenizer_written_to_a_file(tmp_path: Any) -> None:
     path = tmp_path / "tokenizer.json"
     hugging("word_piece").save(str(path))
     for source in (path, str(path), tmp_path, load_tokenizer(path), load_tokenizer(str(tmp_path))):
-        assert lz.tokenize("the lazy dog", source).ids == hugging("word_piece").encode("the lazy dog").ids
+        assert lz.tokenize("the lazy dog",
+                           source).ids == hugging("word_piece").encode("the lazy dog").ids
 
 
 # transformers
@@ -237,13 +276,16 @@ transformers = pytest.importorskip("transformers")
 @lru_cache(maxsize=None)
 def fast(name: str = "framed", **options: Any) -> Any:
     copy = Tokenizer.from_str(hugging(name).to_str())
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=copy, pad_token="</s>", bos_token="<s>", **options)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=copy, pad_token="</s>",
+                                                bos_token="<s>", **options)
 
 
 @pytest.mark.parametrize("call", [
-    {}, {"add_special_tokens": False}, {"padding": True}, {"padding": "longest", "padding_side": "left"},
+    {}, {"add_special_tokens": False}, {"padding": True},
+    {"padding": "longest", "padding_side": "left"},
     {"padding": "max_length", "max_length": 30}, {"truncation": True, "max_length": 6},
-    {"truncation": True}, {"padding": True, "truncation": True, "max_length": 8, "pad_to_multiple_of": 4}])
+    {"truncation": True}, {"padding": True, "truncation": True, "max_length": 8,
+                           "pad_to_multiple_of": 4}])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_transformers_says_the_same(call: dict[str, Any], side: str) -> None:
     theirs = fast(padding_side=side, truncation_side=side, model_max_length=12)
@@ -264,7 +306,8 @@ def test_what_a_call_of_transformers_left_behind_is_not_a_setting() -> None:
 
 def test_split_special_tokens_of_transformers() -> None:
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(hugging("byte_level").to_str()), bos_token="<s>", split_special_tokens=True)
+        tokenizer_object=Tokenizer.from_str(hugging("byte_level").to_str()), bos_token="<s>",
+        split_special_tokens=True)
     assert lz.tokenize("a <s> b", theirs).ids == theirs("a <s> b")["input_ids"]
 
 
@@ -275,17 +318,20 @@ def test_split_special_tokens_of_transformers() -> None:
 def test_tiktoken_ids_and_offsets(parse: bool | None, kernel: str) -> None:
     theirs = encoding()
     texts = TEXTS if parse is None else [*TEXTS, "a<|endoftext|>b <|user|>"]
-    allowed: dict[str, Any] = {None: {}, True: {"allowed_special": "all"}, False: {"disallowed_special": ()}}[parse]
+    allowed: dict[str, Any] = {None: {}, True: {"allowed_special": "all"},
+                               False: {"disallowed_special": ()}}[parse]
     got = lz.tokenize(texts, theirs, parse_special=parse, return_offsets=True, backend=kernel)
     for text, ids, spans in zip(texts, got.ids, got.offsets or ()):
         assert ids == theirs.encode(text, **allowed)
         back, starts = theirs.decode_with_offsets(ids)
         assert back == text
         assert [start for start, _ in spans] == starts
-        for one, (start, end) in zip(ids, spans):       # the narrowest range of characters that holds the token's bytes
+        # the narrowest range of characters that holds the token's bytes
+        for one, (start, end) in zip(ids, spans):
             raw = theirs.decode_single_token_bytes(one)
             assert raw in text[start:end].encode()
-            assert (raw not in text[start + 1:end].encode() and raw not in text[start:end - 1].encode()) or len(raw) < 2
+            assert ((raw not in text[start + 1:end].encode()
+                     and raw not in text[start:end - 1].encode()) or len(raw) < 2)
 
 
 @settings(deadline=None, max_examples=100)
@@ -313,9 +359,11 @@ def test_tiktoken_files(tmp_path: Any) -> None:
     (tmp_path / "cl100k_base.tiktoken").write_bytes(lines)
     for name in ("mine.tiktoken", "tokenizer.model"):
         handle = load_tokenizer(tmp_path / name, pattern=PATTERN, special_tokens=SPECIAL)
-        assert lz.tokenize("hello the<|user|>", handle, parse_special=True).ids == encoding().encode(
+        assert lz.tokenize("hello the<|user|>", handle,
+                           parse_special=True).ids == encoding().encode(
             "hello the<|user|>", allowed_special="all")
-        with pytest.raises(InvalidCall, match=r"pass its split pattern: lz.tokens.load_tokenizer\(path, pattern="):
+        with pytest.raises(InvalidCall,
+                           match=r"pass its split pattern: lz.tokens.load_tokenizer\(path, pattern="):
             lz.tokenize("hello", tmp_path / name)
     published, text = tmp_path / "cl100k_base.tiktoken", "it's 12345 <|endofprompt|>"
     known = lz.tokenize(text, published, parse_special=True)
@@ -336,7 +384,8 @@ def test_offsets_of_a_pattern_that_leaves_characters_out_are_refused() -> None:
 # sentencepiece
 
 @pytest.mark.parametrize("kernel", ["sentencepiece.encode", "sentencepiece.encode_batch"])
-@pytest.mark.parametrize("options", [{}, {"add_bos": True, "add_eos": True}, {"reverse": True, "add_bos": True},
+@pytest.mark.parametrize("options", [{}, {"add_bos": True, "add_eos": True},
+                                     {"reverse": True, "add_bos": True},
                                      {"out_type": str}], ids=str)
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_sentencepiece_ids(kind: str, options: dict[str, Any], kernel: str) -> None:
@@ -344,7 +393,8 @@ def test_sentencepiece_ids(kind: str, options: dict[str, Any], kernel: str) -> N
     got = lz.tokenize(TEXTS, theirs, backend=kernel)
     assert got.ids == [theirs.encode(text, out_type=int) for text in TEXTS]
     plain = lz.tokenize(TEXTS, theirs, add_special_tokens=False, backend=kernel)
-    assert plain.ids == [theirs.encode(text, out_type=int, add_bos=False, add_eos=False) for text in TEXTS]
+    assert plain.ids == [theirs.encode(text, out_type=int, add_bos=False, add_eos=False)
+                         for text in TEXTS]
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -357,8 +407,10 @@ def test_sentencepiece_offsets(kind: str) -> None:
         spans = got.offsets[1:]
         assert all(0 <= s <= e <= len(text) for s, e in spans)
         assert [s for s, _ in spans] == sorted(s for s, _ in spans)
-        if spans:                              # together they cover the text but for white space that was removed
-            assert text[:spans[0][0]].strip(" \u200b\u3000\u00a0") == "" and text[spans[-1][1]:].strip() == ""
+        # together they cover the text but for white space that was removed
+        if spans:
+            assert (text[:spans[0][0]].strip(" \u200b\u3000\u00a0") == ""
+                    and text[spans[-1][1]:].strip() == "")
     spans = lz.tokenize("日本 dog", theirs, return_offsets=True).offsets
     assert spans is not None and [("日本 dog")[s:e] for s, e in spans if e > s][:2] == ["日", "本"]
 
@@ -394,7 +446,8 @@ def test_sentencepiece_knows_no_special_tokens_in_text() -> None:
 
 def test_one_text_gives_a_list_and_several_a_list_of_lists() -> None:
     theirs = hugging("byte_level")
-    assert lz.tokenize("the", theirs).ids == lz.tokenize(["the"], theirs).ids[0] == lz.tokenize(("the",), theirs).ids[0]
+    assert lz.tokenize("the", theirs).ids == lz.tokenize(["the"], theirs).ids[0] == lz.tokenize(
+        ("the",), theirs).ids[0]
     assert lz.tokenize([], theirs) == lz.tokenize((), theirs)
     assert lz.tokenize([], theirs, padding=True, pad_id=0).ids == []
     assert lz.tokenize("the", theirs, return_attention_mask=False).attention_mask is None
@@ -440,14 +493,18 @@ def test_detokenize_tiktoken_and_sentencepiece() -> None:
     half = ids[:-1]                            # of the last character
     assert lz.detokenize(half, encoding()) == encoding().decode([i for i in half if i != 901])
     rows = [processor("bpe").encode(text) for text in TEXTS]
-    assert lz.detokenize(rows, processor("bpe")) == [processor("bpe").decode(row) if row else "" for row in rows]
-    assert lz.detokenize([], encoding()) == "" and lz.detokenize([[], []], processor("bpe")) == ["", ""]
+    assert lz.detokenize(rows, processor("bpe")) == [processor("bpe").decode(row) if row else ""
+                                                     for row in rows]
+    assert (lz.detokenize([], encoding()) == "" and lz.detokenize([[], []], processor("bpe"))
+            == ["", ""])
 
 
 @pytest.mark.parametrize(("ids", "word"), [
-    ("the", "ids must be a list of ids"), ([0.5], "ids must be integers"), ([1, None], "ids must be integers"),
-    ([-1], "ids must be >= 0"), ([[1], [-2]], r"ids\[1\] must be >= 0"), ([[1], 2], r"ids\[1\] must be a list"),
-    (torch.zeros(3), "integers in one or two dimensions"), (torch.ones(1, 1, 1).long(), "one or two dimensions"),
+    ("the", "ids must be a list of ids"), ([0.5], "ids must be integers"),
+    ([1, None], "ids must be integers"), ([-1], "ids must be >= 0"),
+    ([[1], [-2]], r"ids\[1\] must be >= 0"), ([[1], 2], r"ids\[1\] must be a list"),
+    (torch.zeros(3), "integers in one or two dimensions"),
+    (torch.ones(1, 1, 1).long(), "one or two dimensions"),
     (None, "ids must be a list of ids")])
 def test_bad_ids(ids: Any, word: str) -> None:
     with pytest.raises(InvalidCall, match=word) as caught:
@@ -456,7 +513,8 @@ def test_bad_ids(ids: Any, word: str) -> None:
 
 
 @pytest.mark.parametrize("ids", [[899], [2 ** 40]])
-@pytest.mark.parametrize("tokenizer", [encoding, lambda: processor("bpe")], ids=["tiktoken", "sentencepiece"])
+@pytest.mark.parametrize("tokenizer", [encoding, lambda: processor("bpe")],
+                         ids=["tiktoken", "sentencepiece"])
 def test_ids_that_the_vocabulary_does_not_have(tokenizer: Any, ids: list[int]) -> None:
     with pytest.raises(InvalidCall, match="ids must be in the vocabulary"):
         lz.detokenize(ids, tokenizer())
@@ -466,7 +524,8 @@ def test_ids_that_the_vocabulary_does_not_have(tokenizer: Any, ids: list[int]) -
 # the caller's mistakes
 
 @pytest.mark.parametrize(("tokenizer", "word"), [
-    (None, "got NoneType"), (7, "got int"), ("no-such-file", "'no-such-file', which cannot be read"),
+    (None, "got NoneType"), (7, "got int"),
+    ("no-such-file", "'no-such-file', which cannot be read"),
     (object(), "got object"), (json, "got module")])
 @pytest.mark.parametrize("op", ["tokenize", "detokenize"])
 def test_what_is_no_tokenizer(op: str, tokenizer: Any, word: str) -> None:
@@ -476,7 +535,8 @@ def test_what_is_no_tokenizer(op: str, tokenizer: Any, word: str) -> None:
     assert (caught.value.codes, caught.value.reasons[0].fact) == ((Code.WRONG_TYPE,), "tokenizer")
 
 
-@pytest.mark.parametrize(("text", "fact"), [(7, "text"), (None, "text"), (["a", 7], "text[1]"), ([None], "text[0]"),
+@pytest.mark.parametrize(("text", "fact"), [(7, "text"), (None, "text"), (["a", 7], "text[1]"),
+                                            ([None], "text[0]"),
                                             (b"bytes", "text"), ({"a": 1}, "text")])
 def test_what_is_no_text(text: Any, fact: str) -> None:
     with pytest.raises(InvalidCall, match="must be a str") as caught:
@@ -484,7 +544,8 @@ def test_what_is_no_text(text: Any, fact: str) -> None:
     assert caught.value.reasons[0].fact == fact
 
 
-@pytest.mark.parametrize("make", [lambda: hugging("byte_level"), encoding, lambda: processor("bpe")])
+@pytest.mark.parametrize("make", [lambda: hugging("byte_level"), encoding,
+                                  lambda: processor("bpe")])
 def test_lone_surrogates_are_refused(make: Any) -> None:
     with pytest.raises(InvalidCall, match="a lone surrogate at character 3") as caught:
         lz.tokenize(["fine", "abc\ud83d"], make())
@@ -496,16 +557,19 @@ def test_lone_surrogates_are_refused(make: Any) -> None:
     ({"truncation": True}, "max_length", Code.MISSING_METADATA),
     ({"padding": "max_length", "pad_id": 0}, "max_length", Code.MISSING_METADATA),
     ({"padding": True}, "pad_id", Code.MISSING_METADATA),
-    ({"padding": "shortest"}, "padding", Code.VALUE_OUT_OF_RANGE), ({"padding": []}, "padding", Code.WRONG_TYPE),
+    ({"padding": "shortest"}, "padding", Code.VALUE_OUT_OF_RANGE),
+    ({"padding": []}, "padding", Code.WRONG_TYPE),
     ({"padding": 1}, "padding", Code.WRONG_TYPE),
     ({"max_length": 0, "truncation": True}, "max_length", Code.VALUE_OUT_OF_RANGE),
     ({"pad_id": -1, "padding": True}, "pad_id", Code.VALUE_OUT_OF_RANGE),
     ({"pad_to_multiple_of": 0}, "pad_to_multiple_of", Code.VALUE_OUT_OF_RANGE),
     ({"max_length": 1, "truncation": True}, "max_length", Code.VALUE_OUT_OF_RANGE),
-    ({"max_length": 1, "truncation": True, "truncation_side": "left", "return_offsets": True}, "max_length",
+    ({"max_length": 1, "truncation": True, "truncation_side": "left", "return_offsets": True},
+     "max_length",
      Code.VALUE_OUT_OF_RANGE),
     ({"truncation_side": "middle"}, "truncation_side", Code.VALUE_OUT_OF_RANGE),
-    ({"max_length": "7"}, "max_length", Code.WRONG_TYPE), ({"truncation": "yes"}, "truncation", Code.WRONG_TYPE),
+    ({"max_length": "7"}, "max_length", Code.WRONG_TYPE),
+    ({"truncation": "yes"}, "truncation", Code.WRONG_TYPE),
     ({"add_special_tokens": None}, "add_special_tokens", Code.WRONG_TYPE)])
 def test_bad_options_are_named(options: dict[str, Any], fact: str, code: Code) -> None:
     with pytest.raises(InvalidCall) as caught:
@@ -526,8 +590,9 @@ def test_a_component_in_python_has_no_hash_and_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("content", "word"), [
-    (b"", "found nothing"), (b"{", "it is not JSON"), (b'{"model": 3}', "model.vocab"), (b"just words\n", "line 1"),
-    (b"\n\x7fabc", "no protocol buffer"), (b"\x12\x00", "without pieces"), (b"{\xff", "UTF-8"), (b"YQ== 0\n", "0x00")])
+    (b"", "found nothing"), (b"{", "it is not JSON"), (b'{"model": 3}', "model.vocab"),
+    (b"just words\n", "line 1"), (b"\n\x7fabc", "no protocol buffer"),
+    (b"\x12\x00", "without pieces"), (b"{\xff", "UTF-8"), (b"YQ== 0\n", "0x00")])
 def test_files_that_are_no_tokenizers(content: bytes, word: str, tmp_path: Any) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(DataError, match=word):
@@ -538,7 +603,8 @@ def test_a_file_its_library_cannot_read_is_the_callers_mistake(tmp_path: Any) ->
     data = json.loads(hugging("word_level").to_str())
     data["pre_tokenizer"] = {"type": "NoSuchThing"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(InvalidCall, match="that the installed tokenizers library can read") as caught:
+    with pytest.raises(InvalidCall,
+                       match="that the installed tokenizers library can read") as caught:
         lz.tokenize("the", tmp_path)
     assert caught.value.reasons[0].fact == "tokenizer"
 
@@ -558,13 +624,16 @@ def test_each_kind_is_served_by_its_own_library() -> None:
     assert lz.which("tokenize", "the", encoding()) == "tiktoken.encode"
     assert lz.which("tokenize", "the", hugging("unigram")) == "tokenizers.encode_batch"
     assert lz.which("tokenize", ["the", "fox"], processor("bpe")) == "sentencepiece.encode_batch"
-    assert lz.which("tokenize", ["the", "fox"], processor("bpe"), return_offsets=True) == "sentencepiece.encode"
+    assert lz.which("tokenize", ["the", "fox"], processor("bpe"),
+                    return_offsets=True) == "sentencepiece.encode"
     long = "the lazy dog " * 60
     assert lz.which("tokenize", long, encoding(), cache_prefix=True) == "tiktoken.encode_cached"
-    assert lz.which("tokenize", long, hugging("unigram"), cache_prefix=True) == "tokenizers.encode_cached"
+    assert lz.which("tokenize", long, hugging("unigram"),
+                    cache_prefix=True) == "tokenizers.encode_cached"
     assert lz.which("tokenize", long, processor("bpe"), cache_prefix=True) == "sentencepiece.encode"
     assert lz.which("detokenize", [1], encoding()) == "tiktoken.decode"
-    with pytest.raises(NamedKernelRefused, match="tokenizer_kind must be sentencepiece, got tiktoken"):
+    with pytest.raises(NamedKernelRefused,
+                       match="tokenizer_kind must be sentencepiece, got tiktoken"):
         lz.tokenize("the", encoding(), backend="sentencepiece.encode")
 
 
@@ -572,20 +641,25 @@ def test_disabled_leaves_the_libraries_as_they_are(world: None) -> None:
     with lz.disabled():
         for tokenizer, name in ((encoding(), "tiktoken"), (hugging("unigram"), "tokenizers"),
                                 (processor("bpe"), "sentencepiece")):
-            assert lz.which("tokenize", "the lazy dog " * 60, tokenizer, cache_prefix=True) == f"{name}.encode"
+            assert lz.which("tokenize", "the lazy dog " * 60, tokenizer,
+                            cache_prefix=True) == f"{name}.encode"
             assert lz.which("detokenize", [1, 2], tokenizer) == f"{name}.decode"
 
 
 def test_a_tokenizer_that_draws_is_not_cached() -> None:
     theirs = Tokenizer.from_str(hugging("byte_level").to_str())
     theirs.model.dropout = 0.5
-    assert lz.which("tokenize", "the lazy dog " * 60, theirs, cache_prefix=True) == "tokenizers.encode_batch"
-    reasons = lz.validate("tokenize", "tokenizers.encode_cached", "the lazy dog " * 60, theirs, cache_prefix=True)
+    assert lz.which("tokenize", "the lazy dog " * 60, theirs,
+                    cache_prefix=True) == "tokenizers.encode_batch"
+    reasons = lz.validate("tokenize", "tokenizers.encode_cached", "the lazy dog " * 60, theirs,
+                          cache_prefix=True)
     assert [r.code for r in reasons] == [Code.NOT_DETERMINISTIC]
 
 
 def test_without_the_libraries(tmp_path: Any) -> None:
-    """A process in which they cannot be imported: the formula serves what it covers, else their absence is named."""
+    """A process in which they cannot be imported: the formula serves what it covers, else their
+    absence is named.
+    """
     hugging("byte_level").save(str(tmp_path / "tokenizer.json"))
     hugging("word_piece").save(str(tmp_path / "bert.json"))
     (tmp_path / "spiece.model").write_bytes(model_proto("bpe"))
@@ -615,12 +689,16 @@ def test_without_the_libraries(tmp_path: Any) -> None:
 # the formula
 
 @settings(deadline=None, max_examples=150)
-@given(text=UNICODE, prefix=st.booleans(), regex=st.booleans(), trim=st.booleans(), template=st.booleans(),
+@given(text=UNICODE, prefix=st.booleans(), regex=st.booleans(), trim=st.booleans(),
+       template=st.booleans(),
        parse=st.booleans())
-def test_the_formula_is_exact(text: str, prefix: bool, regex: bool, trim: bool, template: bool, parse: bool) -> None:
+def test_the_formula_is_exact(text: str, prefix: bool, regex: bool, trim: bool, template: bool,
+                              parse: bool) -> None:
     data = tiny_tokenizer(template)
-    data["pre_tokenizer"] = {**data["pre_tokenizer"], "add_prefix_space": prefix, "use_regex": regex}
-    trimming = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": trim, "use_regex": True}
+    data["pre_tokenizer"] = {**data["pre_tokenizer"], "add_prefix_space": prefix,
+                             "use_regex": regex}
+    trimming = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": trim,
+                "use_regex": True}
     data["post_processor"] = {"type": "Sequence", "processors": [trimming, data["post_processor"]]}
     theirs = Tokenizer.from_str(json.dumps(data))
     theirs.encode_special_tokens = not parse
@@ -628,12 +706,14 @@ def test_the_formula_is_exact(text: str, prefix: bool, regex: bool, trim: bool, 
     try:
         got = lz.tokenize(text, theirs, return_offsets=True, backend="reference.tokenize")
     except InvalidCall as e:                   # a character newer than Python's tables
-        assert e.codes == (Code.FEATURE_UNSUPPORTED,) and any(unicodedata.category(c) == "Cn" for c in text)
+        assert (e.codes == (Code.FEATURE_UNSUPPORTED,)
+                and any(unicodedata.category(c) == "Cn" for c in text))
         return
     want = theirs.encode(text)
     assert (got.ids, got.offsets) == (want.ids, want.offsets)
     for skip in (True, False):
-        assert lz.detokenize(got, theirs, skip_special_tokens=skip, backend="reference.detokenize") == theirs.decode(
+        assert lz.detokenize(got, theirs, skip_special_tokens=skip,
+                             backend="reference.detokenize") == theirs.decode(
             want.ids, skip_special_tokens=skip)
 
 
@@ -655,8 +735,10 @@ def test_whole_words_before_merges() -> None:
 
 
 @pytest.mark.parametrize(("change", "fact"), [
-    ({"normalizer": {"type": "NFC"}}, "normalizer"), ({"pre_tokenizer": {"type": "Whitespace"}}, "pretokenizer"),
-    ({"post_processor": {"type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0], "trim_offsets": True,
+    ({"normalizer": {"type": "NFC"}}, "normalizer"),
+    ({"pre_tokenizer": {"type": "Whitespace"}}, "pretokenizer"),
+    ({"post_processor": {"type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0],
+                         "trim_offsets": True,
                          "add_prefix_space": True}}, "plain_bpe")])
 def test_the_formula_refuses_what_it_does_not_cover(change: dict[str, Any], fact: str) -> None:
     theirs = Tokenizer.from_str(json.dumps({**tiny_tokenizer(), **change}))

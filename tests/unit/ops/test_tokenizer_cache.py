@@ -1,4 +1,6 @@
-"""What is remembered of tokenizers and texts: the identity of a tokenizer, and the tokens of a common prefix."""
+"""What is remembered of tokenizers and texts: the identity of a tokenizer, and the tokens of a
+common prefix.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,22 @@ from layerzero.spec.errors import DataError
 from layerzero.spec.kernel import Direct
 from layerzero.spec.reason import Code
 
-CORPUS = ["the quick brown fox jumps over the lazy dog it's we're", "hello world, naïve café déjà vu e\u0301",
-          "日本語 中文", "numbers 12345 and 67890", "THE Quick DON'T a\tb\n\nc"] * 4
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-          r"\s+(?!\S)|\s+")
+CORPUS = ["the quick brown fox jumps over the lazy dog it's we're",
+          "hello world, naïve café déjà vu e\u0301", "日本語 中文", "numbers 12345 and 67890",
+          "THE Quick DON'T a\tb\n\nc"] * 4
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+")
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
-          r"\s+(?!\S)|\s")
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
+    r"\s+(?!\S)|\s")
 O200K = "|".join((
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"))
-PROMPT = "You are a helpful assistant. Answer in one sentence, and say so when you do not know. " * 12
+PROMPT = ("You are a helpful assistant. Answer in one sentence, and say so when you do not know. "
+          * 12)
 
 
 @pytest.fixture(autouse=True)
@@ -66,31 +72,39 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return {**tiny_tokenizer(), **changes}
 
 
-def encoding(name: str = "tiny", pattern: str = GPT2, special: dict[str, int] | None = None, merged: str = "the"
+def encoding(name: str = "tiny", pattern: str = GPT2, special: dict[str, int] | None = None,
+             merged: str = "the"
              ) -> tiktoken.Encoding:
     ranks = {bytes((b,)): b for b in range(256)} | {merged[:2].encode(): 256, merged.encode(): 257}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {"<|im|>": 300})
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+                             or {"<|im|>": 300})
 
 
 def model_proto(**options: Any) -> bytes:
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.Train(sentence_iterator=iter(CORPUS), model_writer=out, vocab_size=60,
-                                             hard_vocab_limit=False, minloglevel=2, **options)
+    sentencepiece.SentencePieceTrainer.Train(sentence_iterator=iter(CORPUS), model_writer=out,
+                                             vocab_size=60, hard_vocab_limit=False, minloglevel=2,
+                                             **options)
     return out.getvalue()
 
 
 # identity
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "vocab": ({"model": {**tiny()["model"], "vocab": {**tiny()["model"]["vocab"], "fox": 999}}}, "vocab_hash"),
-    "merges": ({"model": {**tiny()["model"], "merges": tiny()["model"]["merges"][::-1]}}, "merges_hash"),
+    "vocab": ({"model": {**tiny()["model"], "vocab": {**tiny()["model"]["vocab"], "fox": 999}}},
+              "vocab_hash"),
+    "merges": ({"model": {**tiny()["model"], "merges": tiny()["model"]["merges"][::-1]}},
+               "merges_hash"),
     "normalizer": ({"normalizer": {"type": "NFC"}}, "normalizer_id"),
-    "pre_tokenizer": ({"pre_tokenizer": {**tiny()["pre_tokenizer"], "use_regex": False}}, "pretokenizer_id"),
+    "pre_tokenizer": ({"pre_tokenizer": {**tiny()["pre_tokenizer"], "use_regex": False}},
+                      "pretokenizer_id"),
     "added": ({"added_tokens": tiny()["added_tokens"][:-1]}, "special_tokens_hash"),
-    "flag": ({"added_tokens": [{**t, "rstrip": True} for t in tiny()["added_tokens"]]}, "special_tokens_hash"),
+    "flag": ({"added_tokens": [{**t, "rstrip": True} for t in tiny()["added_tokens"]]},
+             "special_tokens_hash"),
     "post_processor": ({"post_processor": None}, ""), "decoder": ({"decoder": None}, ""),
     "dropout": ({"model": {**tiny()["model"], "dropout": 0.1}}, ""),
-    "truncation": ({"truncation": {"max_length": 9, "direction": "Right", "strategy": "LongestFirst"}}, "")}
+    "truncation": ({"truncation": {"max_length": 9, "direction": "Right",
+                                   "strategy": "LongestFirst"}}, "")}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -107,7 +121,8 @@ def test_every_part_of_a_tokenizer_json_is_in_its_identity(name: str, tmp_path: 
 
 def test_the_spelling_of_a_file_is_not_in_its_identity(tmp_path: Any) -> None:
     pairs = [merge.split(" ") for merge in tiny()["model"]["merges"]]
-    for name, text in (("a", json.dumps(tiny())), ("b", json.dumps(tiny(), indent=2, sort_keys=True)),
+    for name, text in (("a", json.dumps(tiny())),
+                       ("b", json.dumps(tiny(), indent=2, sort_keys=True)),
                        ("c", json.dumps(tiny(model={**tiny()["model"], "merges": pairs})))):
         (tmp_path / name).write_text(text)
     assert len({identify(tmp_path / name).id for name in "abc"}) == 1
@@ -118,13 +133,15 @@ def test_an_identity_is_the_same_in_another_process(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text(json.dumps(tiny()))
     (tmp_path / "m.model").write_bytes(model_proto())
     ranks = {bytes((b,)): b for b in range(256)}
-    (tmp_path / "t.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items()))
+    (tmp_path / "t.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r
+                                                   for t, r in ranks.items()))
     printed = python(f"""
         from layerzero.ops.formulas.tokenizer_identity import identify
         for name in ("a.json", "m.model", "t.tiktoken"):
             print(identify({str(tmp_path)!r} + "/" + name).id)
     """, PYTHONHASHSEED="1")
-    assert printed.split() == [identify(tmp_path / name).id for name in ("a.json", "m.model", "t.tiktoken")]
+    assert printed.split() == [identify(tmp_path / name).id
+                               for name in ("a.json", "m.model", "t.tiktoken")]
 
 
 def test_what_changes_an_object_changes_its_identity() -> None:
@@ -181,7 +198,8 @@ def test_encodings_and_processors() -> None:
     ids = {identify(sentencepiece.SentencePieceProcessor(model_proto=plain, **options)).id
            for options in ({}, {"add_bos": True}, {"reverse": True})}
     assert len(ids) == 3
-    assert identify(sentencepiece.SentencePieceProcessor(model_proto=cased)).facts["normalizer_id"] != identify(
+    assert identify(sentencepiece.SentencePieceProcessor(model_proto=cased)).facts[
+        "normalizer_id"] != identify(
         sentencepiece.SentencePieceProcessor(model_proto=plain)).facts["normalizer_id"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=plain)
     before = identify(processor)
@@ -197,7 +215,8 @@ def test_a_file_is_read_again_when_it_changed(tmp_path: Any) -> None:
     before = lz.tokenize("hello", path).ids
     path.write_text(json.dumps(tiny_tokenizer(merges=("l l",))))
     assert identify(path).id != first.id
-    assert lz.tokenize("hello", path).ids == Tokenizer.from_file(str(path)).encode("hello").ids != before
+    assert lz.tokenize("hello",
+                       path).ids == Tokenizer.from_file(str(path)).encode("hello").ids != before
     replaced = tmp_path / "other"
     replaced.write_text(json.dumps(tiny()))
     stat = path.stat()
@@ -219,7 +238,8 @@ def test_another_tokenizer_than_the_one_expected() -> None:
 def test_few_objects_are_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_identity, "MAX_REMEMBERED", 3)
     text = json.dumps(tiny())
-    for n in range(8):                         # an id that Python gives to a new object is no old tokenizer
+    # an id that Python gives to a new object is no old tokenizer
+    for n in range(8):
         theirs = Tokenizer.from_str(text)
         theirs.add_tokens([f"<token{n}>"])
         assert lz.tokenize(f"<token{n}>", theirs).ids == theirs.encode(f"<token{n}>").ids
@@ -229,7 +249,8 @@ def test_few_objects_are_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_tells_which_tokenizer() -> None:
     plan = lz.explain("tokenize", "hello", encoding())
     handle = identify(encoding())
-    assert plan.facts["tokenizer_id"] == handle.id and plan.facts["vocab_hash"] == handle.facts["vocab_hash"]
+    assert (plan.facts["tokenizer_id"] == handle.id
+            and plan.facts["vocab_hash"] == handle.facts["vocab_hash"])
     assert plan.facts["tokenizer_kind"] == "tiktoken"
     assert json.dumps(plan.to_json())
 
@@ -253,7 +274,8 @@ def test_the_patterns_tiktoken_publishes_are_known(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("pattern", [
-    "", r"\S+ \S+", r".", r"\w+\s*", GPT2 + r"|\S+\s", r"(?<=a) ?\p{L}+", r"\b\w+", LLAMA3 + "|x y", r" ?\p{L}+ ?"])
+    "", r"\S+ \S+", r".", r"\w+\s*", GPT2 + r"|\S+\s", r"(?<=a) ?\p{L}+", r"\b\w+", LLAMA3 + "|x y",
+    r" ?\p{L}+ ?"])
 def test_other_patterns_are_not(pattern: str) -> None:
     assert not is_known_pattern(pattern)
 
@@ -261,10 +283,13 @@ def test_other_patterns_are_not(pattern: str) -> None:
 @pytest.mark.parametrize(("change", "spaces"), [
     ({}, True), ({"pre_tokenizer": None}, False),
     ({"pre_tokenizer": {**tiny()["pre_tokenizer"], "use_regex": False}}, False),
-    ({"normalizer": {"type": "Prepend", "prepend": "▁"}}, False), ({"normalizer": {"type": "NFC"}}, True),
+    ({"normalizer": {"type": "Prepend", "prepend": "▁"}}, False),
+    ({"normalizer": {"type": "NFC"}}, True),
     ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, False),
-    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}}, False),
-    ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}}, False),
+    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}},
+     False),
+    ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first",
+                        "split": False}}, False),
     ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}}, True),
     ({"pre_tokenizer": {"type": "Punctuation", "behavior": "MergedWithNext"}}, False),
     ({"added_tokens": [{**tiny()["added_tokens"][0], "content": "two words"}]}, False),
@@ -276,18 +301,21 @@ def test_which_tokenizers_may_be_cut_at_spaces(change: dict[str, Any], spaces: b
 # the property: whatever is reused, the result is that of encoding the whole text
 
 NORMALIZERS: dict[str, Any] = {
-    "none": None, "nfc": norm.NFC(), "nfd": norm.NFD(), "nfkc": norm.NFKC(), "lower": norm.Lowercase(),
-    "strip": norm.Strip(), "accents": norm.Sequence([norm.NFD(), norm.StripAccents()]), "bert": norm.BertNormalizer(),
+    "none": None, "nfc": norm.NFC(), "nfd": norm.NFD(), "nfkc": norm.NFKC(),
+    "lower": norm.Lowercase(), "strip": norm.Strip(),
+    "accents": norm.Sequence([norm.NFD(), norm.StripAccents()]), "bert": norm.BertNormalizer(),
     "nmt": norm.Nmt(), "prepend": norm.Prepend("▁"), "one space": norm.Replace(Regex(" {2,}"), " "),
     "no space": norm.Replace(" ", "▁")}
 
 
 def split(pattern: str) -> Any:
-    return pre.Sequence([pre.Split(Regex(pattern), "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre.Sequence([pre.Split(Regex(pattern), "isolated"),
+                         pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 PRE_TOKENIZERS: dict[str, Any] = {
-    "byte level": pre.ByteLevel(add_prefix_space=False), "prefixed": pre.ByteLevel(add_prefix_space=True),
+    "byte level": pre.ByteLevel(add_prefix_space=False),
+    "prefixed": pre.ByteLevel(add_prefix_space=True),
     "no regex": pre.ByteLevel(use_regex=False), "llama3": split(LLAMA3), "o200k": split(O200K),
     "whitespace": pre.Whitespace(), "bert": pre.BertPreTokenizer(), "metaspace": pre.Metaspace(),
     "first": pre.Metaspace(prepend_scheme="first"), "unsplit": pre.Metaspace(split=False),
@@ -296,7 +324,8 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "punctuation": pre.Punctuation("merged_with_next"), "none": None}
 ADDED: dict[str, list[Any]] = {
     "none": [], "plain": [AddedToken("Foo", normalized=True), AddedToken("<y>", normalized=False)],
-    "spaced": [AddedToken("the dog", normalized=False)], "right": [AddedToken("<r>", rstrip=True, normalized=False)],
+    "spaced": [AddedToken("the dog", normalized=False)],
+    "right": [AddedToken("<r>", rstrip=True, normalized=False)],
     "left": [AddedToken("<l>", lstrip=True, normalized=False), AddedToken("the", single_word=True)]}
 
 
@@ -305,26 +334,31 @@ def made(normalizer: str, splitter: str, added: str, trim: str, model: str) -> T
     trainer: Any
     if model == "unigram":
         theirs = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]"], unk_token="[UNK]",
+        trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["[UNK]"],
+                                          unk_token="[UNK]",
                                           show_progress=False)
     else:
         theirs = Tokenizer(models.BPE())
-        trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)
+        trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre.ByteLevel.alphabet(),
+                                      show_progress=False)
     if NORMALIZERS[normalizer] is not None:
         theirs.normalizer = NORMALIZERS[normalizer]
     if PRE_TOKENIZERS[splitter] is not None:
         theirs.pre_tokenizer = PRE_TOKENIZERS[splitter]
     theirs.train_from_iterator(CORPUS, trainer)
-    theirs.add_special_tokens([AddedToken("<|im|>", normalized=False), AddedToken("<|im|>x", normalized=False)])
+    theirs.add_special_tokens([AddedToken("<|im|>", normalized=False),
+                               AddedToken("<|im|>x", normalized=False)])
     theirs.add_tokens(ADDED[added])
     if trim != "no":
-        theirs.post_processor = processors.ByteLevel(trim_offsets=True, add_prefix_space=trim == "prefixed")
+        theirs.post_processor = processors.ByteLevel(trim_offsets=True,
+                                                     add_prefix_space=trim == "prefixed")
     return theirs
 
 
-WORDS = ("the", "quick", " ", "  ", "\n", " \n\n", "\t", "hello", ",", ".", "'s", "'", "don't", "Foo", "the dog",
-         "<|im|>", "<|im|>x", "<|im", "<y>", "<r>", "<r> ", " <l>", "12", "345", "½", "é", "e\u0301", "\u0301", "日本",
-         "👩\u200d👧", "\u00a0", "\u3000", "▁", "\0", "THE", "ﬁ", "İ", "\u0600", "\u200b", "\r\n")
+WORDS = ("the", "quick", " ", "  ", "\n", " \n\n", "\t", "hello", ",", ".", "'s", "'", "don't",
+         "Foo", "the dog", "<|im|>", "<|im|>x", "<|im", "<y>", "<r>", "<r> ", " <l>", "12", "345",
+         "½", "é", "e\u0301", "\u0301", "日本", "👩\u200d👧", "\u00a0", "\u3000", "▁", "\0", "THE", "ﬁ",
+         "İ", "\u0600", "\u200b", "\r\n")
 ANYTHING = st.text(st.characters(exclude_categories=("Cs",)), max_size=3)
 BITS = st.one_of(st.sampled_from(WORDS), st.sampled_from(WORDS), ANYTHING)
 PIECES = st.lists(st.tuples(BITS, st.sampled_from(["", " ", " "])), max_size=8).map(
@@ -357,8 +391,9 @@ REUSED = {"tokenizers": 0, "tiktoken": 0}
        splitter=st.sampled_from(sorted(PRE_TOKENIZERS)), added=st.sampled_from(sorted(ADDED)),
        trim=st.sampled_from(["no", "yes", "prefixed"]),
        model=st.sampled_from(["bpe", "unigram"]), parse=st.booleans(), offsets=st.booleans())
-def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normalizer: str, splitter: str, added: str,
-                                        trim: str, model: str, parse: bool, offsets: bool) -> None:
+def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normalizer: str,
+                                        splitter: str, added: str, trim: str, model: str,
+                                        parse: bool, offsets: bool) -> None:
     theirs = Tokenizer.from_str(made(normalizer, splitter, added, trim, model).to_str())
     theirs.encode_special_tokens = not parse
     memory = PrefixMemory(split_points_from_json(json.loads(theirs.to_str())), eager=True)
@@ -368,20 +403,24 @@ def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normal
         return found.ids, lambda: found.offsets
 
     for text in texts_of(dialogue):
-        got, want = memory.encode(text, parse, offsets, full), theirs.encode(text, add_special_tokens=False)
+        got, want = memory.encode(text, parse, offsets,
+                                  full), theirs.encode(text, add_special_tokens=False)
         assert got.ids == want.ids
         assert not offsets or got.offsets == want.offsets
     REUSED["tokenizers"] += memory.counts().hits
 
 
 @settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
-@given(dialogue=DIALOGUE, pattern=st.sampled_from([GPT2, LLAMA3, CL100K, O200K, r"\S+ ?", r"\w+"]), parse=st.booleans())
-def test_reusing_tokens_of_tiktoken_changes_nothing(short_texts: None, dialogue: Any, pattern: str, parse: bool
+@given(dialogue=DIALOGUE, pattern=st.sampled_from([GPT2, LLAMA3, CL100K, O200K, r"\S+ ?", r"\w+"]),
+       parse=st.booleans())
+def test_reusing_tokens_of_tiktoken_changes_nothing(short_texts: None, dialogue: Any, pattern: str,
+                                                    parse: bool
                                                     ) -> None:
     forget_prefixes()
     theirs = encoding(pattern=pattern, special={"<|im|>": 300, "<|im|>x": 301})
     handle = load_tokenizer(theirs)
-    run = load(next(k for k in KERNELS if k.id == "tiktoken.encode_cached"))     # its rules want long texts
+    # its rules want long texts
+    run = load(next(k for k in KERNELS if k.id == "tiktoken.encode_cached"))
     assert not isinstance(run, Direct)
     want_offsets = pattern not in (r"\S+ ?", r"\w+")
     for text in texts_of(dialogue):
@@ -418,7 +457,8 @@ def test_a_conversation_that_grows() -> None:
     text = PROMPT
     for n in range(12):
         text += f"<|im|>turn {n} " + "of many words and more " * 30
-        assert lz.tokenize(text, theirs, cache_prefix=True, parse_special=True).ids == theirs.encode(
+        assert lz.tokenize(text, theirs, cache_prefix=True,
+                           parse_special=True).ids == theirs.encode(
             text, allowed_special="all")
     counts = prefix_memories()[identify(theirs).id]
     assert counts.hits == 11 and counts.texts <= prefix_formulas.MAX_TEXTS_PER_KEY
@@ -430,12 +470,15 @@ def test_text_without_spaces_is_cut_at_special_tokens() -> None:
     start = chat(*["日本語" * 40] * 6)
     for end in ("終わり", "はい", "いいえ"):
         text = start + chat(end)
-        assert lz.tokenize(text, theirs, cache_prefix=True, parse_special=True).ids == theirs.encode(
+        assert lz.tokenize(text, theirs, cache_prefix=True,
+                           parse_special=True).ids == theirs.encode(
             text, allowed_special="all")
     assert prefix_memories()[identify(theirs).id].hits == 2
-    for end in ("終わり", "はい", "いいえ"):                                # read as text they are no such places
+    # read as text they are no such places
+    for end in ("終わり", "はい", "いいえ"):
         text = start + chat(end)
-        assert lz.tokenize(text, theirs, cache_prefix=True, parse_special=False).ids == theirs.encode_ordinary(text)
+        assert lz.tokenize(text, theirs, cache_prefix=True,
+                           parse_special=False).ids == theirs.encode_ordinary(text)
     assert prefix_memories()[identify(theirs).id].hits == 2
 
 
@@ -464,7 +507,8 @@ def test_texts_with_and_without_special_tokens_are_apart() -> None:
             for around in (True, False):
                 theirs.encode_special_tokens = False
                 handle = load_tokenizer(theirs)
-                got = lz.tokenize(text, handle, parse_special=parse, add_special_tokens=around, cache_prefix=True)
+                got = lz.tokenize(text, handle, parse_special=parse, add_special_tokens=around,
+                                  cache_prefix=True)
                 theirs.encode_special_tokens = not parse
                 assert got.ids == theirs.encode(text, add_special_tokens=around).ids
 
@@ -475,7 +519,8 @@ def test_truncation_and_padding_come_after() -> None:
     theirs.enable_truncation(40)
     theirs.enable_padding(length=40, pad_id=7)
     for n in range(3):
-        got = lz.tokenize([PROMPT + str(n), "short"], handle, truncation=True, padding="max_length", max_length=40,
+        got = lz.tokenize([PROMPT + str(n), "short"], handle, truncation=True, padding="max_length",
+                          max_length=40,
                           pad_id=7, cache_prefix=True)
         assert got.ids == [e.ids for e in theirs.encode_batch([PROMPT + str(n), "short"])]
 
@@ -486,9 +531,12 @@ def test_two_models_in_turn_and_in_threads_never_mix() -> None:
     """Interleaved requests of models that share every text and no tokenizer."""
     tokenizers: list[Any] = [
         encoding("one"), encoding("two", merged="and"), Tokenizer.from_str(json.dumps(tiny())),
-        Tokenizer.from_str(json.dumps(tiny_tokenizer(merges=("o u", "Y ou")))), encoding("three", pattern=LLAMA3)]
-    questions = [PROMPT * (1 + n % 2) + f"Question {n}? " + "and the rest " * (n * 7) for n in range(12)]
-    want = [[e if isinstance(e := t.encode(q), list) else e.ids for q in questions] for t in tokenizers]
+        Tokenizer.from_str(json.dumps(tiny_tokenizer(merges=("o u", "Y ou")))),
+        encoding("three", pattern=LLAMA3)]
+    questions = [PROMPT * (1 + n % 2) + f"Question {n}? " + "and the rest " * (n * 7)
+                 for n in range(12)]
+    want = [[e if isinstance(e := t.encode(q), list) else e.ids for q in questions]
+            for t in tokenizers]
     handles = [load_tokenizer(t) for t in tokenizers]
     assert len({h.id for h in handles}) == len(handles)
     wrong: list[Any] = []
@@ -532,7 +580,8 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_formulas, "MAX_CHARACTERS", 10_000)
     memory.encode("last " + "word " * 400, None, False, pretend)
     assert memory.counts().characters <= 10_000
-    assert memory.encode("last " + "word " * 400, None, False, pretend).ids and memory.counts().hits == 1
+    assert (memory.encode("last " + "word " * 400, None, False, pretend).ids
+            and memory.counts().hits == 1)
     same = PrefixMemory(SplitPoints(), eager=False)
     for n in range(20):
         same.encode("word " * 400 + str(n), None, False, pretend)
@@ -584,7 +633,8 @@ def test_a_forked_child_goes_on_remembering() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the tests above ran in several processes")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ,
+                    reason="the tests above ran in several processes")
 def test_the_properties_above_were_about_something() -> None:
     """Runs last: tokens were reused while they were tested."""
     assert REUSED["tokenizers"] > 20 and REUSED["tiktoken"] > 20

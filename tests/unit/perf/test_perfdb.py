@@ -1,4 +1,6 @@
-"""The store of measurements: what it keeps, several processes at once, damaged files, other releases."""
+"""The store of measurements: what it keeps, several processes at once, damaged files, other
+releases.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ ENVIRONMENT = {"device": {"name": "a processor"}, "machine": "here", "state": {"
 
 
 def measured(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t", 10.0 + i / 3, 0.02, 50,
-                      "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5, 13.0, 0.0, "v1", 1.7e9 + i, "")
+    row = Measurement(kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t",
+                      10.0 + i / 3, 0.02, 50, "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5,
+                      13.0, 0.0, "v1", 1.7e9 + i, "")
     return row._replace(**changes)
 
 
@@ -74,7 +77,8 @@ def test_a_row_comes_back_as_it_was(store):
 
 
 def test_rows_are_found_by_pattern(store):
-    store.put([measured(0, "torch.a"), measured(0, "torch.b", op="linear"), measured(0, "lib.a", place="elsewhere")])
+    store.put([measured(0, "torch.a"), measured(0, "torch.b", op="linear"),
+               measured(0, "lib.a", place="elsewhere")])
     assert {m.kernel for m in store.rows(kernel="torch.*")} == {"torch.a", "torch.b"}
     assert {m.kernel for m in store.rows(op="linear")} == {"torch.b"}
     assert {m.kernel for m in store.rows(place="else*")} == {"lib.a"}
@@ -88,10 +92,11 @@ def test_rates_belong_to_a_place_and_the_newest_counts(store):
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-    ({"median_us": float("nan")}, "median_us"), ({"median_us": 0.0}, "median_us"), ({"spread": -1.0}, "spread"),
-    ({"flops": float("inf")}, "flops"), ({"samples": 0}, "samples"), ({"kernel": ""}, "kernel"),
-    ({"place": None}, "place"), ({"at": "now"}, "at"), ({"median_us": True}, "median_us"),
-    ({"sizes": "rows=many"}, "sizes"), ({"family": "a\0b"}, "family"),
+    ({"median_us": float("nan")}, "median_us"), ({"median_us": 0.0}, "median_us"),
+    ({"spread": -1.0}, "spread"), ({"flops": float("inf")}, "flops"), ({"samples": 0}, "samples"),
+    ({"kernel": ""}, "kernel"), ({"place": None}, "place"), ({"at": "now"}, "at"),
+    ({"median_us": True}, "median_us"), ({"sizes": "rows=many"}, "sizes"),
+    ({"family": "a\0b"}, "family"),
 ])
 def test_what_no_measurement_can_be_is_refused_and_nothing_is_written(store, changes, word):
     with pytest.raises(DataError, match=word):
@@ -113,7 +118,8 @@ def test_a_measurement_from_the_future_is_not_the_newest_for_ever(store):
     ({"at": 100.0}, {"at": 200.0}, 1), ({"at": 200.0}, {"at": 100.0}, 0),
     ({"at": 100.0, "spread": 0.05}, {"at": 200.0, "spread": 0.8}, 0),          # newer, but noisy
     ({"at": 200.0, "spread": 0.8}, {"at": 100.0, "spread": 0.05}, 1),
-    ({"at": 100.0, "spread": 0.5}, {"at": 200.0, "spread": 0.8}, 1),           # both noisy: the newer
+    # both noisy: the newer
+    ({"at": 100.0, "spread": 0.5}, {"at": 200.0, "spread": 0.8}, 1),
 ])
 def test_the_newer_replaces_the_older_unless_it_is_noisy(store, first, second, left):
     pair = [measured(median_us=1.0, **first), measured(median_us=2.0, **second)]
@@ -167,13 +173,17 @@ def test_only_todays_builds_count_and_only_those_rows_go(store):
     assert {m.kernel for m in old} == {"lib.a", "lib.b", "torch.k"}
     assert set(old) - set(new) == {m for m in old if m.kernel == "lib.a"}
     assert len(new) == 6
-    assert len(list(store.rows())) == 9                        # they stay in the file until they are pruned
+    # they stay in the file until they are pruned
+    assert len(list(store.rows())) == 9
 
 
 def test_another_driver_is_another_place(store):
-    device = lz.Device("cuda", 0, "a GPU", "nvidia", sm=90, gpu_generation="hopper", driver_version="570.1")
-    newer = lz.Device("cuda", 0, "a GPU", "nvidia", sm=90, gpu_generation="hopper", driver_version="580.1")
-    twin = lz.Device("cuda", 1, "a GPU", "nvidia", sm=90, gpu_generation="hopper", driver_version="570.1")
+    device = lz.Device("cuda", 0, "a GPU", "nvidia", sm=90, gpu_generation="hopper",
+                       driver_version="570.1")
+    newer = lz.Device("cuda", 0, "a GPU", "nvidia", sm=90, gpu_generation="hopper",
+                      driver_version="580.1")
+    twin = lz.Device("cuda", 1, "a GPU", "nvidia", sm=90, gpu_generation="hopper",
+                     driver_version="570.1")
     store.put([measured(place=device.signature), measured(place="0123456789abcdef-4t")])
     view = store.view({"torch.k": "v1"})
     bucket = measured().bucket
@@ -245,7 +255,8 @@ for batch in range(batches):
 
 
 def writer(path, who, batches):
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who), str(batches)], stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who), str(batches)],
+                            stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True)
 
 
@@ -256,7 +267,8 @@ def test_processes_that_write_at_once_lose_nothing(path):
         _, said = other.communicate(timeout=240)
         assert other.returncode == 0, said
     with SqliteStore(path) as store:
-        assert {m.sizes for m in store.rows()} == {f"rows={1000 * w + i}" for w in range(4) for i in range(300)}
+        assert {m.sizes for m in store.rows()} == {f"rows={1000 * w + i}" for w in range(4)
+                                                   for i in range(300)}
         assert len(store.environments()) == 4
         assert len(store.view({"torch.k": "v1"})) == 1200
 
@@ -270,9 +282,12 @@ def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(path):
         batches = [int(line) for line in told if line.strip()]
         with SqliteStore(path) as store:
             told = store.environments()
-            kept = {int(m.sizes[5:]) - 1000 * who for m in store.rows() if told[m.environment] == {"who": who}}
-            assert set(range(10 * len(batches))) <= kept       # what was said to be written is there
-            assert len(kept) % 10 == 0                         # and a batch is there as a whole or not at all
+            kept = {int(m.sizes[5:]) - 1000 * who for m in store.rows()
+                    if told[m.environment] == {"who": who}}
+            # what was said to be written is there
+            assert set(range(10 * len(batches))) <= kept
+            # and a batch is there as a whole or not at all
+            assert len(kept) % 10 == 0
             assert len(store.view({"torch.k": "v1"})) == len(list(store.rows()))
 
 
@@ -294,7 +309,8 @@ def test_the_file_is_in_wal_mode_so_a_reader_does_not_wait_for_a_writer(store, p
 def filled(path, n=400) -> bytes:
     with SqliteStore(path) as store:
         store.put([measured(i, f"torch.k{i % 4}") for i in range(n)], ENVIRONMENT)
-    assert not Path(f"{path}-wal").exists()                    # closed: everything is in the file itself
+    # closed: everything is in the file itself
+    assert not Path(f"{path}-wal").exists()
     return path.read_bytes()
 
 
@@ -341,11 +357,15 @@ def test_a_damaged_file_is_set_aside_by_whoever_writes_and_begun_anew(perfdb, ha
     assert measurements.status().ok and str(aside) in measurements.status().hint
 
 
-@pytest.mark.parametrize("bit", [1, 0x80])                    # another character, and no character at all
+# another character, and no character at all
+@pytest.mark.parametrize("bit", [1, 0x80])
 @pytest.mark.parametrize("place", [
     b"float32 rows=17 hidden=64", b"rows=17 hidden=64\x41", struct.pack(">d", 10 + 17 / 3)])
 def test_a_changed_bit_in_a_row_is_noticed_and_the_row_not_believed(path, place, bit):
-    """In its key, in its sizes, in its time. The structure of the file is whole, so that SQLite itself sees nothing."""
+    """In its key, in its sizes, in its time.
+
+    The structure of the file is whole, so that SQLite itself sees nothing.
+    """
     data = filled(path)
     path.write_bytes(flipped(data, data.index(place) + 6, bit))
     with SqliteStore(path) as store:
@@ -384,7 +404,8 @@ def test_of_two_processes_that_find_the_damage_one_sets_the_file_aside(path):
         found.append(e.value.file)
     assert set_aside(path, found[0]) is not None
     filled(path, 3)
-    assert set_aside(path, found[1]) is None                   # it looked at the old one; the new one stays
+    # it looked at the old one; the new one stays
+    assert set_aside(path, found[1]) is None
     with SqliteStore(path) as store:
         assert len(list(store.rows())) == 3
 
@@ -443,10 +464,12 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     columns = 18 if version < 3 else 19
     for m in (*kept, *others):
         row = tuple(m)[:columns - 1]
-        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})", (*row, schema.checksum(row)))
+        c.execute(f"INSERT INTO measurements VALUES ({','.join('?' * columns)})",
+                  (*row, schema.checksum(row)))
     c.close()
     before = path.read_bytes()
-    with SqliteStore(path, read_only=True) as store:           # as it is, when it may not be changed
+    # as it is, when it may not be changed
+    with SqliteStore(path, read_only=True) as store:
         assert store.timed_rates() == {}
         assert sorted(store.rows()) == kept
     assert path.read_bytes() == before

@@ -1,4 +1,6 @@
-"""Baked choices: the same results as the op itself, nothing looked up, and what was not baked for is said."""
+"""Baked choices: the same results as the op itself, nothing looked up, and what was not baked for
+is said.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,14 @@ BOUND = {
     "mask": ("attention", lambda: ([*qkv(8), torch.ones(8, 8, dtype=torch.bool).tril()], {})),
     "grouped": ("attention", lambda: (qkv(1, 9, heads=4, kv_heads=2), {})),
     "another layout": ("attention", lambda: (qkv(8, layout="bshd"), {"layout": "bshd"})),
-    "strided": ("attention", lambda: ([t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv(8)], {})),
+    "strided": ("attention",
+                lambda: ([t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv(8)], {})),
     "norm": ("rms_norm", lambda: ([torch.randn(3, 16), torch.randn(16)], {"eps": 1e-3})),
     "bare norm": ("rms_norm", lambda: ([torch.randn(3, 16)], {})),
-    "two results": ("add_rms_norm", lambda: ([torch.randn(3, 16), torch.randn(3, 16), torch.randn(16)], {})),
-    "linear": ("linear", lambda: ([torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)], {"activation": "gelu"})),
+    "two results": ("add_rms_norm",
+                    lambda: ([torch.randn(3, 16), torch.randn(3, 16), torch.randn(16)], {})),
+    "linear": ("linear", lambda: ([torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)],
+                                  {"activation": "gelu"})),
 }
 
 
@@ -100,7 +105,8 @@ def test_what_lies_outside_is_told_and_served_by_the_op(world, happened):
     assert short.calls == 1 and not of(PlanMissed, happened)
     close(bound.checked(large), lz.op("rms_norm").reference(large))
     (missed,) = of(PlanMissed, happened)
-    assert short.calls == 1 and missed.reason.code is Code.PLAN_BUCKET_MISS and "rows=9" in missed.reason.message
+    assert (short.calls == 1 and missed.reason.code is Code.PLAN_BUCKET_MISS
+            and "rows=9" in missed.reason.message)
     with pytest.raises(ConfigError, match="was bound with x; got 2"):
         bound.covers(small, small)
 
@@ -116,7 +122,8 @@ def test_a_library_that_does_not_load_leaves_the_world_and_the_next_is_bound(wor
 
 @pytest.mark.parametrize(("call", "told"), [
     (lambda: lz.tables.bind("attention", *(t[0] for t in qkv(8))), "rewritten before it is served"),
-    (lambda: lz.tables.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"), "op's own form: query"),
+    (lambda: lz.tables.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"),
+     "op's own form: query"),
     (lambda: lz.tables.bind("rms_nrm", torch.ones(2, 2)), "did you mean"),
 ])
 def test_what_cannot_be_bound_is_refused(call, told, world):
@@ -150,9 +157,12 @@ def test_a_dry_run_lists_every_call_and_runs_no_kernel(world, happened):
     assert fake.calls == fake.loads == 0 and not of(Selected, happened)
     with torch.no_grad():
         model(x)
-    assert {e.op: e.kernel for e in of(Selected, happened)} == {r.call.op: r.kernel for r in found.rows}
-    assert "2 x lz.rms_norm" in str(found) and json.loads(json.dumps(found.to_json()))["calls"][0]["count"] == 2
-    assert found.calls[1].arguments["is_causal"] is True and found.calls[1].arguments["query"].shape == (2, 2, 7, 16)
+    assert {e.op: e.kernel for e in of(Selected, happened)} == {r.call.op: r.kernel
+                                                                for r in found.rows}
+    assert ("2 x lz.rms_norm" in str(found)
+            and json.loads(json.dumps(found.to_json()))["calls"][0]["count"] == 2)
+    assert (found.calls[1].arguments["is_causal"] is True
+            and found.calls[1].arguments["query"].shape == (2, 2, 7, 16))
 
 
 def test_gradients_and_named_kernels_are_seen(world):
@@ -162,8 +172,10 @@ def test_gradients_and_named_kernels_are_seen(world):
     register(Fake("fake.forward", differentiable=False))
     assert lz.dry_run(model, x).rows[0].kernel != "fake.forward"
     assert lz.dry_run(model, x).calls[0].grad
-    wanting = torch.ones(1, 2, 4, 8, requires_grad=True)       # which the norm must hand on, though it is not run
-    both = lz.dry_run(lambda q, k: lz.attention(lz.rms_norm(q), k, k), wanting, torch.ones(1, 2, 4, 8))
+    # which the norm must hand on, though it is not run
+    wanting = torch.ones(1, 2, 4, 8, requires_grad=True)
+    both = lz.dry_run(lambda q, k: lz.attention(lz.rms_norm(q), k, k), wanting,
+                      torch.ones(1, 2, 4, 8))
     assert [c.grad for c in both.calls] == [True, True]
     with torch.no_grad():
         assert lz.dry_run(model, x).rows[0].kernel == "fake.forward"
@@ -196,8 +208,11 @@ def test_a_model_that_looks_at_values_is_refused(world):
 def test_a_call_nobody_can_serve_is_listed_as_such(world):
     lz.configure(rules=(lz.PolicyRule.of("deny", "*", "rms_norm"),))
     (row,) = lz.dry_run(lambda x: lz.rms_norm(x), torch.ones(3, 16)).rows
-    assert row.kernel == "" and "denied" in row.source and "no kernel" in str(lz.dry_run(lambda x: lz.rms_norm(x),
-                                                                                        torch.ones(3, 16)))
+    assert (row.kernel == "" and "denied" in row.source
+            and "no kernel" in str(lz.dry_run(lambda x: lz.rms_norm(x),
+                                                                                         torch.ones(
+                                                                                             3,
+                                                                                             16))))
 
 
 # compile
@@ -219,11 +234,13 @@ def test_a_compiled_model_calls_its_kernels_directly(world, happened, dynamo):
         want = model(x)
         baked = lz.compile(model, x, fullgraph=True)
         assert [(s.op, s.kernel) for s in baked.sites] == [("rms_norm", "fake.norm"), (
-            "attention", lz.which("attention", *[torch.randn(2, 2, 7, 16)] * 3, is_causal=True))] * 2
+            "attention", lz.which("attention", *[torch.randn(2, 2, 7, 16)] * 3,
+                                  is_causal=True))] * 2
         before, calls = lz.stats().calls, fake.calls
         happened.clear()
         close(baked(x), want)
-    assert fake.calls == calls + 2 and lz.stats().calls == before and happened == [] and not baked.missed
+    assert (fake.calls == calls + 2 and lz.stats().calls == before and happened == []
+            and not baked.missed)
 
 
 def test_other_sizes_are_chosen_anew_and_recorded(world, happened, dynamo):
@@ -247,7 +264,8 @@ def test_sizes_that_may_vary_are_guarded_by_the_kernels_limits(world, dynamo):
     with torch.no_grad():
         baked = lz.compile(lambda x: lz.rms_norm(x) * 2, torch.randn(7, 16), dynamic=True)
         served = []
-        for n in (8, 20, 21, 500):             # after that there is a graph for all sizes, which Dynamo may reuse
+        # after that there is a graph for all sizes, which Dynamo may reuse
+        for n in (8, 20, 21, 500):
             x, calls = torch.randn(n, 16), short.calls
             close(baked(x), lz.op("rms_norm").reference(x) * 2)
             served.append(short.calls > calls)
@@ -264,9 +282,11 @@ def test_training_works(world, dynamo):
 
 
 @pytest.mark.parametrize("call", [
-    lambda q: lz.attention(q, q, q, return_lse=True)[1], lambda q: lz.attention(q, q, q, layout="bshd"),
+    lambda q: lz.attention(q, q, q, return_lse=True)[1],
+    lambda q: lz.attention(q, q, q, layout="bshd"),
     lambda q: lz.attention(q[0], q[0], q[0]), lambda q: lz.add_rms_norm(q, q)[1],
-    lambda q: lz.attention(q, q, q, backend="torch.sdpa_math"), lambda q: lz.attention(q, q, q, scale=1 / q.shape[-1])],
+    lambda q: lz.attention(q, q, q, backend="torch.sdpa_math"),
+    lambda q: lz.attention(q, q, q, scale=1 / q.shape[-1])],
     ids=["lse", "layout", "3d", "two", "named", "computed"])
 def test_every_form_of_call_computes_the_same(call, world, dynamo):
     q = torch.randn(1, 4, 4, 16)

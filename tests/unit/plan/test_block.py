@@ -1,4 +1,6 @@
-"""Planning a whole block: the search is exact, what it plans runs and is right, and it beats choosing op by op."""
+"""Planning a whole block: the search is exact, what it plans runs and is right, and it beats
+choosing op by op.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def plain(v, c):
     mask = torch.ones(seq, k.shape[2], dtype=torch.bool).tril(k.shape[2] - seq)
     mixed = F.scaled_dot_product_attention(q, k, val, attn_mask=mask, enable_gqa=True)
     total = x + mixed.transpose(1, 2).flatten(2) @ v["out.weight"].t()
-    gate, up = (F.rms_norm(total, (hidden,), v["ln2.weight"], 1e-5) @ v["in.weight"].t()).chunk(2, -1)
+    gate, up = (F.rms_norm(total, (hidden,), v["ln2.weight"], 1e-5) @ v["in.weight"].t()).chunk(
+        2, -1)
     return total + (F.silu(gate) * up) @ v["down.weight"].t()
 
 
@@ -48,7 +51,8 @@ def plain(v, c):
 def test_planned_decoder_layer_is_right(seq, past, greedy):
     values = decoder_values(SMALL, batch=2, seq=seq, past=past)
     plan = plan_block(decoder_block(SMALL, cached=past > 0), values, greedy)
-    torch.testing.assert_close(plan(**values)[0].double(), plain(values, SMALL), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plan(**values)[0].double(), plain(values, SMALL), rtol=1e-4,
+                               atol=1e-4)
 
 
 def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
@@ -59,7 +63,8 @@ def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
     assert plan.transform_cost_total == 0 and "mlp" in plan.fused_ops
     assert plan.total_us < greedy.total_us
     joined = {}
-    for name, way in (("greedy", greedy), ("plan", plan)):     # what really happens: is the join of the heads a view?
+    # what really happens: is the join of the heads a view?
+    for name, way in (("greedy", greedy), ("plan", plan)):
         known = dict(values)
         for step in way.steps:
             before = known.get("attn_out")
@@ -70,8 +75,8 @@ def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
 
 
 def _synthetic(costs_a, costs_b):
-    """Two norms one after the other. A kernel of the first leaves its result row by row or column by column, and the
-    second wants rows: what greedy likes best is followed by a copy."""
+    """Two norms one after the other. A kernel of the first leaves its result row by row or column
+    by column, and the second wants rows: what greedy likes best is followed by a copy."""
     def kernel(name, us, columns, wants_rows):
         def load():
             def run(x, weight=None, eps=1e-6, offset=0.0):
@@ -81,7 +86,8 @@ def _synthetic(costs_a, costs_b):
             return run
 
         rules = (contiguous("x"),) if wants_rows else ()
-        return Kernel(name, RMS_NORM, load, requires=rules, overhead_us=us, prior=1e9, less_work="a test")
+        return Kernel(name, RMS_NORM, load, requires=rules, overhead_us=us, prior=1e9,
+                      less_work="a test")
 
     return [*(kernel(f"lib.a{i}", us, columns, False) for i, (us, columns) in enumerate(costs_a)),
             *(kernel(f"lib.b{i}", us, False, True) for i, us in enumerate(costs_b))]
@@ -96,12 +102,14 @@ def test_search_is_exact(world, seed):
     for kernel in _synthetic(costs_a, costs_b):
         lz.register(kernel)
     lz.configure(rules=(lz.PolicyRule.of("allow", "lib.*", "rms_norm"),))
-    block = Block("two", (Stage("rms_norm", {"x": "x"}, ("y",)), Stage("rms_norm", {"x": "y"}, ("z",))), ("z",))
+    block = Block("two", (Stage("rms_norm", {"x": "x"}, ("y",)),
+                          Stage("rms_norm", {"x": "y"}, ("z",))), ("z",))
     x = torch.randn(512, 256)
     plan = plan_block(block, {"x": x})
     rate = worlds.current().surroundings("cpu", None).rates.bytes_per_us
     copy = 2.0 * x.numel() * 4 / rate
-    everyone = [(us, columns, False) for us, columns in costs_a] + [(us, False, True) for us in costs_b]
+    everyone = [(us, columns, False) for us, columns in costs_a] + [(us, False, True)
+                                                                    for us in costs_b]
     best = min(a + b + (copy if columns and rows else 0.0)
                for (a, columns, _), (b, _, rows) in itertools.product(everyone, everyone))
     assert plan.total_us == pytest.approx(best, rel=1e-3)
@@ -109,18 +117,22 @@ def test_search_is_exact(world, seed):
 
 def test_dtype_between_ops_only_where_casting_is_allowed(world):
     def load():
-        return lambda x, weight=None, eps=1e-6, offset=0.0: F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return lambda x, weight=None, eps=1e-6, offset=0.0: F.rms_norm(x, (x.shape[-1],), weight,
+                                                                       eps)
 
     from layerzero.spec.rules import dtypes
-    lz.register(Kernel("lib.half_only", RMS_NORM, load, requires=(dtypes("bfloat16"),), prior=1e9, less_work="a test"))
+    lz.register(Kernel("lib.half_only", RMS_NORM, load, requires=(dtypes("bfloat16"),), prior=1e9,
+                       less_work="a test"))
     block = Block("one", (Stage("rms_norm", {"x": "x"}, ("y",)),), ("y",), dtypes=(torch.bfloat16,))
     x = torch.randn(64, 1024)
     lz.configure(allow_adaptation=False)
     assert plan_block(block, {"x": x}).steps[0].dtype == "float32"
-    lz.configure(allow_adaptation=True, rules=(lz.PolicyRule.of("deny", ["torch.*", "native.*", "reference.*"],
+    lz.configure(allow_adaptation=True,
+                 rules=(lz.PolicyRule.of("deny", ["torch.*", "native.*", "reference.*"],
                                                                 "rms_norm", {"dtype": "float32"}),))
     step = plan_block(block, {"x": x}).steps[0]
-    assert (step.kernel, step.dtype, step.transforms) == ("lib.half_only", "bfloat16", ("cast(bfloat16)",))
+    assert (step.kernel, step.dtype, step.transforms) == ("lib.half_only", "bfloat16",
+                                                          ("cast(bfloat16)",))
     assert step.transform_us > 0
     (y,) = plan_block(block, {"x": x})(x=x)
     assert y.dtype == torch.float32
@@ -151,18 +163,22 @@ def test_a_kernel_that_fails_is_not_planned(world):
 
 def test_mistakes_in_a_block_are_named():
     with pytest.raises(lz.errors.SpecError, match="reads q, which nothing before it gives"):
-        plan_block(Block("b", (Stage("rms_norm", {"x": "q"}, ("y",)),), ("y",)), {"x": torch.randn(2, 8)})
+        plan_block(Block("b", (Stage("rms_norm", {"x": "q"}, ("y",)),), ("y",)),
+                   {"x": torch.randn(2, 8)})
     with pytest.raises(lz.errors.SpecError, match="no op 'rms'"):
-        plan_block(Block("b", (Stage("rms", {"x": "x"}, ("y",)),), ("y",)), {"x": torch.randn(2, 8)})
+        plan_block(Block("b", (Stage("rms", {"x": "x"}, ("y",)),), ("y",)),
+                   {"x": torch.randn(2, 8)})
     with pytest.raises(lz.errors.InvalidCall):
         plan_block(Block("b", (Stage("rms_norm", {"x": "x", "weight": "w"}, ("y",)),), ("y",)),
                    {"x": torch.randn(2, 8), "w": torch.randn(9)})
 
 
 def test_alternatives_must_give_what_is_read_later():
-    ways = Either(((Glue("a", lambda x: x, ("x",), ("y",)),), (Glue("b", lambda x: x, ("x",), ("z",)),)))
+    ways = Either(((Glue("a", lambda x: x, ("x",), ("y",)),),
+                   (Glue("b", lambda x: x, ("x",), ("z",)),)))
     with pytest.raises(lz.errors.SpecError, match="reads y"):
-        plan_block(Block("b", (ways, Stage("rms_norm", {"x": "y"}, ("out",))), ("out",)), {"x": torch.randn(2, 8)})
+        plan_block(Block("b", (ways, Stage("rms_norm", {"x": "y"}, ("out",))), ("out",)),
+                   {"x": torch.randn(2, 8)})
 
 
 def test_report(world):

@@ -1,4 +1,6 @@
-"""Lockfiles and comparisons: what is pinned is checked, and two machines' choices are told apart exactly."""
+"""Lockfiles and comparisons: what is pinned is checked, and two machines' choices are told apart
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def lock(table) -> Lockfile:
     return Lockfile.of(table, worlds.current())
 
 
-def row(kernel: str = "a.a", op: str = "rms_norm", when: tuple = (("dtype", "float32"),), **sizes: Span) -> Row:
+def row(kernel: str = "a.a", op: str = "rms_norm", when: tuple = (("dtype", "float32"),),
+        **sizes: Span) -> Row:
     return Row(op, when, tuple(sizes.items()), (Choice(kernel),))
 
 
@@ -76,14 +79,16 @@ def test_nothing_of_the_machine_is_in_it_but_a_name(lock, table):
 def test_a_pin_says_package_version_and_build(lock):
     pins = {p.kernel: p for p in lock.pins}
     torch_pin = pin_of("torch.rms_norm")
-    assert (torch_pin.package, torch_pin.version) == ("torch", torch.__version__) and torch_pin.build
+    assert ((torch_pin.package, torch_pin.version) == ("torch", torch.__version__)
+            and torch_pin.build)
     assert all(p.build and p.version for p in pins.values())
     certified = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
     assert Lockfile.from_json(certified.to_json()) == certified
 
 
 @pytest.mark.parametrize(("spoil", "told"), [
-    (lambda d: d.update(schema="layerzero.lock/7"), "wanted schema layerzero.lock/1, got 'layerzero.lock/7'"),
+    (lambda d: d.update(schema="layerzero.lock/7"),
+     "wanted schema layerzero.lock/1, got 'layerzero.lock/7'"),
     (lambda d: d.pop("made_on"), "missing: made_on"),
     (lambda d: d.update(kernels={}), "an entry for each kernel"),
     (lambda d: next(iter(d["kernels"].values())).update(build=3), r"build: wanted text, got 3"),
@@ -101,11 +106,14 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
 # checking
 
 def test_another_version_or_build_is_a_violation(lock):
-    changed = replace(lock, pins=tuple(replace(p, version="0.0", build="source#0") for p in lock.pins))
+    changed = replace(lock, pins=tuple(replace(p, version="0.0", build="source#0")
+                                       for p in lock.pins))
     found = lz.tables.check_lockfile(changed)
-    assert {v.kernel for v in found} == {p.kernel for p in lock.pins} and len(found) == 2 * len(lock.pins)
+    assert ({v.kernel for v in found} == {p.kernel for p in lock.pins}
+            and len(found) == 2 * len(lock.pins))
     assert all(v.reason.code is Code.PLAN_DRIFT for v in found)
-    assert any("version 0.0" in str(v) for v in found) and any("build source#0" in str(v) for v in found)
+    assert (any("version 0.0" in str(v) for v in found)
+            and any("build source#0" in str(v) for v in found))
 
 
 def test_a_kernel_that_is_not_here_or_not_installed_is_a_violation(world):
@@ -136,7 +144,8 @@ def test_what_the_policy_forbids_is_a_violation(lock):
     assert {v.reason.code for v in lz.tables.check_lockfile(lock)} == {Code.DENIED_BY_POLICY}
 
 
-@pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has the device that is to be absent")
+@pytest.mark.skipif(torch.xpu.is_available(),
+                    reason="this machine has the device that is to be absent")
 def test_a_device_that_is_not_here_is_a_violation_not_an_error(lock):
     when = tuple((n, "xpu" if n == "device" else v) for n, v in lock.rows[0].when)
     elsewhere = replace(lock, rows=tuple(replace(r, when=when) for r in lock.rows))
@@ -158,8 +167,9 @@ def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch)
     assert not any(p.certificate for p in Lockfile.of(table, world).pins)
     for name in {row.kernel for row in table.rows}:
         kernel = world.catalog.by_id[name]
-        proof = certificates.Certificate(name, "rms_norm", build_of(kernel), certificates.contract_of(kernel.op),
-                                         device.signature, device.name, 9, 0, ("float32",), "grid-1")
+        proof = certificates.Certificate(name, "rms_norm", build_of(kernel),
+                                         certificates.contract_of(kernel.op), device.signature,
+                                         device.name, 9, 0, ("float32",), "grid-1")
         certificates.write(proof, device)
     lock = Lockfile.of(table, world)
     assert all(p.certificate for p in lock.pins) and lz.tables.check_lockfile(lock) == ()
@@ -182,8 +192,10 @@ def test_a_lockfile_that_holds_can_be_put_in_force(table):
 # comparing
 
 def test_the_same_differs_and_only_in_one():
-    a = Lockfile("a", (), (row("k.one", rows=Span(1, 64)), row("k.two", rows=Span(65, 128)), row("k.x", op="linear")))
-    b = Lockfile("b", (), (row("k.one", rows=Span(1, 32)), row("k.three", rows=Span(33, 100)), row("k.y", op="moe")))
+    a = Lockfile("a", (), (row("k.one", rows=Span(1, 64)), row("k.two", rows=Span(65, 128)),
+                           row("k.x", op="linear")))
+    b = Lockfile("b", (), (row("k.one", rows=Span(1, 32)), row("k.three", rows=Span(33, 100)),
+                           row("k.y", op="moe")))
     found = {(d.verdict, d.calls, d.a, d.b) for d in compare(a, b)}
     assert found == {
         ("same", "rms_norm float32 rows=1-32", "k.one", "k.one"),
@@ -195,9 +207,10 @@ def test_the_same_differs_and_only_in_one():
 
 
 spans = st.builds(lambda ends, m, o: Span(min(ends), max(ends), m, o if not m else ()),
-                  st.tuples(st.integers(0, 12), st.integers(0, 12)), st.sampled_from([(), (2,), (3,), (2, 3)]),
-                  st.sampled_from([(), (2,), (3,)]))
-boxes = st.dictionaries(st.sampled_from(["rows", "hidden"]), spans, min_size=1).map(lambda sizes: row(**sizes))
+                  st.tuples(st.integers(0, 12), st.integers(0, 12)),
+                  st.sampled_from([(), (2,), (3,), (2, 3)]), st.sampled_from([(), (2,), (3,)]))
+boxes = st.dictionaries(st.sampled_from(["rows", "hidden"]), spans,
+                        min_size=1).map(lambda sizes: row(**sizes))
 
 
 @given(boxes, boxes)
@@ -237,9 +250,11 @@ def run(capsys, world, tmp_path, monkeypatch):
 
 
 def test_solve_lock_check_and_diff(run, tmp_path):
-    code, out, _ = run("solve", "--calls", "calls.jsonl", "--device", "cpu", "--python", "choices.py")
+    code, out, _ = run("solve", "--calls", "calls.jsonl", "--device", "cpu", "--python",
+                       "choices.py")
     table = Table.load("dispatch_table.json")
-    assert code == 0 and table.id in out and "def rms_norm(facts):" in (tmp_path / "choices.py").read_text()
+    assert (code == 0 and table.id in out
+            and "def rms_norm(facts):" in (tmp_path / "choices.py").read_text())
     code, out, _ = run("lock", "--table", "dispatch_table.json")
     assert code == 0 and table.rows[0].kernel in out
     assert run("lock", "--check")[0] == 0
@@ -248,7 +263,8 @@ def test_solve_lock_check_and_diff(run, tmp_path):
     (tmp_path / "layerzero.lock").write_text(json.dumps(replace(
         lock, pins=tuple(replace(p, version="0.0") for p in lock.pins)).to_json()))
     code, out, _ = run("lock", "--check", "--json")
-    assert code == 1 and not json.loads(out)["ok"] and "version 0.0" in json.loads(out)["violations"][0]["text"]
+    assert (code == 1 and not json.loads(out)["ok"]
+            and "version 0.0" in json.loads(out)["violations"][0]["text"])
     preferring(table, "reference.rms_norm").save("other.json")
     code, out, _ = run("diff", "dispatch_table.json", "other.json", "--json")
     (only,) = json.loads(out)["differences"]

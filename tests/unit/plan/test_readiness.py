@@ -1,4 +1,6 @@
-"""lz.readiness_check and lz ready: every check fails for its own cause, says what to do, and writes nothing."""
+"""lz.readiness_check and lz ready: every check fails for its own cause, says what to do, and writes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from layerzero.world.health import Health
 
 pytestmark = pytest.mark.usefixtures("world")
 CALL = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, name="mine")
-NAMES = ["kernels", "certificates", "warm-up", "measurements", "policy", "capabilities", "database", "memory",
+NAMES = ["kernels", "certificates", "warm-up", "measurements", "policy", "capabilities", "database",
+         "memory",
          "versions", "health"]
 
 
@@ -47,11 +50,13 @@ def perfdb(tmp_path):
     return path
 
 
-def measured(path: Path, build: str | None = None, place: str | None = None, at: float | None = None) -> None:
+def measured(path: Path, build: str | None = None, place: str | None = None,
+             at: float | None = None) -> None:
     kernel = worlds.current().catalog.by_id["torch.rms_norm"]
     with SqliteStore(path) as store:
-        store.put([Measurement("torch.rms_norm", "rms_norm", "float32", place or worlds.current().place("cpu"), 5.0,
-                               samples=9, build=build or build_of(kernel), at=at or time.time())])
+        store.put([Measurement("torch.rms_norm", "rms_norm", "float32",
+                               place or worlds.current().place("cpu"), 5.0, samples=9, build=build
+                               or build_of(kernel), at=at or time.time())])
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -70,15 +75,18 @@ def test_a_machine_that_has_everything_is_ready():
 def test_the_report_is_json():
     data = json.loads(json.dumps(lz.readiness_check([CALL], "cpu").to_json()))
     assert data["schema"] == readiness.SCHEMA and data["ready"] is True
-    assert all(set(c) == {"name", "state", "want", "got", "hint", "details"} for c in data["checks"])
+    assert all(set(c) == {"name", "state", "want", "got", "hint", "details"}
+               for c in data["checks"])
 
 
 def test_the_worst_finding_is_the_verdict_and_all_are_told():
-    found = readiness.ReadinessCheck.of("x", "y", [readiness.ReadinessFinding("warning", "a", "do a"),
+    found = readiness.ReadinessCheck.of("x", "y",
+                                        [readiness.ReadinessFinding("warning", "a", "do a"),
                                           readiness.ReadinessFinding("fail", "b", "do b")], "fine")
     assert (found.state, found.got, found.hint) == ("fail", "b (and 1 more)", "do b; do a")
     assert found.details == ("fail: b", "warning: a")
-    assert readiness.ReadinessCheck.of("x", "y", [], "fine") == readiness.ReadinessCheck("x", "ok", "y", "fine")
+    assert readiness.ReadinessCheck.of("x", "y", [],
+                                       "fine") == readiness.ReadinessCheck("x", "ok", "y", "fine")
 
 
 def test_calls_may_come_from_a_file(tmp_path):
@@ -107,7 +115,8 @@ def test_a_call_that_policy_leaves_no_kernel_is_not_ready():
     lz.configure(rules=(lz.PolicyRule.of("deny", "*", "rms_norm"),))
     found = check("kernels")
     assert found.state == "fail" and "DENIED_BY_POLICY" in found.got and "lz explain" in found.hint
-    assert check("kernels", [Call("layer_norm", {"x": TensorSpec((4, 64), "float32")})]).state == "ok"
+    assert check("kernels",
+                 [Call("layer_norm", {"x": TensorSpec((4, 64), "float32")})]).state == "ok"
 
 
 def test_a_locked_kernel_must_be_here():
@@ -115,7 +124,8 @@ def test_a_locked_kernel_must_be_here():
     lz.lock("rms_norm", "fake.gone")
     for calls in ((), (CALL,)):
         found = check("kernels", calls)
-        assert found.state == "fail" and any("locked to fake.gone" in line for line in (*found.details, found.got))
+        assert (found.state == "fail"
+                and any("locked to fake.gone" in line for line in (*found.details, found.got)))
         assert any("NOT_INSTALLED" in line for line in (*found.details, found.got))
 
 
@@ -137,11 +147,13 @@ def cold(tmp_path, monkeypatch):
     register(Fake("fake.jit", jit=True, prior=1e9, package="torch"))
 
 
-@pytest.mark.parametrize(("mode", "state"), [("in_request", "fail"), ("background", "warning"), ("never", "warning")])
+@pytest.mark.parametrize(("mode", "state"), [("in_request", "fail"), ("background", "warning"),
+                                             ("never", "warning")])
 def test_what_would_be_compiled_is_told(cold, mode, state):
     lz.configure(jit=mode)
     found = check("warm-up")
-    assert found.state == state and "fake.jit is not compiled" in found.got and found.hint == "run lz warmup"
+    assert (found.state == state and "fake.jit is not compiled" in found.got
+            and found.hint == "run lz warmup")
     assert ("a request would wait" in found.got) == (mode == "in_request")
 
 
@@ -293,7 +305,8 @@ def test_a_table_that_does_not_hold_is_not_ready(table, how):
         data["rows"][0]["choices"][0]["kernel"] = "reference.rms_norm"
         table.write_text(json.dumps(data))
     else:
-        lz.configure(strict_mode=True)                              # the policy it was made under is another one
+        # the policy it was made under is another one
+        lz.configure(strict_mode=True)
     report = lz.readiness_check([CALL], "cpu", table=table)
     assert not report and report["table"].state == "fail" and "lz solve" in report["table"].hint
 
@@ -302,7 +315,8 @@ def test_a_lockfile_must_be_held(table, tmp_path):
     path = tmp_path / "layerzero.lock"
     lz.tables.write_lockfile(table, path)
     assert check("lockfile", lock=path).state == "ok"
-    lz.configure(rules=(lz.PolicyRule.of("deny", lz.which("rms_norm", torch.randn(4, 64)), "rms_norm"),))
+    lz.configure(rules=(lz.PolicyRule.of("deny", lz.which("rms_norm", torch.randn(4, 64)),
+                                         "rms_norm"),))
     found = check("lockfile", lock=path)
     assert found.state == "fail" and "denied" in found.got
     path.write_text("{}")
@@ -335,7 +349,8 @@ def test_a_policy_file_that_broke_meanwhile_fails(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "part"), [
-    ({"disabled": True}, "disabled is set"), ({"strict_mode": True, "allow_adaptation": True}, "strict_mode wins"),
+    ({"disabled": True}, "disabled is set"), ({"strict_mode": True, "allow_adaptation": True},
+                                              "strict_mode wins"),
     ({"jit": "in_request"}, "jit is in_request")])
 def test_settings_that_one_does_not_want_in_production_are_warnings(change, part):
     lz.configure(**change)
@@ -360,7 +375,8 @@ def test_a_headroom_beyond_what_is_free_is_told():
 def test_a_workspace_beyond_the_headroom_fails():
     lz.configure(memory_headroom=1000)
     found = readiness.check_memory(worlds.current(), "cpu", 2000)
-    assert found.state == "fail" and "2,000 bytes of workspace are needed, the headroom is 1,000" in found.got
+    assert (found.state == "fail"
+            and "2,000 bytes of workspace are needed, the headroom is 1,000" in found.got)
 
 
 def test_a_version_outside_what_was_tested_is_told(monkeypatch):
@@ -382,9 +398,11 @@ def test_what_the_package_itself_needs_must_be_here(monkeypatch):
     assert found.state == "fail" and len(found.details) == 2 and "torch >=99" in found.got
 
 
-@pytest.mark.parametrize(("state", "verdict"), [("open", "warning"), ("disabled", "fail"), ("half_open", "ok")])
+@pytest.mark.parametrize(("state", "verdict"),
+                         [("open", "warning"), ("disabled", "fail"), ("half_open", "ok")])
 def test_a_kernel_out_of_service_is_told(state, verdict):
-    health = Health(state, 3, until=time.monotonic() + 60, reason=Reason(Code.KERNEL_FAILED, None, "boom"))
+    health = Health(state, 3, until=time.monotonic() + 60,
+                    reason=Reason(Code.KERNEL_FAILED, None, "boom"))
     worlds.publish(lambda w: w.replace(health={"some_library": health}), "test")
     found = check("health")
     told = [line for line in (*found.details, found.got) if "some_library" in line]
@@ -399,7 +417,8 @@ class Answers:
     """The store of a process group, as one process sees it."""
 
     def __init__(self, **told):
-        self.told = {f"layerzero/readiness/{name[1:]}": value.encode() for name, value in told.items()}
+        self.told = {f"layerzero/readiness/{name[1:]}": value.encode()
+                     for name, value in told.items()}
 
     def set(self, key, value):
         self.told[key] = value.encode()
@@ -416,7 +435,8 @@ def test_ranks_must_be_alike():
     mine = " ".join(f"{k}={v}" for k, v in readiness.identity(world).items())
     assert readiness.check_ranks(world, Answers(r1=mine), 0, 2).state == "ok"
     found = readiness.check_ranks(world, Answers(r1=mine.replace(world.policy.hash, "other")), 0, 2)
-    assert found.state == "fail" and f"rank 1: policy=other instead of policy={world.policy.hash}" == found.got
+    assert (found.state == "fail" and f"rank 1: policy=other instead of policy={world.policy.hash}"
+            == found.got)
     found = readiness.check_ranks(world, Answers(), 0, 3)
     assert found.state == "warning" and "2 of 3 ranks" in found.got
 
@@ -445,10 +465,12 @@ def test_two_real_ranks_find_each_other_without_a_collective(tmp_path, how, stat
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     if how == "same":
-        program = RANKS.replace("if rank:\n    lz.configure(strict_mode", "if True:\n    lz.configure(strict_mode")
+        program = RANKS.replace("if rank:\n    lz.configure(strict_mode",
+                                "if True:\n    lz.configure(strict_mode")
     else:
         program = RANKS
-    both = [subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path / "store"), how], text=True,
+    both = [subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path / "store"),
+                              how], text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
     for process in both:
         out, err = process.communicate(timeout=240)
@@ -476,10 +498,12 @@ def test_the_exit_code_says_whether_it_is_ready(run, tmp_path):
     assert run()[0] == 0 and run("--strict")[0] == 1
     code, out, _ = run("--table", str(tmp_path / "none.json"), "--json")
     data = json.loads(out)
-    assert code == 1 and not data["ready"] and [c["name"] for c in data["checks"] if c["state"] == "fail"] == ["table"]
+    assert (code == 1 and not data["ready"]
+            and [c["name"] for c in data["checks"] if c["state"] == "fail"] == ["table"])
 
 
-@pytest.mark.parametrize("words", [("--calls", "no_such_file"), ("--model", "no-such-model"), ("--nonsense",),
+@pytest.mark.parametrize("words", [("--calls", "no_such_file"), ("--model", "no-such-model"),
+                                   ("--nonsense",),
                                    ("--calls", __file__, "--model", "smollm2-135m")])
 def test_a_wrong_question_is_another_exit_code(run, words):
     code, out, err = run(*words)
@@ -494,8 +518,8 @@ def test_a_model_is_checked_call_by_call(run):
 
 def command(tmp_path, **environ):
     env = {k: v for k, v in os.environ.items() if not k.startswith("LAYERZERO_")}
-    done = subprocess.run([sys.executable, "-m", "layerzero", "ready", "--device", "cpu", "--json"], text=True,
-                          capture_output=True, timeout=240,
+    done = subprocess.run([sys.executable, "-m", "layerzero", "ready", "--device", "cpu", "--json"],
+                          text=True, capture_output=True, timeout=240,
                           env={**env, "LAYERZERO_CACHE_DIR": str(tmp_path), **environ})
     return done.returncode, json.loads(done.stdout), done.stderr
 

@@ -1,4 +1,6 @@
-"""Dispatch tables: what they answer is valid for every call they cover, and what they do not cover is said."""
+"""Dispatch tables: what they answer is valid for every call they cover, and what they do not cover
+is said.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ MAKERS = random_calls.MAKERS
 
 
 def norm(rows: int, hidden: int = 64, dtype: str = "float32", **more) -> Call:
-    return Call("rms_norm", {"x": TensorSpec((rows, hidden), dtype), "weight": TensorSpec((hidden,), dtype), **more})
+    return Call("rms_norm", {"x": TensorSpec((rows, hidden), dtype),
+                             "weight": TensorSpec((hidden,), dtype), **more})
 
 
-def attend(seq_q: int, seq_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, batch: int = 1, **more) -> Call:
+def attend(seq_q: int, seq_k: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, batch: int = 1,
+           **more) -> Call:
     shapes = {"query": (batch, heads, seq_q, dim), "key": (batch, kv_heads, seq_k, dim),
               "value": (batch, kv_heads, seq_k, dim)}
     return Call("attention", {**{n: TensorSpec(s, "float32") for n, s in shapes.items()}, **more})
@@ -58,7 +62,8 @@ def cpu_facts(op: str, args: tuple, kwargs: dict) -> dict:
 @pytest.fixture
 def table(world) -> Table:
     return lz.tables.solve(
-        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], device="cpu")
+        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)],
+        device="cpu")
 
 
 def preferring(table: Table, last: str) -> Table:
@@ -103,7 +108,8 @@ def test_multiples_are_kept_where_they_decide_and_dropped_where_not(world):
     assert found.pop("fake.even") == Span(33, 48, (8,))
     assert set(found.values()) == {Span(33, 48, (), (8,))}
     lz.configure(rules=(lz.PolicyRule.of("deny", "fake.even"),))
-    assert [dict(r.sizes)["rows"] for r in lz.tables.solve([norm(33), norm(40)], device="cpu").rows] == [Span(33, 48)]
+    assert [dict(r.sizes)["rows"]
+            for r in lz.tables.solve([norm(33), norm(40)], device="cpu").rows] == [Span(33, 48)]
 
 
 def test_a_line_that_the_policy_draws_is_a_line_of_the_table(world):
@@ -117,7 +123,8 @@ def test_a_line_that_the_policy_draws_is_a_line_of_the_table(world):
 def test_the_facts_of_a_written_call_are_those_of_the_call(world):
     q, k, v = qkv(seq_q=3, seq_k=40, heads=4, kv_heads=2)
     found = dispatcher_of("attention")
-    values = found.order_arguments((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), {"softcap": 3.0})
+    values = found.order_arguments((q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
+                                   {"softcap": 3.0})
     real = found.facts(values, worlds.current())
     call = written.describe(found.op, dict(zip(found.names, values)))
     op, read = facts_of(call, worlds.current(), "cpu")
@@ -186,26 +193,33 @@ def test_explain_says_that_it_came_from_the_table(table):
     assert plan.kernel == "reference.rms_norm" == lz.which("rms_norm", x, w)
     assert plan.table == ours.id and f"from table {ours.id}" in str(plan)
     assert plan.steps[0].note == f"from table {ours.id}"
-    assert plan.steps[0].score.total_us > 0 and plan.rejected  # the engine's own judgement is shown beside it
+    # the engine's own judgement is shown beside it
+    assert plan.steps[0].score.total_us > 0 and plan.rejected
     assert lz.Plan.from_json(json.loads(json.dumps(plan.to_json()))).table == ours.id
 
 
 def test_a_call_outside_is_selected_at_run_time_and_recorded(table, happened, path):
     lz.tables.use_table(table)
     x, w = torch.randn(200, 64), torch.randn(64)
-    torch.testing.assert_close(path_of("rms_norm", path)(x, w), lz.op("rms_norm").reference(x, w), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(path_of("rms_norm", path)(x, w), lz.op("rms_norm").reference(x, w),
+                               rtol=1e-5, atol=1e-6)
     (missed,) = of(PlanMissed, happened)
     assert missed.reason.code is Code.PLAN_BUCKET_MISS and "rows=200" in missed.reason.message
     assert missed.kernel == lz.which("rms_norm", x, w)
     plan = lz.explain("rms_norm", x, w)
-    assert plan.missed.code is Code.PLAN_BUCKET_MISS and "PLAN_BUCKET_MISS" in str(plan) and not plan.table
+    assert (plan.missed.code is Code.PLAN_BUCKET_MISS and "PLAN_BUCKET_MISS" in str(plan)
+            and not plan.table)
     assert lz.Plan.from_json(json.loads(json.dumps(plan.to_json()))).missed == plan.missed
-    assert lz.stats().events["plan_missed"] == 1               # once for its kind of call, not for each call
+    # once for its kind of call, not for each call
+    assert lz.stats().events["plan_missed"] == 1
 
 
 def test_the_key_tells_the_ends_of_a_range_apart(table, happened, path):
-    """A range that ends inside a bucket: the remembered choice of one side is not given to the other."""
-    cut = tuple(replace(r, sizes=tuple((n, s._replace(high=110) if n == "rows" else s) for n, s in r.sizes))
+    """A range that ends inside a bucket: the remembered choice of one side is not given to the
+    other.
+    """
+    cut = tuple(replace(r, sizes=tuple((n, s._replace(high=110) if n == "rows" else s)
+                                       for n, s in r.sizes))
                 for r in table.rows)
     lz.tables.use_table(preferring(replace(table, rows=cut), "reference.rms_norm"))
     w = torch.randn(64)
@@ -235,7 +249,8 @@ def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, happened)
     x, w = torch.randn(4, 64), torch.randn(64)
     for _ in range(5):
         torch.testing.assert_close(lz.rms_norm(x, w), lz.op("rms_norm").reference(x, w))
-    assert lz.which("rms_norm", x, w) == table.rows[0].choices[1].kernel      # its breaker is open: still by the table
+    # its breaker is open: still by the table
+    assert lz.which("rms_norm", x, w) == table.rows[0].choices[1].kernel
     assert lz.explain("rms_norm", x, w).table == table.id
 
 
@@ -244,7 +259,8 @@ def test_a_row_whose_kernels_are_all_out_is_a_miss(world, happened):
     register(bad)
     table = lz.tables.solve([norm(4)], device="cpu")
     bare = replace(table.rows[0], choices=table.rows[0].choices[:1])
-    lz.tables.use_table(stamped(replace(table, rows=(bare,)), builds={"fake.bad": table.stamp.builds["fake.bad"]}))
+    lz.tables.use_table(stamped(replace(table, rows=(bare,)),
+                                builds={"fake.bad": table.stamp.builds["fake.bad"]}))
     bad.fault = RuntimeError("broken")
     for _ in range(3):
         with pytest.raises(lz.errors.KernelExecutionError):
@@ -269,13 +285,15 @@ def stamped(table: Table, **changes) -> Table:
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda s: {"device": replace(s.device, driver_version="999.1")}, "device.driver_version 999.1"),
+    (lambda s: {"device": replace(s.device, driver_version="999.1")},
+     "device.driver_version 999.1"),
     (lambda s: {"device": replace(s.device, name="another CPU")}, "device.name another CPU"),
     (lambda s: {"device": replace(s.device, torch_version="1.0")}, "device.torch_version 1.0"),
     (lambda s: {"place": "elsewhere-64t"}, "threads elsewhere-64t"),
     (lambda s: {"policy": "0123"}, "policy 0123"),
     (lambda s: {"capabilities": "0123"}, "capabilities 0123"),
-    (lambda s: {"builds": {**s.builds, "reference.rms_norm": "source#0"}}, "build of reference.rms_norm source#0"),
+    (lambda s: {"builds": {**s.builds, "reference.rms_norm": "source#0"}},
+     "build of reference.rms_norm source#0"),
     (lambda s: {"builds": {**s.builds, "gone.kernel": "x==1"}}, "build of gone.kernel x==1"),
 ])
 def test_drift_is_refused_and_named(table, change, told):
@@ -291,13 +309,15 @@ def test_which_of_two_twins_and_how_much_memory_is_no_drift(table):
 
 
 def test_a_device_that_is_not_here_is_refused(table):
-    device = replace(table.stamp.device, type="xpu", vendor="intel", isa=(), gpu_generation="unknown")
+    device = replace(table.stamp.device, type="xpu", vendor="intel", isa=(),
+                     gpu_generation="unknown")
     with pytest.raises(DataError, match="Run lz solve again"):
         lz.tables.use_table(stamped(table, device=device))
 
 
 @pytest.mark.parametrize("change", [
-    lambda: lz.configure(deterministic=True), lambda: register(Fake("fake.new"))], ids=["policy", "kernels"])
+    lambda: lz.configure(deterministic=True), lambda: register(Fake("fake.new"))],
+                         ids=["policy", "kernels"])
 def test_drift_while_in_force_turns_it_off_and_says_so(table, happened, change):
     lz.tables.use_table(preferring(table, "reference.rms_norm"))
     change()
@@ -313,7 +333,9 @@ def test_a_table_of_an_op_that_is_not_here_is_refused(table):
     with pytest.raises(DataError, match="geglu"):
         lz.tables.use_table(replace(table, rows=(replace(table.rows[0], op="geglu"),)))
     with pytest.raises(DataError, match="rms_norm color"):
-        lz.tables.use_table(replace(table, rows=(Row("rms_norm", (("color", 1),), (), (Choice("torch.rms_norm"),)),)))
+        lz.tables.use_table(replace(table,
+                                    rows=(Row("rms_norm", (("color", 1),), (),
+                                              (Choice("torch.rms_norm"),)),)))
 
 
 # the file
@@ -321,8 +343,8 @@ def test_a_table_of_an_op_that_is_not_here_is_refused(table):
 def test_a_table_survives_its_file(table, tmp_path):
     path = tmp_path / "dispatch_table.json"
     again = lz.tables.solve(
-        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)], path=path,
-        device="cpu")
+        [norm(1), norm(100), attend(1, 16), attend(1, 500), attend(8, 8, is_causal=True)],
+        path=path, device="cpu")
     assert Table.load(path) == again == table and Table.load(path).id == table.id
     assert json.loads(path.read_text())["schema"] == SCHEMA
     assert lz.tables.use_table(path) == table
@@ -331,28 +353,38 @@ def test_a_table_survives_its_file(table, tmp_path):
 
 
 @pytest.mark.parametrize(("spoil", "told"), [
-    (lambda d: d.update(schema="layerzero.dispatch_table/9"), "wanted schema layerzero.dispatch_table/1"),
+    (lambda d: d.update(schema="layerzero.dispatch_table/9"),
+     "wanted schema layerzero.dispatch_table/1"),
     (lambda d: d.pop("stamp"), "missing: stamp"),
     (lambda d: d.update(color=1), "unknown: color"),
     (lambda d: d.update(rows={}), "rows: wanted a list"),
     (lambda d: d["rows"][0].pop("op"), r"rows\[0\]: missing: op"),
-    (lambda d: d["rows"][1].update(choices=[]), r"rows\[1\].choices: wanted a list of at least one kernel"),
-    (lambda d: d["rows"][0]["choices"][0].update(kernel=7), r"rows\[0\].choices\[0\].kernel: wanted text.*got 7"),
+    (lambda d: d["rows"][1].update(choices=[]),
+     r"rows\[1\].choices: wanted a list of at least one kernel"),
+    (lambda d: d["rows"][0]["choices"][0].update(kernel=7),
+     r"rows\[0\].choices\[0\].kernel: wanted text.*got 7"),
     (lambda d: d["rows"][0]["choices"][0].update(transforms=[["melt", "x"]]),
      r"choices\[0\].transforms\[0\]\[0\]: wanted one of contiguous"),
-    (lambda d: d["rows"][0]["choices"][0].update(workspace=-1), r"workspace: wanted a whole number >= 0"),
+    (lambda d: d["rows"][0]["choices"][0].update(workspace=-1),
+     r"workspace: wanted a whole number >= 0"),
     (lambda d: d["rows"][0]["sizes"].update(rows=[5, 1]),
      r"rows\[0\].sizes.rows.range: wanted a range .* the smaller one first"),
-    (lambda d: d["rows"][0]["sizes"].update(rows=[1]), r"sizes.rows.range: wanted a range \[from, to\]"),
-    (lambda d: d["rows"][0]["sizes"].update(rows=[1, float("inf")]), r"sizes.rows.range: wanted a range \[from, to\]"),
-    (lambda d: d["rows"][0]["sizes"].update(rows={"range": [1, 2], "multiple_of": [0], "not_multiple_of": []}),
+    (lambda d: d["rows"][0]["sizes"].update(rows=[1]),
+     r"sizes.rows.range: wanted a range \[from, to\]"),
+    (lambda d: d["rows"][0]["sizes"].update(rows=[1, float("inf")]),
+     r"sizes.rows.range: wanted a range \[from, to\]"),
+    (lambda d: d["rows"][0]["sizes"].update(rows={"range": [1, 2], "multiple_of": [0],
+                                                  "not_multiple_of": []}),
      r"multiple_of\[0\]: wanted"),
     (lambda d: d["rows"][0].update(when=[]), r"rows\[0\].when: wanted an object"),
-    (lambda d: d["stamp"]["device"].update(cores="many"), "stamp.device.cores: wanted a whole number"),
+    (lambda d: d["stamp"]["device"].update(cores="many"),
+     "stamp.device.cores: wanted a whole number"),
     (lambda d: d["stamp"].update(signature="x"), "stamp.signature: wanted"),
     (lambda d: d["stamp"].update(builds=[]), "stamp.builds: wanted"),
-    (lambda d: d.update(jit=[{"kernel": "a.b", "call": {"op": 3}}]), r"jit\[0\].call.op: wanted text"),
-    (lambda d: d["rows"][0]["sizes"].update(rows=[1, 10 ** 6]), "hash: wanted .* changed after it was made"),
+    (lambda d: d.update(jit=[{"kernel": "a.b", "call": {"op": 3}}]),
+     r"jit\[0\].call.op: wanted text"),
+    (lambda d: d["rows"][0]["sizes"].update(rows=[1, 10 ** 6]),
+     "hash: wanted .* changed after it was made"),
 ])
 def test_a_file_that_does_not_fit_is_refused_with_the_place(table, spoil, told):
     data = copy.deepcopy(table.to_json())
@@ -364,7 +396,9 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(table, spoil, told):
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_file_with_anything_missing_or_extra_is_a_data_error(data):
-    """Whatever is taken away from a file or put into it: one error that names the place, or the same table."""
+    """Whatever is taken away from a file or put into it: one error that names the place, or the
+    same table.
+    """
     whole = small().to_json()
     at = whole
     while True:
@@ -379,7 +413,8 @@ def test_a_file_with_anything_missing_or_extra_is_a_data_error(data):
         if data.draw(st.booleans()):
             del at[key]
         else:
-            at[key] = data.draw(st.sampled_from([None, -1, 1.5, "x", [], {}, [1, 2], {"op": 1}, True]))
+            at[key] = data.draw(st.sampled_from([None, -1, 1.5, "x", [], {}, [1, 2], {"op": 1},
+                                                 True]))
         break
     try:
         assert Table.from_json(whole) == small()
@@ -420,13 +455,16 @@ def test_the_lowered_form_stands_alone(table, tmp_path):
               any(name.split(".")[0] in ("layerzero", "torch") for name in sys.modules))
     """)
     assert out == f"{row} -1 -1 {table.rows[row].kernel} {table.id} False"
-    assert "import" not in [line.split()[0] for line in lowering.lower(table).splitlines() if line[:1].isalpha()]
+    assert "import" not in [line.split()[0] for line in lowering.lower(table).splitlines()
+                            if line[:1].isalpha()]
 
 
 @pytest.mark.parametrize("op", list(MAKERS))
 @pytest.mark.filterwarnings("ignore::layerzero.errors.CausalAlignmentWarning")
 def test_lowered_table_and_rules_agree_on_random_calls(op, world):
-    """Thousands of random shapes: the lowered form says what the table says, and that is a kernel whose rules hold."""
+    """Thousands of random shapes: the lowered form says what the table says, and that is a kernel
+    whose rules hold.
+    """
     if op == "synthetic":
         random_calls.register_synthetic()
     make, rng = MAKERS[op], random.Random(7)
@@ -459,9 +497,11 @@ def test_lowered_table_and_rules_agree_on_random_calls(op, world):
 def moved(rng: random.Random, op: lz.Op, facts: dict) -> dict:
     """A call that differs a little in one or two sizes, as its facts."""
     new = dict(facts)
-    names = [n for n in (*op.dims, *(p.name for p in op.params if p.kind == "int")) if new[n] is not None]
+    names = [n for n in (*op.dims, *(p.name for p in op.params if p.kind == "int"))
+             if new[n] is not None]
     for name in rng.sample(names, min(len(names), rng.choice((1, 1, 2)))):
-        new[name] = max(rng.choice((new[name] + rng.randint(-9, 9), new[name] * 2, rng.choice(random_calls.EDGES))), 0)
+        new[name] = max(rng.choice((new[name] + rng.randint(-9, 9), new[name] * 2,
+                                    rng.choice(random_calls.EDGES))), 0)
     for name, text in op.derived.items():
         new[name] = None if any(new[n] is None for n in parse(text).names) else parse(text)(new)
     return new if all(rule.check(new) is None for rule in op.requires) else facts
@@ -474,10 +514,12 @@ def described(op: str, args: tuple, kwargs: dict) -> Call | None:
         found.facts(values, worlds.current())
     except (InvalidCall, TypeError):
         return None
-    named = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in zip(found.names, values)}
+    named = {n: v.detach() if isinstance(v, torch.Tensor) else v
+             for n, v in zip(found.names, values)}
     if any(isinstance(v, float) and v != v for v in named.values()):
         return None
-    outline = {n: TensorSpec(tuple(v.shape), str(v.dtype)[6:], None if v.is_contiguous() else v.stride())
+    outline = {n: TensorSpec(tuple(v.shape), str(v.dtype)[6:], None if v.is_contiguous()
+                             else v.stride())
                if isinstance(v, torch.Tensor) else v for n, v in named.items()}
     return Call(op, outline)
 
@@ -485,7 +527,9 @@ def described(op: str, args: tuple, kwargs: dict) -> Call | None:
 @pytest.mark.filterwarnings("ignore::layerzero.errors.CausalAlignmentWarning")
 @pytest.mark.parametrize("op", ["attention", "rms_norm", "varlen_attention"])
 def test_a_table_says_what_the_engine_chooses(op, world):
-    """Calls that share no key: each is a row's own, and its row has the kernels of its plan in their order."""
+    """Calls that share no key: each is a row's own, and its row has the kernels of its plan in
+    their order.
+    """
     rng, world = random.Random(3), worlds.current()
     calls = [c for c in (described(op, *MAKERS[op](rng)) for _ in range(200)) if c is not None]
     decided = 0
@@ -493,25 +537,30 @@ def test_a_table_says_what_the_engine_chooses(op, world):
         target, facts = facts_of(call, world, "cpu")
         steps = world.plan(target, facts).steps
         rows = lz.tables.solve([call], device="cpu", fill=False).rows
-        assert [[c.kernel for c in row.choices] for row in rows] == [[s.kernel for s in steps]] * bool(steps)
+        assert [[c.kernel for c in row.choices]
+                for row in rows] == [[s.kernel for s in steps]] * bool(steps)
         decided += len(rows)
     assert decided > 40
 
 
-@given(rows=st.integers(0, 5000), hidden=st.sampled_from([1, 63, 64, 65]), half=st.booleans(), affine=st.booleans())
+@given(rows=st.integers(0, 5000), hidden=st.sampled_from([1, 63, 64, 65]), half=st.booleans(),
+       affine=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, affine):
     dtype = torch.float16 if half else torch.float32
     found, device = dispatcher_of("rms_norm"), worlds.current().device("cpu").facts()
     facts = cpu_facts("rms_norm", (torch.empty(rows, hidden, dtype=dtype, device="meta"),
-                                   torch.empty(hidden, dtype=dtype, device="meta") if affine else None), {})
+                                   torch.empty(hidden, dtype=dtype, device="meta") if affine
+                                   else None), {})
     facts["device"] = "cpu"
-    world = replace(worlds.current(), table=ActiveTable(wide(), worlds.current().catalog))  # not published
+    # not published
+    world = replace(worlds.current(), table=ActiveTable(wide(), worlds.current().catalog))
     plan = world.plan(found.op, facts)
     if plan.table:
         kernel = worlds.current().catalog.by_id[plan.kernel]
         mended = {t.target for t in plan.steps[0].transforms}
-        assert not [r for r in kernel.reasons({**device, **facts}) if r.fact.partition(".")[0] not in mended]
+        assert not [r for r in kernel.reasons({**device, **facts})
+                    if r.fact.partition(".")[0] not in mended]
         assert 1 <= rows <= 3072 and hidden == 64 and not half and affine
     else:
         assert plan.missed.code is Code.PLAN_BUCKET_MISS and f"rows={rows}" in plan.missed.message
@@ -535,23 +584,27 @@ def test_a_model_is_solved_by_a_dry_run(world):
 
     with torch.no_grad():
         (row,) = lz.tables.solve(Block(), torch.randn(5, 64), device="cpu").rows
-    assert (row.op, dict(row.sizes)["rows"], dict(row.when)["grad"]) == ("rms_norm", Span(5, 5), False)
+    assert (row.op, dict(row.sizes)["rows"], dict(row.when)["grad"]) == ("rms_norm", Span(5, 5),
+                                                                         False)
 
 
 # proofs
 
 def test_a_rule_of_a_range_holds_fails_or_depends():
     op = lz.op("attention")
-    known = {"seq_k": Span(16, 64, (8,), (3,)), "seq_q": Span(1, 1), "heads": Span(8, 8), "kv_heads": Span(2, 2),
-             "dtype": "float32", "batch": Span(1, 4)}
-    cases = [(at_most("seq_k", 64), True), (at_most("seq_k", 63), None), (at_most("seq_k", 15), False),
-             (at_least("seq_k", 16), True), (at_least("seq_k", 17), None), (at_least("seq_k", 65), False),
-             (multiple_of("seq_k", 4), True), (multiple_of("seq_k", 16), None), (multiple_of("seq_k", 6), False),
-             (equals("seq_k", 99), False), (equals("seq_k", 20), None), (equals("seq_q", 1), True),
+    known = {"seq_k": Span(16, 64, (8,), (3,)), "seq_q": Span(1, 1), "heads": Span(8, 8),
+             "kv_heads": Span(2, 2), "dtype": "float32", "batch": Span(1, 4)}
+    cases = [(at_most("seq_k", 64), True), (at_most("seq_k", 63), None),
+             (at_most("seq_k", 15), False), (at_least("seq_k", 16), True),
+             (at_least("seq_k", 17), None), (at_least("seq_k", 65), False),
+             (multiple_of("seq_k", 4), True), (multiple_of("seq_k", 16), None),
+             (multiple_of("seq_k", 6), False), (equals("seq_k", 99), False),
+             (equals("seq_k", 20), None), (equals("seq_q", 1), True),
              (one_of("dtype", "float32", "float16"), True), (equals("group", 4), True),
              (at_most("batch_heads", 32), True), (at_most("batch_heads", 31), None),
              (at_least("causal_offset", 15), True), (equals("head_dim", 3), None),
-             (any_of(at_most("seq_k", 20), at_most("seq_k", 64)), True), (any_of(at_most("seq_k", 20)), None),
+             (any_of(at_most("seq_k", 20), at_most("seq_k", 64)), True),
+             (any_of(at_most("seq_k", 20)), None),
              (when(equals("seq_q", 2), at_most("seq_k", 1)), True),
              (when(equals("seq_q", 1), at_most("seq_k", 1)), False)]
     for rule, want in cases:
@@ -572,7 +625,8 @@ def test_a_derived_number_lies_where_it_is_said_to(data):
         assert found is None or found.covers(point[name]), (name, text)
 
 
-@given(st.tuples(st.integers(0, 30), st.integers(0, 30)), st.tuples(st.integers(0, 30), st.integers(0, 30)),
+@given(st.tuples(st.integers(0, 30), st.integers(0, 30)),
+       st.tuples(st.integers(0, 30), st.integers(0, 30)),
        st.sampled_from([((), ()), ((2,), ()), ((), (2,)), ((2, 3), ()), ((2,), (3,))]),
        st.sampled_from([((), ()), ((2,), ()), ((), (2,)), ((2, 3), ()), ((2,), (3,))]))
 def test_a_union_covers_both_and_nothing_else(a, b, ma, mb):
@@ -583,7 +637,8 @@ def test_a_union_covers_both_and_nothing_else(a, b, ma, mb):
 
 
 def test_every_row_of_a_models_table_is_proven(world):
-    table = lz.tables.solve([attend(s, s, is_causal=True, heads=h, kv_heads=2) for s in (7, 64, 900) for h in (2, 8)]
+    table = lz.tables.solve([attend(s, s, is_causal=True, heads=h, kv_heads=2) for s in (7, 64, 900)
+                             for h in (2, 8)]
                             + [attend(1, s) for s in (5, 3000)], device="cpu")
     world = worlds.current()
     device = {n: v for n, v in world.device("cpu").facts().items() if n in DEVICE_FACTS}
@@ -591,7 +646,8 @@ def test_every_row_of_a_models_table_is_proven(world):
     for row in table.rows:
         op = world.catalog.ops[row.op]
         for choice in row.choices:
-            assert proven(op, world.catalog.by_id[choice.kernel], choice, facts_of_row(op, row, device))
+            assert proven(op, world.catalog.by_id[choice.kernel], choice,
+                          facts_of_row(op, row, device))
 
 
 def test_only_named_kernels_are_in_a_table_under_a_lock(world):
@@ -608,13 +664,15 @@ def test_the_benchmark_runs_and_writes_what_it_promises(tmp_path):
     out = tmp_path / "tables.json"
     root = Path(__file__).parents[3]
     words = ["--quick", "--device", "cpu", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(root / "benchmarks" / "tables.py"), *words], capture_output=True,
-                          text=True, timeout=240,
-                          env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, str(root / "benchmarks" / "tables.py"), *words],
+                          capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": str(root / "src"),
+                               "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(out.read_text())
     assert set(data["parts"]) == {"lookup", "kernel", "model", "a kernel that does nothing"}
     names = [row["name"] for part in data["parts"].values() for row in part]
-    assert len(set(names)) == len(names) and "lowered: sizes -> row" in names and "lz.tables.bind: nothing" in names
+    assert (len(set(names)) == len(names) and "lowered: sizes -> row" in names
+            and "lz.tables.bind: nothing" in names)
     assert all(row["ns"]["median"] > 0 and (row["over"] is None) == (row["target"] == "")
                for part in data["parts"].values() for row in part)

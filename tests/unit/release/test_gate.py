@@ -52,7 +52,8 @@ def findings(op: Op = rms_norm, **declared: Any) -> list[str]:
 
 def test_every_declaration_of_the_library_passes() -> None:
     every = list(static_checks(worlds.current().catalog))
-    assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules", "claims"]
+    assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules",
+                                       "claims"]
     assert [str(f) for c in every for f in c.findings] == []
     assert all(c.asked >= 20 for c in every)
 
@@ -64,20 +65,27 @@ def test_a_right_kernel_has_no_findings() -> None:
 
 def _inputs_without_a_seed(**case: Any) -> dict[str, Any]:
     case.pop("seed", None)
-    return {"x": torch.randn(2, 8, dtype=case.get("dtype", torch.float32)), "weight": None, "eps": 1e-6, "offset": 0.0}
+    return {"x": torch.randn(2, 8, dtype=case.get("dtype", torch.float32)), "weight": None,
+            "eps": 1e-6, "offset": 0.0}
 
 
-def _two_results(x: torch.Tensor, weight: Any = None, eps: float = 1e-6, *, offset: float = 0.0) -> Any:
+def _two_results(x: torch.Tensor, weight: Any = None, eps: float = 1e-6, *,
+                 offset: float = 0.0) -> Any:
     return torch.empty_like(x), torch.empty_like(x)
 
 
 @pytest.mark.parametrize(("wrong", "word"), [
-    (lambda: replace(rms_norm, inputs=_inputs_without_a_seed), "cases: lz.rms_norm: case {} at float32 differs"),
-    (lambda: replace(rms_norm, requires=(at_most("hidden", 16),)), "breaks the contract: SHAPE_UNSUPPORTED"),
+    (lambda: replace(rms_norm, inputs=_inputs_without_a_seed),
+     "cases: lz.rms_norm: case {} at float32 differs"),
+    (lambda: replace(rms_norm, requires=(at_most("hidden", 16),)),
+     "breaks the contract: SHAPE_UNSUPPORTED"),
     (lambda: replace(rms_norm, meta=_two_results), "meta: lz.rms_norm: case {}: meta says"),
-    (lambda: replace(rms_norm, tolerance=Tolerance({"float32": (1e-5, 1e-5)})), "gives bfloat16, which has no toler"),
-    (lambda: replace(rms_norm, tolerance=Tolerance(dict.fromkeys(rms_norm.dtypes, (2.0, 0.1)))), "let anything pass"),
-    (lambda: replace(rms_norm, tolerance=replace(rms_norm.tolerance, times_eager=50.0)), "times_eager = 50"),
+    (lambda: replace(rms_norm, tolerance=Tolerance({"float32": (1e-5, 1e-5)})),
+     "gives bfloat16, which has no toler"),
+    (lambda: replace(rms_norm, tolerance=Tolerance(dict.fromkeys(rms_norm.dtypes, (2.0, 0.1)))),
+     "let anything pass"),
+    (lambda: replace(rms_norm, tolerance=replace(rms_norm.tolerance, times_eager=50.0)),
+     "times_eager = 50"),
     (lambda: replace(rms_norm, bytes="0"), "declares no bytes"),
     (lambda: replace(rms_norm, flops="0 - hidden"), "flops of case"),
 ])
@@ -95,7 +103,8 @@ def _without_weight() -> Callable[..., Any]:
     ({"requires": (multiple_of("hidden", 1),)}, "refuses no call at all"),
     ({"requires": (at_least("hidden", 10**6),)}, "accepts no case of its op"),
     ({"requires": (at_most("hidden", 64), at_least("hidden", 65))}, "accepts no case of its op"),
-    ({"requires": (dtypes("float32", "bfloat16"), one_of("itemsize", 4))}, "claims the dtype bfloat16, which no case"),
+    ({"requires": (dtypes("float32", "bfloat16"), one_of("itemsize", 4))},
+     "claims the dtype bfloat16, which no case"),
 ])
 def test_a_kernel_that_is_declared_wrongly_is_named(declared: dict[str, Any], word: str) -> None:
     assert [line for line in findings(**declared) if word in line]
@@ -120,7 +129,9 @@ def test_the_pages_are_checked_where_they_are(tmp_path: Path) -> None:
     assert docs_check(tmp_path).passed and "not a source checkout" in docs_check(tmp_path).note
     script = tmp_path / "docs" / "generate.py"
     script.parent.mkdir()
-    script.write_text("import sys\nprint('docs/reference/ops.md is out of date')\nsys.exit('--check' in sys.argv)\n")
+    script.write_text(
+        "import sys\nprint('docs/reference/ops.md is out of date')\nsys.exit('--check' in "
+        "sys.argv)\n")
     found = docs_check(tmp_path)
     assert not found.passed and "ops.md is out of date" in str(found.findings[0])
 
@@ -132,7 +143,8 @@ def test_the_families_agree_with_plain_torch() -> None:
     assert [str(c) for c in cells if not c.passed] == []
     assert {c.family for c in cells} == set(FAMILIES) and len(cells) == 3 * 2 * 2
     served = {op for c in cells for op, _ in c.kernels}
-    assert {"attention", "paged_attention", "rope", "rms_norm", "layer_norm", "group_norm", "mlp", "linear"} <= served
+    assert {"attention", "paged_attention", "rope", "rms_norm", "layer_norm", "group_norm", "mlp",
+            "linear"} <= served
 
 
 class Halved(Fake):
@@ -140,7 +152,8 @@ class Halved(Fake):
 
     def _load(self) -> Callable[..., Any]:
         right = super()._load()
-        return lambda x, weight=None, eps=1e-6, *, offset=0.0: right(x, weight, eps, offset=offset) / 2
+        return lambda x, weight=None, eps=1e-6, *, offset=0.0: right(x, weight, eps,
+                                                                     offset=offset) / 2
 
 
 @pytest.mark.usefixtures("world")
@@ -164,7 +177,8 @@ def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
     with pytest.raises(lz.errors.ConfigError, match="did you mean 'performance'"):
         stages_of(["static,perfomance"])
     with pytest.raises(lz.errors.ConfigError, match="this machine has cpu-"):
-        targets.choose_target("blackwell" if "blackwell" not in targets.local_targets() else "cdna1")
+        targets.choose_target("blackwell" if "blackwell" not in targets.local_targets()
+                              else "cdna1")
     with pytest.raises(lz.errors.ConfigError, match="give one of them"):
         targets.choose_target("hopper", "cpu")
 
@@ -177,13 +191,17 @@ def asked(root: Path, **more: Any) -> GateOptions:
 
 def test_reports_are_written_beside_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_cases", "_meta", "_tolerances", "_cost", "_loads", "_rules"):       # they have tests of their own
+    # they have tests of their own
+    for name in ("_cases", "_meta", "_tolerances", "_cost", "_loads", "_rules"):
         monkeypatch.setattr(gate, name, lambda subject: iter([]))
-    monkeypatch.setattr(gate, "_claims", lambda kernel: iter(["claims <the> moon"] if kernel.id == "torch.mlp" else []))
+    monkeypatch.setattr(gate, "_claims",
+                        lambda kernel: iter(["claims <the> moon"] if kernel.id == "torch.mlp"
+                                            else []))
     folder = tmp_path / "new" / "folder"
     assert run(asked(tmp_path, families=["image"]), ("static", "models"), out=folder) == 1
     out = capsys.readouterr().out
-    assert "torch.mlp: claims <the> moon" in out and "FAILED: " in out and "not asked: correctness, schema" in out
+    assert ("torch.mlp: claims <the> moon" in out and "FAILED: " in out
+            and "not asked: correctness, schema" in out)
     assert "ok  models: image float32 batch 1 length 7: as plain torch" in out and "linear: " in out
     data = json.loads((folder / "gate.json").read_text())
     assert data["passed"] is False and len(data["models"]) == 6 and len(data["static"]) == 8
@@ -211,7 +229,9 @@ def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(schemas, "check", broken)
     found = run_gate(asked(tmp_path), ("schema",))
-    assert not found["passed"] and "RuntimeError: no disk" in found["stages"][0]["checks"][0]["findings"][0]["problem"]
+    assert (not found["passed"]
+            and "RuntimeError: no disk" in found["stages"][0]["checks"][0]["findings"][0][
+                "problem"])
 
 
 @pytest.mark.usefixtures("world")
@@ -225,7 +245,8 @@ def test_a_wrong_kernel_fails_the_contract() -> None:
 # Waivers.
 
 HEAD = "version: 1\nwaivers:\n"
-ROW = "  - what: performance/cpu-arm/rms_norm decode\n    reason: torch became faster\n    expires: 2030-01-31\n"
+ROW = ("  - what: performance/cpu-arm/rms_norm decode\n    reason: torch became faster\n    "
+       "expires: 2030-01-31\n")
 
 
 def waivers_in(tmp_path: Path, text: str) -> tuple[Waiver, ...]:
@@ -236,7 +257,8 @@ def waivers_in(tmp_path: Path, text: str) -> tuple[Waiver, ...]:
 
 def test_waivers_are_read(tmp_path: Path) -> None:
     first, second = waivers_in(tmp_path, HEAD + ROW + ROW + "    target: cpu-arm\n")
-    assert (first.what, first.expires, first.target) == ("performance/cpu-arm/rms_norm decode", date(2030, 1, 31), "")
+    assert (first.what, first.expires, first.target) == ("performance/cpu-arm/rms_norm decode",
+                                                         date(2030, 1, 31), "")
     assert second.target == "cpu-arm" and waivers_in(tmp_path, "version: 1\nwaivers: []\n") == ()
 
 
@@ -244,9 +266,11 @@ def test_waivers_are_read(tmp_path: Path) -> None:
     (HEAD + ROW + "    until: 2030-02-01\n", "unknown key 'until'"),
     (HEAD + ROW.replace("    reason: torch became faster\n", ""), "reason is missing"),
     (HEAD + ROW.replace("torch became faster", "todo"), "must say why"),
-    (HEAD + ROW.replace("2030-01-31", "soon"), "expires must be a day such as 2026-12-31, got 'soon'"),
+    (HEAD + ROW.replace("2030-01-31", "soon"),
+     "expires must be a day such as 2026-12-31, got 'soon'"),
     (HEAD + ROW.replace("2030-01-31", "2030-02-31"), "not a file of waivers"),
-    (HEAD + ROW.replace("performance/cpu-arm/", "correctness/contract/"), "a wrong answer is corrected, not waived"),
+    (HEAD + ROW.replace("performance/cpu-arm/", "correctness/contract/"),
+     "a wrong answer is corrected, not waived"),
     (HEAD + "  - all of it\n", "wanted what, reason, expires"),
     ("version: 2\nwaivers: []\n", "wanted `version: 1`"),
     ("version: 1\nwaivers: []\nmore: 1\n", "got version, waivers, more"),
@@ -274,7 +298,8 @@ def always(ratio: float, **others: float) -> performance.Timer:
 
 def baseline_in(tmp_path: Path, **changed: Any) -> Path:
     path = tmp_path / "benchmarks" / "baselines" / f"{asked(tmp_path).target}.json"
-    found = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__), "2026-01-01",
+    found = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__),
+                     "2026-01-01",
                      dict.fromkeys(CALLS, TIMED))
     replace(found, **changed).save(path)
     return path
@@ -285,14 +310,18 @@ def slower(path: Path, first: performance.Timer, again: performance.Timer) -> li
     return [f"{f.check}/{f.subject}: {f.problem}" for check in every for f in check.findings]
 
 
-def test_a_regression_is_beyond_the_threshold_with_its_whole_interval_and_again(tmp_path: Path) -> None:
+def test_a_regression_is_beyond_the_threshold_with_its_whole_interval_and_again(
+        tmp_path: Path) -> None:
     path, target = baseline_in(tmp_path), asked(tmp_path).target
     assert Baseline.load(path).least("mlp decode") == pytest.approx(1.9 * 0.85)
     assert slower(path, always(2.0), always(0.0)) == []
-    assert slower(path, always(1.6), always(0.0)) == []                    # 1.68 is inside: noise does not decide
-    assert slower(path, always(1.0), always(2.0)) == []                    # another process says otherwise
+    # 1.68 is inside: noise does not decide
+    assert slower(path, always(1.6), always(0.0)) == []
+    # another process says otherwise
+    assert slower(path, always(1.0), always(2.0)) == []
     (found,) = slower(path, always(2.0, mlp_decode=1.0), always(1.0))
-    assert found.startswith(f"{target}/mlp decode: 1.00 times torch's speed") and "at least 1.61 is wanted" in found
+    assert (found.startswith(f"{target}/mlp decode: 1.00 times torch's speed")
+            and "at least 1.61 is wanted" in found)
 
 
 def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
@@ -301,12 +330,13 @@ def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
     assert "is of" in slower(path, always(2.0), always(2.0))[0]
     path = baseline_in(tmp_path, calls={"rms_norm decode": TIMED, "gone": TIMED})
     told = slower(path, always(2.0), always(2.0))
-    assert [t for t in told if t.startswith("baseline/mlp decode")] and [t for t in told if "not timed any more" in t]
+    assert ([t for t in told if t.startswith("baseline/mlp decode")]
+            and [t for t in told if "not timed any more" in t])
 
 
 @pytest.mark.parametrize("change", [
-    {"schema": "layerzero.baseline/9"}, {"threshold": 2.0}, {"threshold": True}, {"calls": []}, {"more": 1},
-    {"calls": {"one": {"ratio": -1.0}}}, {"torch": 2}])
+    {"schema": "layerzero.baseline/9"}, {"threshold": 2.0}, {"threshold": True}, {"calls": []},
+    {"more": 1}, {"calls": {"one": {"ratio": -1.0}}}, {"torch": 2}])
 def test_a_damaged_baseline_is_a_data_error(tmp_path: Path, change: dict[str, Any]) -> None:
     path = baseline_in(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -342,7 +372,8 @@ def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -
     return Waiver(what, "the new layout comes first", date(2026, 6, day), **more)
 
 
-def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     assert not judged(tmp_path, monkeypatch)["passed"]
     found = judged(tmp_path, monkeypatch, waiver())
     assert found["passed"] and [w["state"] for w in found["waivers"]] == ["used"]
@@ -350,17 +381,21 @@ def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path, monkeypa
     assert [s["state"] for s in found["stages"]] == ["waived", "passed"]
 
 
-def test_an_expired_waiver_fails_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_waiver_fails_and_says_so(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     found = judged(tmp_path, monkeypatch, waiver(day=14))
-    assert not found["passed"] and found["waived"] == {} and [w["state"] for w in found["waivers"]] == ["expired"]
+    assert (not found["passed"] and found["waived"] == {}
+            and [w["state"] for w in found["waivers"]] == ["expired"])
     assert "expired on 2026-06-14" in found["stages"][-1]["checks"][0]["findings"][0]["problem"]
 
 
 def test_an_unused_waiver_is_told_and_one_of_another_target_is_not(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"), waiver(target="cdna1"),
+    found = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"),
+                   waiver(target="cdna1"),
                    waiver("soak/trend/RSS"))
-    assert found["passed"] and [w["state"] for w in found["waivers"]] == ["used", "unused", "not asked", "not asked"]
+    assert (found["passed"] and [w["state"] for w in found["waivers"]]
+            == ["used", "unused", "not asked", "not asked"])
     note = found["stages"][-1]["checks"][0]["note"]
     assert "unused: performance/*/rope decode" in note and "RSS" not in note and "cdna1" not in note
 
@@ -370,7 +405,8 @@ def test_an_unused_waiver_is_told_and_one_of_another_target_is_not(tmp_path: Pat
 def test_every_kind_of_file_is_of_its_version() -> None:
     every = list(schemas.check(ROOT / "benchmarks" / "baselines" / schemas.RECORD))
     assert [str(f) for c in every for f in c.findings] == []
-    kinds = ("capabilities", "table", "lockfile", "calls", "perf export", "trace", "baseline", "soak", "perfdb")
+    kinds = ("capabilities", "table", "lockfile", "calls", "perf export", "trace", "baseline",
+             "soak", "perfdb")
     assert [c.says.startswith(kind) for c, kind in zip(every, kinds)] == [True] * 9
 
 
@@ -382,7 +418,8 @@ def test_a_field_that_comes_or_goes_under_the_same_version_is_a_finding(tmp_path
     path = tmp_path / "schemas.json"
     path.write_text(json.dumps(recorded))
     told = [str(f) for c in schemas.check(path) for f in c.findings]
-    assert len(told) == 2 and "changed under the same version" in told[0] and "new: made; gone: author" in told[0]
+    assert (len(told) == 2 and "changed under the same version" in told[0]
+            and "new: made; gone: author" in told[0])
     assert "version layerzero.soak/1 is not recorded" in told[1]
 
 
@@ -390,13 +427,15 @@ def test_a_reader_that_takes_anything_is_a_finding(monkeypatch: pytest.MonkeyPat
     careless = replace(schemas.KINDS["baseline"], read=lambda path: path.read_text())
     monkeypatch.setattr(schemas, "KINDS", {"baseline": careless})
     (files, _) = schemas.check(None)
-    assert [f.problem for f in files.findings if "another version was read" in f.problem] and "checkout" in files.note
+    assert ([f.problem for f in files.findings if "another version was read" in f.problem]
+            and "checkout" in files.note)
 
 
 def soaked(counts: dict[str, int], rss: Callable[[float], float]) -> SoakReport:
     samples = [SoakSample(60.0 * i, rss(i), 9, 4, 10.0, 20.0, 12.0, i) for i in range(60)]
     texts = [f"{kind}: lz.rope is off" for kind in counts if kind != "calls"]
-    return SoakReport(3600.0, [SoakPart("2026-01-01", "a CPU", "2.13", samples, counts, texts, 3600.0)])
+    return SoakReport(3600.0,
+                      [SoakPart("2026-01-01", "a CPU", "2.13", samples, counts, texts, 3600.0)])
 
 
 def test_what_a_soak_found_becomes_findings() -> None:
@@ -404,7 +443,8 @@ def test_what_a_soak_found_becomes_findings() -> None:
     assert [c.passed for c in good] == [True, True] and good[1].note == ""
     bad = list(soak_checks(soaked({"calls": 9, "wrong results": 2}, lambda i: 300 + 5 * i), 3600))
     assert [f.problem for f in bad[0].findings] == ["2 times; wrong results: lz.rope is off"]
-    assert [f.subject for f in bad[1].findings] == ["RSS"] and "grows by 300 MiB an hour" in bad[1].findings[0].problem
+    assert ([f.subject for f in bad[1].findings] == ["RSS"]
+            and "grows by 300 MiB an hour" in bad[1].findings[0].problem)
 
 
 def test_what_is_not_ready_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,18 +458,22 @@ def test_what_is_not_ready_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(stages, "readiness_check", lambda device=None: report)
     found = readiness_checked("cpu")
-    assert [str(f) for f in found.findings] == ["table: none; lz solve"] and found.note == "warnings: memory"
+    assert ([str(f) for f in found.findings] == ["table: none; lz solve"]
+            and found.note == "warnings: memory")
 
 
 def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
     whole = [{"stage": name} for name in stages_of([])]
-    rows = {"arm": ("cpu-arm", True, whole), "hopper": ("hopper", True, whole[:3]), "x86": ("cpu-x86", False, whole)}
+    rows = {"arm": ("cpu-arm", True, whole), "hopper": ("hopper", True, whole[:3]),
+            "x86": ("cpu-x86", False, whole)}
     for name, (target, passed, ran) in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({
-            "schema": "layerzero.gate/1", "target": target, "passed": passed, "lane": "usual", "stages": ran}))
+            "schema": "layerzero.gate/1", "target": target, "passed": passed, "lane": "usual",
+            "stages": ran}))
     arm, hopper, x86 = (tmp_path / f"{name}.json" for name in rows)
     assert combine([arm], ["cpu-arm"])["accepted"]
-    assert combine([arm, hopper], ["cpu-arm", "hopper"])["missing"] == ["hopper"]      # stages were left out
+    # stages were left out
+    assert combine([arm, hopper], ["cpu-arm", "hopper"])["missing"] == ["hopper"]
     assert not combine([arm, x86], ["cpu-arm"])["accepted"]
     with pytest.raises(lz.errors.ConfigError, match="there is no target 'hoper'"):
         combine([arm], ["hoper"])
@@ -442,7 +486,8 @@ def test_without_quick_a_kernel_is_verified_once_and_then_its_certificate_holds(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     register(Halved("fake.half", prior=1e6))
-    monkeypatch.setattr(stages, "_can_run", lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
+    monkeypatch.setattr(stages, "_can_run",
+                        lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
     usual = replace(asked(ROOT), lane="usual")
     for proven, verified in ((0, 1), (1, 0)):
         (check,) = stages.run_stage("correctness", usual)

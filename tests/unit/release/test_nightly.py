@@ -31,17 +31,21 @@ def lane(nightly: Any, name: str, code: str, **more: Any) -> Any:
 def test_every_lane_runs_and_the_summary_says_how(nightly: Any, monkeypatch: pytest.MonkeyPatch,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     every = [lane(nightly, "bad", "print('2 failed'); raise SystemExit(3)"),
-             lane(nightly, "hangs", "import time; print('on', flush=True); time.sleep(600)", hours=1 / 3600),
+             lane(nightly, "hangs", "import time; print('on', flush=True); time.sleep(600)",
+                  hours=1 / 3600),
              lane(nightly, "absent", "", needs="no_such_module"),
-             lane(nightly, "good", "import os; print(os.environ['LZ_X'])", environ={"LZ_X": "9 passed"})]
+             lane(nightly, "good", "import os; print(os.environ['LZ_X'])",
+                  environ={"LZ_X": "9 passed"})]
     monkeypatch.setattr(nightly, "lanes", lambda scale: every)
     assert nightly.main([]) == 1
-    rows = {line.split()[0]: line for line in (nightly.LOGS / "summary.txt").read_text().splitlines()}
+    rows = {line.split()[0]: line
+            for line in (nightly.LOGS / "summary.txt").read_text().splitlines()}
     assert "FAILED" in rows["bad"] and "exit 3: 2 failed" in rows["bad"]
     assert "FAILED" in rows["hangs"] and "not done after" in rows["hangs"]
     assert "skipped" in rows["absent"] and "needs no_such_module" in rows["absent"]
     assert "passed" in rows["good"] and rows["good"].endswith("9 passed")
-    assert "9 passed" in (nightly.LOGS / "good.log").read_text() and "bad" in capsys.readouterr().out
+    assert ("9 passed" in (nightly.LOGS / "good.log").read_text()
+            and "bad" in capsys.readouterr().out)
     assert nightly.main(["--lanes", "good,absent"]) == 0
     with pytest.raises(SystemExit):
         nightly.main(["--lanes", "worse"])

@@ -1,4 +1,6 @@
-"""A guess never overrules torch: what may come before the default, by what evidence, and in which mode it counts."""
+"""A guess never overrules torch: what may come before the default, by what evidence, and in which
+mode it counts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ import torch
 from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
-from layerzero.perf.record import CAPTURED, COMPILED, EAGER, MODES, Measurement, PerfView, kind_of, mode_of
+from layerzero.perf.record import (
+    CAPTURED,
+    COMPILED,
+    EAGER,
+    MODES,
+    Measurement,
+    PerfView,
+    kind_of,
+    mode_of,
+)
 from layerzero.selection.engine import Shipped, Surroundings, make_roster, select
 from layerzero.selection.policy import PolicyRule
 from layerzero.selection.score import rates_of
@@ -24,7 +35,8 @@ def kernel(id, **declared):
 
 OWN = kernel("torch.own", baseline=True, prior=1.0)
 PRAISED = kernel("lib.praised", prior=1e6)
-CLEVER = kernel("lib.clever", prior=5.0, less_work="reads each key once", less_work_when=(at_least("group", 2),))
+CLEVER = kernel("lib.clever", prior=5.0, less_work="reads each key once",
+                less_work_when=(at_least("group", 2),))
 
 
 def facts(mode=EAGER, **sizes):
@@ -35,15 +47,17 @@ def facts(mode=EAGER, **sizes):
 def plan_of(kernels, given=None, **around):
     around.setdefault("policy", policy())
     scene = Surroundings(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **around)
-    return select(ATTENTION, make_roster(kernels, scene), {**(given or facts()), **HOPPER.facts()}, scene)
+    return select(ATTENTION, make_roster(kernels, scene), {**(given or facts()), **HOPPER.facts()},
+                  scene)
 
 
 def times(given, **us):
     """PerfView of these microseconds; the names have _ for a dot."""
     kind = kind_of(ATTENTION, given)
-    return PerfView([Measurement(name.replace("_", ".", 1), "attention", kind.bucket, HOPPER.signature, n,
-                                 family=kind.family, sizes=kind.sizes_text, flops=1e6, bytes=1e6, samples=50,
-                                 mode=mode_of(given)) for name, n in us.items()])
+    return PerfView([Measurement(name.replace("_", ".", 1), "attention", kind.bucket,
+                                 HOPPER.signature, n, family=kind.family, sizes=kind.sizes_text,
+                                 flops=1e6, bytes=1e6, samples=50, mode=mode_of(given))
+                     for name, n in us.items()])
 
 
 def order(plan):
@@ -65,10 +79,12 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
     for where in (HOPPER, nvidia(80)):
         for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
                       {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
-            scene = Surroundings(policy=policy(jit="in_request", allow_untested=True), device=where.facts(),
+            scene = Surroundings(policy=policy(jit="in_request", allow_untested=True),
+                                 device=where.facts(),
                                  place=where.signature, rates=RATES)
             given = {**facts(**sizes), "device": "cuda", **where.facts()}
-            plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given, scene)
+            plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given,
+                          scene)
             before = plan.steps[:order(plan).index("torch.sdpa")]
             assert all(s.score.source == "less work" and s.score.evidence for s in before)
 
@@ -76,7 +92,8 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
 def test_less_work_by_construction_counts_where_it_is_claimed():
     grouped, single = facts(heads=8, kv_heads=2), facts(heads=8, kv_heads=8)
     plan = plan_of([OWN, CLEVER], grouped)
-    assert plan.kernel == "lib.clever" and plan.steps[0].score.origin == "less work: reads each key once"
+    assert (plan.kernel == "lib.clever"
+            and plan.steps[0].score.origin == "less work: reads each key once")
     assert "less work: reads each key once" in str(plan)
     assert order(plan_of([OWN, CLEVER], single)) == ["torch.own", "lib.clever"]
 
@@ -90,7 +107,8 @@ def test_a_measurement_says_something_only_beside_one_of_the_default():
     given = facts()
     assert plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=1e-3)).kernel == "torch.own"
     both = plan_of([PRAISED, OWN], given, perf=times(given, lib_praised=5.0, torch_own=9.0))
-    assert order(both) == ["lib.praised", "torch.own"] and set(sources(both).values()) == {"measured"}
+    assert (order(both) == ["lib.praised", "torch.own"]
+            and set(sources(both).values()) == {"measured"})
 
 
 def test_what_the_user_prefers_needs_no_other_evidence():
@@ -125,7 +143,9 @@ def test_a_neighbour_must_be_ahead_by_more_than_it_may_be_wrong(gain, kernel):
 
 
 def test_what_is_known_only_where_it_is_fast_does_not_look_fast_everywhere():
-    """At the farther neighbour it is as fast as torch's own; nobody kept how slow it was at the nearer one."""
+    """At the farther neighbour it is as fast as torch's own; nobody kept how slow it was at the
+    nearer one.
+    """
     near, far = facts(seq_k=1024), facts(seq_k=8192)
     perf = times(near, torch_own=10.0).including(times(far, torch_own=400.0, lib_praised=100.0))
     assert plan_of([PRAISED, OWN], facts(seq_k=1536), perf=perf).kernel == "torch.own"
@@ -136,7 +156,8 @@ def test_what_came_with_the_package_counts_until_something_was_measured_here():
     came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
     plan = plan_of([PRAISED, OWN], given, shipped=came)
     assert plan.kernel == "lib.praised" and plan.steps[0].score.origin == "shipped: a GPU, today"
-    here = plan_of([PRAISED, OWN], given, shipped=came, perf=times(given, lib_praised=9.0, torch_own=5.0))
+    here = plan_of([PRAISED, OWN], given, shipped=came,
+                   perf=times(given, lib_praised=9.0, torch_own=5.0))
     assert here.kernel == "torch.own" and here.steps[0].score.source == "measured"
     # A measurement of something else, made here, is no reason to forget what came with the package.
     other = times(facts(CAPTURED), torch_own=5.0)
@@ -146,4 +167,5 @@ def test_what_came_with_the_package_counts_until_something_was_measured_here():
 def test_shipped_times_of_a_kind_are_not_mixed_with_those_of_this_machine():
     given = facts()
     came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
-    assert plan_of([PRAISED, OWN], given, shipped=came, perf=times(given, torch_own=6.0)).kernel == "torch.own"
+    assert plan_of([PRAISED, OWN], given, shipped=came,
+                   perf=times(given, torch_own=6.0)).kernel == "torch.own"

@@ -26,10 +26,12 @@ from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule
 
 FACTS = {
-    "device": "cuda", "dtype": "bfloat16", "head_dim": 128, "seq_q": 1, "seq_k": 2048, "is_causal": True,
-    "dropout_p": 0.5, "softcap": None, "layout": "bhsd", "isa": ("avx2", "avx512f"), "sm": 90, "torch_version": "2.8.0",
+    "device": "cuda", "dtype": "bfloat16", "head_dim": 128, "seq_q": 1, "seq_k": 2048,
+    "is_causal": True, "dropout_p": 0.5, "softcap": None, "layout": "bhsd",
+    "isa": ("avx2", "avx512f"), "sm": 90, "torch_version": "2.8.0",
 }
-KERNELS = ("torch.sdpa_math", "torch.sdpa_flash", "flash_attn.v2", "flashinfer.single", "reference.attention")
+KERNELS = ("torch.sdpa_math", "torch.sdpa_flash", "flash_attn.v2", "flashinfer.single",
+           "reference.attention")
 steady = settings(deadline=None)
 
 
@@ -39,7 +41,8 @@ def rule(action, kernels, ops="*", when=None, **rest):
 
 def policy(**layers):
     """`policy(file=[rules], call={settings})`."""
-    return Policy(tuple(Layer(name, content) if isinstance(content, dict) else Layer(name, {}, tuple(content))
+    return Policy(tuple(Layer(name, content) if isinstance(content, dict)
+                        else Layer(name, {}, tuple(content))
                         for name, content in layers.items()))
 
 
@@ -50,12 +53,13 @@ def accepted(p, op="attention", facts=FACTS):
 # settings
 
 @pytest.mark.parametrize(("name", "given", "want"), [
-    ("strict_mode", True, True), ("strict_mode", "on", True), ("strict_mode", "No", False), ("strict_mode", 1, True),
-    ("strict_mode", " 0 ", False), ("native", "false", False),
+    ("strict_mode", True, True), ("strict_mode", "on", True), ("strict_mode", "No", False),
+    ("strict_mode", 1, True), ("strict_mode", " 0 ", False), ("native", "false", False),
     ("cache_size", 10, 10), ("cache_size", "10", 10),
-    ("memory_headroom", None, None), ("memory_headroom", "none", None), ("memory_headroom", 1 << 40, 1 << 40),
-    ("memory_headroom_fraction", 1, 1.0), ("memory_headroom_fraction", "0.5", 0.5),
-    ("cache_ttl", "60", 60.0), ("cache_ttl", "Null", None), ("policy_poll", 0, 0.0),
+    ("memory_headroom", None, None), ("memory_headroom", "none", None),
+    ("memory_headroom", 1 << 40, 1 << 40), ("memory_headroom_fraction", 1, 1.0),
+    ("memory_headroom_fraction", "0.5", 0.5), ("cache_ttl", "60", 60.0),
+    ("cache_ttl", "Null", None), ("policy_poll", 0, 0.0),
     ("log_level", "DEBUG", "debug"), ("perfdb", "/data/My File.db", "/data/My File.db"),
 ])
 def test_a_valid_setting_comes_back_in_its_own_type(name, given, want):
@@ -67,10 +71,14 @@ def test_a_valid_setting_comes_back_in_its_own_type(name, given, want):
     *(("strict_mode", bad, "true or false") for bad in ("maybe", 2, None, [])),
     *(("cache_size", bad, "a whole number >= 1") for bad in (0, 1.5, True, "many", None)),
     ("memory_headroom", -1, "a whole number >= 0 or none"), ("memory_headroom", "2GB", "or none"),
-    ("memory_headroom_fraction", 1.5, "a number from 0 to 1"), ("memory_headroom_fraction", "nan", "a number"),
-    ("breaker_cooldown", float("inf"), "a number >= 0"), ("breaker_cooldown", 10 ** 400, "a number >= 0"),
-    ("breaker_threshold", 0, ">= 1"), ("cache_ttl", -1, ">= 0 or none"), ("policy_poll", "often", "a number >= 0"),
-    ("log_level", "loud", "one of debug, info, warning, error, critical"), ("log_level", 10, "one of debug"),
+    ("memory_headroom_fraction", 1.5, "a number from 0 to 1"),
+    ("memory_headroom_fraction", "nan", "a number"),
+    ("breaker_cooldown", float("inf"), "a number >= 0"),
+    ("breaker_cooldown", 10 ** 400, "a number >= 0"),
+    ("breaker_threshold", 0, ">= 1"), ("cache_ttl", -1, ">= 0 or none"),
+    ("policy_poll", "often", "a number >= 0"),
+    ("log_level", "loud", "one of debug, info, warning, error, critical"),
+    ("log_level", 10, "one of debug"),
     ("perfdb", 5, "text"),
 ])
 def test_a_bad_setting_says_what_was_wanted_and_what_came(name, given, wanted):
@@ -80,7 +88,8 @@ def test_a_bad_setting_says_what_was_wanted_and_what_came(name, given, wanted):
 
 
 def test_an_unknown_setting_names_the_nearest_or_all():
-    with pytest.raises(ConfigError, match="unknown setting 'strict_mod'; did you mean 'strict_mode'"):
+    with pytest.raises(ConfigError,
+                       match="unknown setting 'strict_mod'; did you mean 'strict_mode'"):
         validate_setting("strict_mod", True)
     with pytest.raises(ConfigError, match=r"known are allow_adaptation, .*strict_mode"):
         validate_setting("xyzzy", True)
@@ -98,7 +107,8 @@ def test_every_default_is_valid_and_documented():
 
 @steady
 @given(st.sampled_from(sorted(SETTINGS)), st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.integers())))
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.lists(st.integers())))
 def test_any_value_is_coerced_or_refused_with_a_config_error(name, value):
     try:
         got = validate_setting(name, value)
@@ -117,35 +127,38 @@ def test_any_value_is_coerced_or_refused_with_a_config_error(name, value):
     ({"head_dim": "!= 128"}, False), ({"head_dim": "== 128"}, True), ({"head_dim": "== 64"}, False),
     ({"head_dim": 128}, True), ({"head_dim": 64}, False),
     ({"head_dim": [64, 128]}, True), ({"head_dim": [64, 96]}, False),
-    ({"seq_k": "512..4096"}, True), ({"seq_k": "2048 .. 2048"}, True), ({"seq_k": "2049..4096"}, False),
-    ({"seq_k": "1..2047"}, False),
+    ({"seq_k": "512..4096"}, True), ({"seq_k": "2048 .. 2048"}, True),
+    ({"seq_k": "2049..4096"}, False), ({"seq_k": "1..2047"}, False),
     ({"dropout_p": "> 0"}, True), ({"dropout_p": "> 0.5"}, False), ({"dropout_p": "< 1"}, True),
     ({"dropout_p": "0.1..0.6"}, True), ({"dropout_p": "> 1e-3"}, True),
     ({"is_causal": True}, True), ({"is_causal": False}, False), ({"is_causal": "== true"}, True),
     ({"is_causal": "!= true"}, False),
-    ({"dtype": "bfloat16"}, True), ({"dtype": "float16"}, False), ({"dtype": ["float16", "bfloat16"]}, True),
-    ({"dtype": "!= float16"}, True), ({"dtype": "!= bfloat16"}, False),
-    ({"dtype": "*float16"}, True), ({"dtype": "float*"}, False), ({"dtype": ["float32", "bf*"]}, True),
-    ({"device": "cu*"}, True), ({"device": "cud?"}, True), ({"device": "[cx]*"}, True), ({"device": "CU*"}, False),
-    ({"isa": "avx512f"}, True), ({"isa": "avx512*"}, True), ({"isa": "amx*"}, False), ({"isa": ["amx", "avx2"]}, True),
+    ({"dtype": "bfloat16"}, True), ({"dtype": "float16"}, False),
+    ({"dtype": ["float16", "bfloat16"]}, True), ({"dtype": "!= float16"}, True),
+    ({"dtype": "!= bfloat16"}, False), ({"dtype": "*float16"}, True), ({"dtype": "float*"}, False),
+    ({"dtype": ["float32", "bf*"]}, True), ({"device": "cu*"}, True), ({"device": "cud?"}, True),
+    ({"device": "[cx]*"}, True), ({"device": "CU*"}, False),
+    ({"isa": "avx512f"}, True), ({"isa": "avx512*"}, True), ({"isa": "amx*"}, False),
+    ({"isa": ["amx", "avx2"]}, True),
     # an absent value is met by null alone
     ({"softcap": None}, True), ({"softcap": "== null"}, True), ({"softcap": "!= null"}, False),
-    ({"softcap": "> 0"}, False), ({"softcap": "< 10"}, False), ({"softcap": "0..10"}, False), ({"softcap": 30}, False),
-    ({"softcap": [None, 30]}, True), ({"softcap": "!= 30"}, True), ({"softcap": "a*"}, False),
-    ({"head_dim": None}, False), ({"head_dim": "!= null"}, True),
+    ({"softcap": "> 0"}, False), ({"softcap": "< 10"}, False), ({"softcap": "0..10"}, False),
+    ({"softcap": 30}, False), ({"softcap": [None, 30]}, True), ({"softcap": "!= 30"}, True),
+    ({"softcap": "a*"}, False), ({"head_dim": None}, False), ({"head_dim": "!= null"}, True),
     # several facts: all of them
     ({"head_dim": 128, "dtype": "bfloat16"}, True), ({"head_dim": 128, "dtype": "float16"}, False),
     # facts that the op does not have, or of another type
-    ({"page_size": 16}, False), ({"page_size": "!= 16"}, False), ({"page_size": None}, False), ({"page*": "x*"}, False),
-    ({"layout": "> 3"}, False), ({"isa": "> 3"}, False), ({"head_dim": "12*"}, False),
-    ({"torch_version": "2.8.*"}, True),
+    ({"page_size": 16}, False), ({"page_size": "!= 16"}, False), ({"page_size": None}, False),
+    ({"page*": "x*"}, False), ({"layout": "> 3"}, False), ({"isa": "> 3"}, False),
+    ({"head_dim": "12*"}, False), ({"torch_version": "2.8.*"}, True),
 ])
 def test_conditions(when, holds):
     assert rule("deny", "torch.*", when=when).matches("attention", FACTS) is holds
 
 
 def test_numbers_and_membership_are_spec_rules_that_the_key_can_read():
-    tests = parse_when({"seq_k": "512..4096", "head_dim": "> 64", "dtype": ["float16", "bfloat16"], "device": "cu*"})
+    tests = parse_when({"seq_k": "512..4096", "head_dim": "> 64", "dtype": ["float16", "bfloat16"],
+                        "device": "cu*"})
     assert [type(t) for t in tests].count(Like) == 1
     plain = [(t.fact, t.test, t.value) for t in tests if isinstance(t, Rule)]
     assert plain == [
@@ -157,11 +170,11 @@ def test_numbers_and_membership_are_spec_rules_that_the_key_can_read():
 
 
 @pytest.mark.parametrize(("value", "message"), [
-    ("> big", "a comparison wants a number, got 'big'"), (">", "wants a number, got ''"), ("<= true", "wants a number"),
-    ("> 1e999", "wants a number"), ("> " + "9" * 400, "wants a number"),
-    ("4096..512", "is empty; write the smaller number first"),
-    ("!= cu*", "'!=' takes one plain value"), ("!=", "'!=' takes one plain value"), ("== ", "wants text"),
-    ([], "an empty list matches nothing"), (["cu*", 3], "do not mix"),
+    ("> big", "a comparison wants a number, got 'big'"), (">", "wants a number, got ''"),
+    ("<= true", "wants a number"), ("> 1e999", "wants a number"),
+    ("> " + "9" * 400, "wants a number"), ("4096..512", "is empty; write the smaller number first"),
+    ("!= cu*", "'!=' takes one plain value"), ("!=", "'!=' takes one plain value"),
+    ("== ", "wants text"), ([], "an empty list matches nothing"), (["cu*", 3], "do not mix"),
     *((bad, "a list takes plain values") for bad in (["> 3"], [1, "2..3"])),
     *((bad, "wants text") for bad in ("", {}, [[1]], float("nan"))),
 ])
@@ -185,12 +198,14 @@ def test_a_number_for_a_fact_that_is_text_is_refused(fact, value):
 @given(st.integers(-10**6, 10**6), st.sampled_from([">", ">=", "<", "<=", "!=", "=="]),
        st.integers(-10**6, 10**6) | st.floats(-1e6, 1e6))
 def test_comparisons_are_those_of_python(n, sign, value):
-    want = {">": value > n, ">=": value >= n, "<": value < n, "<=": value <= n, "!=": value != n, "==": value == n}
+    want = {">": value > n, ">=": value >= n, "<": value < n, "<=": value <= n, "!=": value != n,
+            "==": value == n}
     assert rule("deny", "a.b", when={"x": f"{sign} {n}"}).matches("op", {"x": value}) is want[sign]
 
 
 @steady
-@given(st.text() | st.lists(st.text() | st.none() | st.integers(), max_size=3) | st.floats() | st.integers(),
+@given(st.text() | st.lists(st.text() | st.none() | st.integers(), max_size=3) | st.floats()
+       | st.integers(),
        st.text() | st.none() | st.integers() | st.floats() | st.tuples(st.text()))
 def test_any_condition_is_refused_when_read_or_never_fails_when_matched(value, fact):
     try:
@@ -229,13 +244,15 @@ def test_a_rule_that_makes_no_sense_is_refused(action, kernels, rest, message):
 
 def test_a_rule_matches_ops_and_kernels_by_wildcard():
     r = rule("deny", ["flash_attn.*", "torch.sdpa_flash"], ["*attention", "rms_norm"])
-    assert [op for op in ("attention", "varlen_attention", "rms_norm", "layer_norm") if r.matches(op, {})] == [
+    assert [op for op in ("attention", "varlen_attention", "rms_norm", "layer_norm")
+            if r.matches(op, {})] == [
         "attention", "varlen_attention", "rms_norm"]
     assert [k for k in KERNELS if r.covers(k)] == ["torch.sdpa_flash", "flash_attn.v2"]
 
 
 def test_a_rule_is_immutable_hashable_readable_and_survives_json():
-    r = rule("boost", "torch.*", "attention", {"head_dim": "> 128", "device": "cu*"}, factor=2, origin="x.yaml:3",
+    r = rule("boost", "torch.*", "attention", {"head_dim": "> 128", "device": "cu*"}, factor=2,
+             origin="x.yaml:3",
              expires_at=12.5)
     assert r.factor == 2.0 and hash(r) == hash(replace(r)) and {r: 1}[replace(r)] == 1
     assert PolicyRule.from_json(json.loads(json.dumps(r.to_json()))) == r
@@ -266,7 +283,8 @@ def test_names_of_ops_and_facts_can_be_checked():
         good.check(ops)
     with pytest.raises(ConfigError, match="no op matches 'attenton'; did you mean 'attention'"):
         rule("deny", "torch.*", "attenton").check(ops)
-    with pytest.raises(ConfigError, match="no op of attention has the fact 'head_dims'; did you mean 'head_dim'"):
+    with pytest.raises(ConfigError,
+                       match="no op of attention has the fact 'head_dims'; did you mean 'head_dim'"):
         rule("deny", "torch.*", "attention", {"head_dims": 3}).check(ops)
     with pytest.raises(ConfigError, match="has the fact 'hidden'"):
         rule("deny", "torch.*", "attention", {"hidden": 3}).check(ops)
@@ -284,13 +302,15 @@ def test_all_six_layers_in_order_for_settings():
 
 @pytest.mark.parametrize(("high", "low"), list(itertools.combinations(LAYERS, 2)))
 def test_of_any_two_layers_the_higher_decides(high, low):
-    lock_a, lock_b = rule("lock", "torch.sdpa_math", origin=high), rule("lock", "flash_attn.v2", origin=low)
+    lock_a, lock_b = rule("lock", "torch.sdpa_math", origin=high), rule("lock", "flash_attn.v2",
+                                                                        origin=low)
     both = policy(**{low: [lock_b], high: [lock_a]})       # given in the wrong order on purpose
     assert both.lock("attention", FACTS) is lock_a and accepted(both) == ["torch.sdpa_math"]
     over = policy(**{high: [rule("lock", "flash_attn.v2")], low: [rule("deny", "flash_attn.*")]})
     assert accepted(over) == ["flash_attn.v2"]
     under = policy(**{high: [rule("deny", "flash_attn.*")], low: [rule("lock", "flash_attn.v2")]})
-    assert accepted(under) == []                           # named and forbidden: nothing serves in its place
+    # named and forbidden: nothing serves in its place
+    assert accepted(under) == []
     both = policy(**{low: {"strict_mode": True}, high: {"strict_mode": False}})
     assert both.setting("strict_mode") is False
 
@@ -331,12 +351,14 @@ def test_with_layer_replaces_and_inserts_at_its_rank_and_leaves_the_old_policy_a
     ([("allow", "torch.*")], ["torch.sdpa_math", "torch.sdpa_flash", "reference.attention"]),
     ([("allow", "torch.sdpa_math"), ("allow", "flash_attn.*")],
      ["torch.sdpa_math", "flash_attn.v2", "reference.attention"]),
-    ([("allow", "torch.*"), ("deny", "torch.sdpa_math")], ["torch.sdpa_flash", "reference.attention"]),
+    ([("allow", "torch.*"), ("deny", "torch.sdpa_math")],
+     ["torch.sdpa_flash", "reference.attention"]),
     ([("deny", "torch.*"), ("lock", "torch.sdpa_math")], ["torch.sdpa_math"]),
     ([("allow", "flash_attn.*"), ("lock", "torch.sdpa_math")], ["torch.sdpa_math"]),
     ([("allow", "no.such")], ["reference.attention"]),
     ([("lock", "no.such")], []),
-    ([("lock", "torch.sdpa_math"), ("lock", "flash_attn.v2")], ["torch.sdpa_math"]),   # the first that matches
+    # the first that matches
+    ([("lock", "torch.sdpa_math"), ("lock", "flash_attn.v2")], ["torch.sdpa_math"]),
     ([("boost", "torch.*")], list(KERNELS)),
 ])
 def test_in_one_layer_lock_beats_deny_beats_allow(rules, want):
@@ -347,13 +369,16 @@ def test_the_reasons_name_the_rule():
     p = policy(file=[rule("lock", "torch.sdpa_math", "attention", origin="policy.yaml:3")],
                environment=[rule("deny", "flash_attn.*", origin="LAYERZERO_DENY")])
     locked = p.verdict("flashinfer.single", "attention", FACTS)
-    assert (locked.code, locked.want, locked.got) == (Code.LOCKED_TO_ANOTHER, ("torch.sdpa_math",), "policy.yaml:3")
+    assert (locked.code, locked.want, locked.got) == (Code.LOCKED_TO_ANOTHER, ("torch.sdpa_math",),
+                                                      "policy.yaml:3")
     assert locked.message == "policy.yaml:3 locks this call to torch.sdpa_math"
     denied = p.verdict("flash_attn.v2", "attention", FACTS)
     assert (denied.code, denied.got) == (Code.DENIED_BY_POLICY, "LAYERZERO_DENY")
-    only = policy(call=[rule("allow", "torch.*", origin="a"), rule("allow", "triton.*", origin="b")])
+    only = policy(call=[rule("allow", "torch.*", origin="a"),
+                        rule("allow", "triton.*", origin="b")])
     reason = only.verdict("flash_attn.v2", "attention", FACTS)
-    assert (reason.code, reason.want, reason.got) == (Code.NOT_ALLOWED_BY_POLICY, "torch.*, triton.*", "a, b")
+    assert (reason.code, reason.want, reason.got) == (Code.NOT_ALLOWED_BY_POLICY,
+                                                      "torch.*, triton.*", "a, b")
     assert reason.message == "not among torch.*, triton.*, allowed by a, b"
 
 
@@ -373,7 +398,8 @@ def test_an_allow_list_sets_lower_locks_aside_and_the_lock_says_so_too():
     assert accepted(p) == ["flash_attn.v2", "reference.attention"]
     assert ALWAYS == ("reference.*",)
     below = policy(call=[rule("allow", "flash_attn.*")], file=[rule("deny", "reference.*")])
-    assert accepted(below) == ["flash_attn.v2"]            # exempt from allow lists, not from a denial
+    # exempt from allow lists, not from a denial
+    assert accepted(below) == ["flash_attn.v2"]
     elsewhere = policy(call=[rule("allow", "flash_attn.*", when={"head_dim": 64})],
                        file=[rule("lock", "torch.sdpa_math")])
     assert accepted(elsewhere) == ["torch.sdpa_math"]
@@ -384,11 +410,13 @@ def test_causal_attention_locks_to_one_library_and_other_calls_do_not():
     assert accepted(p) == ["flashinfer.single"]
     assert accepted(p, facts={**FACTS, "is_causal": False}) == list(KERNELS)
     assert accepted(p, op="varlen_attention") == list(KERNELS)
-    assert p.lock("attention", {**FACTS, "is_causal": False}) is None and p.lock("rms_norm", {}) is None
+    assert (p.lock("attention", {**FACTS, "is_causal": False}) is None
+            and p.lock("rms_norm", {}) is None)
 
 
 @pytest.mark.parametrize(
-    ("action", "kernels"), [("deny", "torch.*"), ("allow", "flash_attn.*"), ("lock", "flash_attn.v2")])
+    ("action", "kernels"), [("deny", "torch.*"), ("allow", "flash_attn.*"),
+                            ("lock", "flash_attn.v2")])
 def test_a_rule_decides_only_where_its_conditions_hold(action, kernels):
     p = policy(file=[rule(action, kernels, "att*", {"head_dim": "> 128"})])
     assert "torch.sdpa_math" not in accepted(p, facts={**FACTS, "head_dim": 129})
@@ -396,19 +424,23 @@ def test_a_rule_decides_only_where_its_conditions_hold(action, kernels):
 
 
 def test_a_special_lock_stands_before_a_general_one():
-    p = policy(file=[rule("lock", "torch.sdpa_math", when={"head_dim": "> 128"}), rule("lock", "flash_attn.v2")])
+    p = policy(file=[rule("lock", "torch.sdpa_math", when={"head_dim": "> 128"}),
+                     rule("lock", "flash_attn.v2")])
     assert accepted(p) == ["flash_attn.v2"]
     assert accepted(p, facts={**FACTS, "head_dim": 256}) == ["torch.sdpa_math"]
 
 
 def test_boosts_of_all_layers_multiply():
-    p = policy(file=[rule("boost", "torch.*", factor=2.0), rule("boost", "torch.sdpa_math", factor=0.5)],
+    p = policy(file=[rule("boost", "torch.*", factor=2.0),
+                     rule("boost", "torch.sdpa_math", factor=0.5)],
                call=[rule("boost", "*", "attention", {"head_dim": ">= 128"}, factor=3.0)])
     assert p.boost("torch.sdpa_flash", "attention", FACTS) == 6.0
     assert p.boost("torch.sdpa_math", "attention", FACTS) == 3.0
     assert p.boost("torch.sdpa_math", "attention", {"head_dim": 64}) == 1.0
-    assert p.boost("flash_attn.v2", "rms_norm", FACTS) == 1.0 and Policy().boost("a.b", "c", {}) == 1.0
-    extreme = policy(file=[rule("boost", "*", when={"head_dim": f">= {n}"}, factor=1e-300) for n in (1, 2)])
+    assert (p.boost("flash_attn.v2", "rms_norm", FACTS) == 1.0
+            and Policy().boost("a.b", "c", {}) == 1.0)
+    extreme = policy(file=[rule("boost", "*", when={"head_dim": f">= {n}"}, factor=1e-300)
+                           for n in (1, 2)])
     assert extreme.boost("a.b", "attention", FACTS) > 0
 
 
@@ -426,7 +458,8 @@ class _Facts(dict):
 
 def test_leaves_are_those_of_the_op_once_and_cover_every_fact_that_is_read():
     p = policy(file=[rule("deny", "torch.*", "attention", {"head_dim": "> 128", "device": "cu*"}),
-                     rule("boost", "torch.*", "*", {"head_dim": "> 128", "dtype": "bfloat16"}, factor=2),
+                     rule("boost", "torch.*", "*", {"head_dim": "> 128", "dtype": "bfloat16"},
+                          factor=2),
                      rule("deny", "torch.*", "rms_norm", {"hidden": 64})],
                call=[rule("lock", "torch.*", "attention", {"seq_k": "< 4"})])
     leaves = list(p.leaves("attention"))
@@ -458,12 +491,15 @@ def test_calls_that_no_leaf_tells_apart_get_the_same_verdict(a, b, text):
 
 def test_time_boxed_layers_and_rules_run_out():
     forever, short = rule("deny", "torch.*"), rule("deny", "flash_attn.*", expires_at=50.0)
-    p = Policy((Layer("context", {"strict_mode": True}, (), 100.0), Layer("file", {}, (short, forever))))
+    p = Policy((Layer("context", {"strict_mode": True}, (), 100.0),
+                Layer("file", {}, (short, forever))))
     assert p.next_deadline == 50.0 and p.at(49.9) is p
     later = p.at(50.0)
-    assert later.layers[1].rules == (forever,) and later.setting("strict_mode") is True and later.next_deadline == 100.0
+    assert (later.layers[1].rules == (forever,) and later.setting("strict_mode") is True
+            and later.next_deadline == 100.0)
     last = later.at(100.0)
-    assert [layer.name for layer in last.layers] == ["file"] and last.setting("strict_mode") is False
+    assert ([layer.name for layer in last.layers] == ["file"]
+            and last.setting("strict_mode") is False)
     assert last.next_deadline is None and last.at(1e9) is last
     assert len({p.hash, later.hash, last.hash}) == 3
     assert p.at(1e9) == last                          # both at once
@@ -472,11 +508,13 @@ def test_time_boxed_layers_and_rules_run_out():
 # the hash
 
 settings_strategy = st.fixed_dictionaries({}, optional={
-    "strict_mode": st.booleans(), "cache_size": st.integers(1, 100), "log_level": st.sampled_from(["info", "error"]),
+    "strict_mode": st.booleans(), "cache_size": st.integers(1, 100),
+    "log_level": st.sampled_from(["info", "error"]),
     "cache_ttl": st.none() | st.floats(0, 100)})
 rule_strategy = st.builds(
     rule, st.sampled_from(["lock", "allow", "deny"]), st.sampled_from(["torch.*", "flash_attn.v2"]),
-    st.sampled_from(["*", "attention"]), st.sampled_from([None, {"head_dim": "> 128"}, {"dtype": "bf*"}]))
+    st.sampled_from(["*", "attention"]),
+    st.sampled_from([None, {"head_dim": "> 128"}, {"dtype": "bf*"}]))
 
 
 @steady
@@ -498,9 +536,12 @@ def test_the_hash_changes_when_a_rule_changes(first, second):
 
 def test_the_hash_names_what_is_decided_and_not_where_or_until_when():
     base = policy(file=[rule("deny", "torch.*")])
-    assert policy(file=[rule("deny", "torch.*", origin="elsewhere:9", expires_at=3.0)]).hash == base.hash
+    assert policy(file=[rule("deny", "torch.*", origin="elsewhere:9",
+                             expires_at=3.0)]).hash == base.hash
     assert Policy((Layer("file", {}, base.layers[0].rules, 3.0), Layer("call"))).hash == base.hash
     assert policy(environment=[rule("deny", "torch.*")]).hash != base.hash
-    assert policy(file=[rule("boost", "a.b", factor=2)]).hash != policy(file=[rule("boost", "a.b", factor=3)]).hash
-    assert Policy().hash == "4f53cda18c2baa0c"             # sha256 of "[]": the same in every process
+    assert policy(file=[rule("boost", "a.b", factor=2)]).hash != policy(
+        file=[rule("boost", "a.b", factor=3)]).hash
+    # sha256 of "[]": the same in every process
+    assert Policy().hash == "4f53cda18c2baa0c"
     assert json.loads(json.dumps(base.to_json()))["hash"] == base.hash

@@ -1,5 +1,7 @@
-"""Laws that hold whatever is drawn: contexts nest and end, policies merge, sizes keep their order, layouts do not
-matter, a key tells apart what a decision depends on, and every reason can be said, written and read."""
+"""Laws that hold whatever is drawn: contexts nest and end, policies merge, sizes keep their order,
+layouts do not matter, a key tells apart what a decision depends on, and every reason can be said,
+written and read.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,12 @@ said = st.fixed_dictionaries({}, optional={
 # Contexts.
 
 @steady
-@given(blocks=st.lists(st.tuples(said, st.sampled_from([None, *KERNELS])), max_size=6), leaves_by=st.integers(0, 2))
+@given(blocks=st.lists(st.tuples(said, st.sampled_from([None, *KERNELS])), max_size=6),
+       leaves_by=st.integers(0, 2))
 def test_a_context_holds_inside_and_what_was_before_holds_again(world, blocks, leaves_by):
-    """However blocks are nested, and however they are left: at their end, by an error, or by several at once."""
+    """However blocks are nested, and however they are left: at their end, by an error, or by
+    several at once.
+    """
     before = context.current.get()
     expected: dict[str, Any] = {}
 
@@ -109,13 +114,15 @@ def test_the_highest_layer_that_says_something_decides_it(found, rng):
         assert policy.setting(name) == wanted
     assert policy.hash == Policy(tuple(found)).hash
     for kernel in KERNELS:
-        assert policy.verdict(kernel, "attention", {}) == Policy(tuple(ranked)).verdict(kernel, "attention", {})
+        assert policy.verdict(kernel, "attention",
+                              {}) == Policy(tuple(ranked)).verdict(kernel, "attention", {})
 
 
 @steady
 @given(first=said, second=said, third=said)
 def test_saying_more_is_associative_and_the_last_word_wins(first, second, third):
-    one_by_one = programmatic_layer(programmatic_layer(programmatic_layer(None, first), second), third)
+    one_by_one = programmatic_layer(programmatic_layer(programmatic_layer(None, first), second),
+                                    third)
     together = programmatic_layer(programmatic_layer(None, first), {**second, **third})
     assert dict(one_by_one.settings) == dict(together.settings) == {**first, **second, **third}
     assert programmatic_layer(one_by_one, third) == one_by_one
@@ -142,7 +149,9 @@ def test_buckets_keep_the_order_of_sizes(a, b):
 
 # Reasons and rules.
 
-scalar = st.none() | st.booleans() | st.integers(-2**62, 2**62) | st.floats(allow_nan=False) | st.text(max_size=12)
+scalar = st.none() | st.booleans() | st.integers(-2**62,
+                                                 2**62) | st.floats(allow_nan=False) | st.text(
+                                                     max_size=12)
 value = scalar | st.lists(scalar, max_size=4).map(tuple)
 
 
@@ -150,7 +159,8 @@ value = scalar | st.lists(scalar, max_size=4).map(tuple)
 @given(st.sampled_from(list(Code)), value, value, st.text(max_size=20))
 def test_a_reason_is_said_written_and_read(code, want, got, fact):
     reason = Reason(code, want, got, fact)
-    assert str(reason).startswith(code.value) and "{" not in code.template.format(want="", got="", fact="")
+    assert (str(reason).startswith(code.value)
+            and "{" not in code.template.format(want="", got="", fact=""))
     assert decode(Reason, json.loads(json.dumps(reason.to_json())), "reason") == reason
     assert code.value in str(InvalidCall.of("attention", reason))
 
@@ -158,7 +168,8 @@ def test_a_reason_is_said_written_and_read(code, want, got, fact):
 @steady
 @given(st.sampled_from(sorted(PREDICATES)), st.integers(1, 64), st.none() | st.integers(-5, 200))
 def test_a_rule_from_json_decides_alike(test, limit, got):
-    rule = Rule("hidden", test, (limit, 3) if test in ("in", "not_in") else limit, Code.SHAPE_UNSUPPORTED)
+    rule = Rule("hidden", test, (limit, 3) if test in ("in", "not_in") else limit,
+                Code.SHAPE_UNSUPPORTED)
     facts = {"hidden": (got,) if test == "has" else got}
     again = decode(Condition, json.loads(json.dumps(rule.to_json())), "condition")
     assert again == rule and again.check(facts) == rule.check(facts)
@@ -171,9 +182,12 @@ def test_a_rule_from_json_decides_alike(test, limit, got):
 @pytest.mark.filterwarnings("ignore:.*causal_align is not given")
 @pytest.mark.parametrize("op", ["attention", "rms_norm"])
 @steady
-@given(rng=st.randoms(use_true_random=False), limit=st.integers(1, 200), fact=st.sampled_from(["batch", "rows"]))
+@given(rng=st.randoms(use_true_random=False), limit=st.integers(1, 200),
+       fact=st.sampled_from(["batch", "rows"]))
 def test_calls_that_get_different_answers_have_different_keys(world, op, rng, limit, fact):
-    """Under any policy: the key holds whatever the decision read, also what only the policy asked for."""
+    """Under any policy: the key holds whatever the decision read, also what only the policy asked
+    for.
+    """
     if fact not in lz.op(op).fact_names:
         fact = "head_dim" if op == "attention" else "hidden"
     with lz.prefer("reference", op=op, when={fact: f"<= {limit}"}):
@@ -195,9 +209,11 @@ def test_calls_that_get_different_answers_have_different_keys(world, op, rng, li
 # Layouts.
 
 @steady
-@given(sizes=st.tuples(*(st.integers(1, 5) for _ in range(3))), seq=st.integers(1, 9), dim=st.sampled_from([4, 8, 24]),
-       group=st.integers(1, 3), causal=st.booleans(), order=st.permutations(range(4)), seed=st.integers(0, 99))
-def test_attention_is_the_same_in_any_layout_and_any_memory(world, sizes, seq, dim, group, causal, order, seed):
+@given(sizes=st.tuples(*(st.integers(1, 5) for _ in range(3))), seq=st.integers(1, 9),
+       dim=st.sampled_from([4, 8, 24]), group=st.integers(1, 3), causal=st.booleans(),
+       order=st.permutations(range(4)), seed=st.integers(0, 99))
+def test_attention_is_the_same_in_any_layout_and_any_memory(world, sizes, seq, dim, group, causal,
+                                                            order, seed):
     batch, heads, more = sizes
     gen = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, n, s, dim, generator=gen, dtype=torch.float64)
@@ -221,9 +237,11 @@ def test_attention_is_the_same_in_any_layout_and_any_memory(world, sizes, seq, d
 def test_rows_of_a_norm_do_not_know_each_other(world, rows, hidden, seed):
     """In any order, and one by one."""
     gen = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(rows, hidden, generator=gen, dtype=torch.float64), torch.rand(hidden, dtype=torch.float64)
+    x, weight = torch.randn(rows, hidden, generator=gen,
+                            dtype=torch.float64), torch.rand(hidden, dtype=torch.float64)
     order = random.Random(seed).sample(range(rows), rows)
     whole = lz.rms_norm(x, weight)
     torch.testing.assert_close(lz.rms_norm(x[order], weight), whole[order], rtol=1e-12, atol=1e-12)
     for i in range(rows):
-        torch.testing.assert_close(lz.rms_norm(x[i:i + 1], weight)[0], whole[i], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lz.rms_norm(x[i:i + 1], weight)[0], whole[i], rtol=1e-12,
+                                   atol=1e-12)

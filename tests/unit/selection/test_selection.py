@@ -1,4 +1,5 @@
-"""policy -> filter -> score, as a pure function: every phase against devices that need not be here."""
+"""policy -> filter -> score, as a pure function: every phase against devices that need not be here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from layerzero.machine import hardware
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.selection.engine import Surroundings, make_roster, select
 from layerzero.selection.policy import PolicyRule
-from layerzero.selection.score import EAGER_OVER_ROOFLINE, calibration, guess_us, rates_of, roofline_us
+from layerzero.selection.score import (
+    EAGER_OVER_ROOFLINE,
+    calibration,
+    guess_us,
+    rates_of,
+    roofline_us,
+)
 from layerzero.spec.device import Device
 from layerzero.spec.plan import Plan, Transform
 from layerzero.spec.reason import Category, Code, Reason
@@ -40,7 +47,8 @@ from layerzero.world import catalog
 
 CPU = Device("cpu", 0, "a CPU", "intel", isa=("avx2",), cores=4, torch_version="2.9.0")
 TURING, AMPERE, ADA, HOPPER, BLACKWELL, UNKNOWN = (nvidia(n) for n in (75, 80, 89, 90, 100, 250))
-AMD = Device("cuda", 0, "an AMD GPU", "amd", arch="gfx942", gpu_generation="cdna3", supports_bf16=True)
+AMD = Device("cuda", 0, "an AMD GPU", "amd", arch="gfx942", gpu_generation="cdna3",
+             supports_bf16=True)
 
 
 def load():
@@ -85,7 +93,8 @@ def codes(plan, kernel):
     ((device("cpu"), cpu_isa("amx_bf16")), (), {CPU: Code.CPU_ISA_MISSING}),
     ((on("supports_fp8"),), (ADA, HOPPER, BLACKWELL, UNKNOWN),
      {TURING: Code.FEATURE_UNSUPPORTED, AMPERE: Code.FEATURE_UNSUPPORTED}),
-    ((at_least("tensor_core_generation", 4, Code.TENSOR_CORE_GENERATION),), (HOPPER, BLACKWELL, UNKNOWN),
+    ((at_least("tensor_core_generation", 4, Code.TENSOR_CORE_GENERATION),),
+     (HOPPER, BLACKWELL, UNKNOWN),
      {ADA: Code.TENSOR_CORE_GENERATION, TURING: Code.TENSOR_CORE_GENERATION}),
 ])
 def test_hardware_decides(rules, serves, refused):
@@ -112,7 +121,8 @@ def test_a_kernel_for_another_platform_is_not_told_about_its_compute_capability(
     (at_most("seq_q", 4, Code.SEQ_LEN_UNSUPPORTED), {"seq_q": 5}, Code.SEQ_LEN_UNSUPPORTED),
     (equals("group", 1, Code.GQA_UNSUPPORTED), {"heads": 4, "kv_heads": 2}, Code.GQA_UNSUPPORTED),
     (equals("causal_offset", 0), {"seq_q": 2, "seq_k": 8}, Code.FEATURE_UNSUPPORTED),
-    (absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), {"attn_mask": torch.ones(8, 8) > 0}, Code.MASK_UNSUPPORTED),
+    (absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), {"attn_mask": torch.ones(8, 8) > 0},
+     Code.MASK_UNSUPPORTED),
     (equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED), {"softcap": 5.0}, Code.SOFTCAP_UNSUPPORTED),
 ])
 def test_the_call_decides(rule, call, code):
@@ -127,7 +137,8 @@ def test_the_call_decides(rule, call, code):
     ({"differentiable": False}, {"grad": True}, {}, Code.BACKWARD_UNSUPPORTED),
     ({"deterministic": False}, {"deterministic": True}, {}, Code.NOT_DETERMINISTIC),
     ({"deterministic": False}, {}, {"deterministic": True}, Code.NOT_DETERMINISTIC),
-    ({"deterministic_backward": False}, {"deterministic": True, "grad": True}, {}, Code.NOT_DETERMINISTIC),
+    ({"deterministic_backward": False}, {"deterministic": True, "grad": True}, {},
+     Code.NOT_DETERMINISTIC),
     ({"graph_safe": False}, {"graph": True}, {}, Code.CUDA_GRAPH_UNSAFE),
     ({"graph_safe": False}, {}, {"graph_strict_mode": True}, Code.CUDA_GRAPH_UNSAFE),
     ({"jit": True}, {}, {}, Code.JIT_NOT_WARMED),
@@ -143,7 +154,8 @@ def test_the_mode_of_the_call_and_of_the_policy_decide(declared, known, settings
 
 
 @pytest.mark.parametrize(("declared", "known", "settings"), [
-    ({"deterministic_backward": False}, {"deterministic": True}, {}),         # no gradient is asked for
+    # no gradient is asked for
+    ({"deterministic_backward": False}, {"deterministic": True}, {}),
     ({"differentiable": False}, {"grad": False}, {}),
     ({"jit": True}, {}, {"jit": "in_request"}),
     ({"untested": True}, {}, {"allow_untested": True}),
@@ -155,23 +167,28 @@ def test_a_mode_excludes_no_more_than_it_must(declared, known, settings):
 
 
 def test_graph_mode_asks_nothing_on_a_cpu():
-    assert decide([kernel("lib.k", graph_safe=False)], on=CPU, policy=policy(graph_strict_mode=True))
+    assert decide([kernel("lib.k", graph_safe=False)], on=CPU,
+                  policy=policy(graph_strict_mode=True))
 
 
 def test_a_warmed_kernel_and_a_certified_one_may_serve():
     k = kernel("lib.k", jit=True)
     assert decide([k], warmed={"lib.k"})
-    assert decide([k], warmed={"lib.k"}, certified={"lib.k"}, policy=policy(require_certificates=True))
-    assert not decide([k], warmed={"lib.k"}, certified={"other.k"}, policy=policy(require_certificates=True))
+    assert decide([k], warmed={"lib.k"}, certified={"lib.k"},
+                  policy=policy(require_certificates=True))
+    assert not decide([k], warmed={"lib.k"}, certified={"other.k"},
+                      policy=policy(require_certificates=True))
 
 
 def test_libraries_and_health_decide():
-    missing, broken = Reason(Code.NOT_INSTALLED, "lib"), Reason(Code.CIRCUIT_OPEN, "30 s", "3 faults")
+    missing, broken = Reason(Code.NOT_INSTALLED, "lib"), Reason(Code.CIRCUIT_OPEN, "30 s",
+                                                                "3 faults")
     ours = [kernel("lib.a", package="lib"), kernel("lib.b", package="lib"), kernel("torch.c")]
     plan = decide(ours, availability={"lib.a": missing}, health={"torch.c": broken})
     assert plan.kernel == "lib.b"
     assert plan.why_not("lib.a") == (missing,) and plan.why_not("torch.c") == (broken,)
-    plan = decide(ours, health={"lib": broken})               # a fault of one kernel of a library is one of the library
+    # a fault of one kernel of a library is one of the library
+    plan = decide(ours, health={"lib": broken})
     assert [s.kernel for s in plan.steps] == ["torch.c"]
     assert codes(plan, "lib.a") == codes(plan, "lib.b") == [Code.CIRCUIT_OPEN]
 
@@ -179,7 +196,8 @@ def test_libraries_and_health_decide():
 # policy
 
 def test_a_lock_leaves_only_what_it_names_and_lifts_the_guards_against_chance():
-    ours = [kernel("lib.fast", prior=100), kernel("lib.slow", jit=True, untested=True), kernel("reference.r")]
+    ours = [kernel("lib.fast", prior=100), kernel("lib.slow", jit=True, untested=True),
+            kernel("reference.r")]
     plan = decide(ours, policy=policy(PolicyRule.of("lock", "lib.slow", origin="me")))
     assert [s.kernel for s in plan.steps] == ["lib.slow"] and plan.locked == "me"
     assert codes(plan, "lib.fast") == codes(plan, "reference.r") == [Code.LOCKED_TO_ANOTHER]
@@ -194,13 +212,15 @@ def test_a_lock_does_not_lift_what_a_kernel_cannot_do():
 
 
 def test_deny_allow_and_conditions():
-    ours = [kernel("lib.fast", prior=100), kernel("lib.slow"), kernel("reference.r", overhead_us=100)]
+    ours = [kernel("lib.fast", prior=100), kernel("lib.slow"),
+            kernel("reference.r", overhead_us=100)]
 
     def served(*rules, **call):
         return [s.kernel for s in decide(ours, given=facts(**call), policy=policy(*rules)).steps]
 
     assert served(PolicyRule.of("deny", "lib.fast")) == ["lib.slow", "reference.r"]
-    assert served(PolicyRule.of("allow", "lib.slow")) == ["lib.slow", "reference.r"]    # a fallback must remain
+    # a fallback must remain
+    assert served(PolicyRule.of("allow", "lib.slow")) == ["lib.slow", "reference.r"]
     long = PolicyRule.of("deny", "lib.fast", when={"seq_k": "> 100"})
     assert served(long, seq_q=100)[0] == "lib.fast"
     assert served(long, seq_q=101)[0] == "lib.slow"
@@ -210,7 +230,8 @@ def test_deny_allow_and_conditions():
 # score
 
 def test_the_prior_ranks_and_equal_kernels_keep_the_order_of_their_names():
-    ours = [kernel(f"lib.{name}", prior=prior) for name, prior in (("b", 2), ("a", 2), ("fast", 4), ("slow", 1))]
+    ours = [kernel(f"lib.{name}", prior=prior)
+            for name, prior in (("b", 2), ("a", 2), ("fast", 4), ("slow", 1))]
     assert [s.kernel for s in decide(ours).steps] == ["lib.fast", "lib.a", "lib.b", "lib.slow"]
 
 
@@ -222,11 +243,13 @@ def test_the_guess_is_the_roofline_slowed_by_the_eager_formula_and_sped_up_by_th
     k = kernel("lib.k", prior=4, overhead_us=10)
     assert guess_us(k, roofline) == pytest.approx(10 + EAGER_OVER_ROOFLINE * roofline / 4)
     score = decide([k], given=known).steps[0].score
-    assert score.total_us == score.kernel_us == pytest.approx(guess_us(k, roofline)) and score.source == "prior"
+    assert (score.total_us == score.kernel_us == pytest.approx(guess_us(k, roofline))
+            and score.source == "prior")
 
 
 def test_a_fixed_cost_loses_where_there_is_little_to_do_and_wins_where_there_is_much():
-    ours = [kernel("lib.quick", prior=1, overhead_us=1), kernel("lib.strong", prior=20, overhead_us=50)]
+    ours = [kernel("lib.quick", prior=1, overhead_us=1),
+            kernel("lib.strong", prior=20, overhead_us=50)]
     assert decide(ours, on=CPU, given=facts(seq_q=4)).kernel == "lib.quick"
     assert decide(ours, on=CPU, given=facts(seq_q=1024)).kernel == "lib.strong"
 
@@ -234,8 +257,10 @@ def test_a_fixed_cost_loses_where_there_is_little_to_do_and_wins_where_there_is_
 def test_a_boost_divides_the_expected_time_and_boosts_multiply():
     ours = [kernel("lib.a", prior=4), kernel("lib.b", prior=1)]
     rules = (PolicyRule.of("boost", "lib.b", factor=2), PolicyRule.of("boost", "lib.*", factor=3))
-    plain, boosted = ({s.kernel: s.score for s in decide(ours, policy=policy(*r)).steps} for r in ((), rules))
-    assert boosted["lib.b"].total_us == pytest.approx(plain["lib.b"].total_us / 6) and boosted["lib.b"].boost == 6
+    plain, boosted = ({s.kernel: s.score for s in decide(ours, policy=policy(*r)).steps}
+                      for r in ((), rules))
+    assert (boosted["lib.b"].total_us == pytest.approx(plain["lib.b"].total_us / 6)
+            and boosted["lib.b"].boost == 6)
     assert boosted["lib.a"].total_us == pytest.approx(plain["lib.a"].total_us / 3)
     assert boosted["lib.b"].kernel_us == plain["lib.b"].kernel_us
     assert decide(ours, policy=policy(*rules)).kernel == "lib.a"
@@ -243,7 +268,8 @@ def test_a_boost_divides_the_expected_time_and_boosts_multiply():
 
 
 def measured(kernel, us, known, where=HOPPER, **rest):
-    return Measurement(kernel, "attention", kind_of(ATTENTION, known).bucket, where.signature, us, **rest)
+    return Measurement(kernel, "attention", kind_of(ATTENTION, known).bucket, where.signature, us,
+                       **rest)
 
 
 def test_a_measurement_overrides_the_prior():
@@ -269,9 +295,12 @@ def test_a_measurement_counts_for_its_bucket_and_device_only():
     known = facts(seq_q=512, seq_k=2100, dtype=torch.float16)
     ours = [kernel("lib.praised", prior=50), kernel("lib.humble", prior=1)]
     perf = PerfView([measured("lib.praised", 90.0, known), measured("lib.humble", 40.0, known)])
-    assert decide(ours, given=facts(seq_q=512, seq_k=3072, dtype=torch.float16), perf=perf).kernel == "lib.humble"
-    assert decide(ours, given=facts(seq_q=512, seq_k=3073, dtype=torch.float16), perf=perf).kernel == "lib.praised"
-    assert decide(ours, given=facts(seq_q=512, seq_k=2100, dtype=torch.bfloat16), perf=perf).kernel == "lib.praised"
+    assert decide(ours, given=facts(seq_q=512, seq_k=3072, dtype=torch.float16),
+                  perf=perf).kernel == "lib.humble"
+    assert decide(ours, given=facts(seq_q=512, seq_k=3073, dtype=torch.float16),
+                  perf=perf).kernel == "lib.praised"
+    assert decide(ours, given=facts(seq_q=512, seq_k=2100, dtype=torch.bfloat16),
+                  perf=perf).kernel == "lib.praised"
     assert decide(ours, given={**known, "grad": True}, perf=perf).kernel == "lib.praised"
     assert decide(ours, on=AMPERE, given=known, perf=perf).kernel == "lib.praised"
 
@@ -281,14 +310,17 @@ def test_a_noisy_measurement_counts_less():
     k = kernel("lib.k")
 
     def with_spread(spread):
-        other = measured("lib.other", 10.0, known)         # keeps the calibration of the guess where it is
+        # keeps the calibration of the guess where it is
+        other = measured("lib.other", 10.0, known)
         perf = PerfView([measured("lib.k", 10.0, known, spread=spread), other])
         plan = decide([k, kernel("lib.other")], given=known, perf=perf)
         return next(s.score for s in plan.steps if s.kernel == "lib.k")
 
     assert with_spread(0.0).kernel_us == pytest.approx(10.0)
-    trusts = [Measurement("lib.k", "attention", "", "", 1.0, spread=s).trust for s in (0.0, 0.1, 0.25, 1.0, 10.0)]
-    assert trusts == sorted(trusts, reverse=True) and trusts[0] == 1 and trusts[2] == 0.5 and trusts[-1] < 0.01
+    trusts = [Measurement("lib.k", "attention", "", "", 1.0, spread=s).trust
+              for s in (0.0, 0.1, 0.25, 1.0, 10.0)]
+    assert (trusts == sorted(trusts, reverse=True) and trusts[0] == 1 and trusts[2] == 0.5
+            and trusts[-1] < 0.01)
 
 
 def test_of_a_noisy_slow_and_a_quiet_fast_measurement_the_guess_takes_the_place_of_the_noise():
@@ -296,7 +328,8 @@ def test_of_a_noisy_slow_and_a_quiet_fast_measurement_the_guess_takes_the_place_
     ours = [kernel("lib.a", prior=4), kernel("lib.b", prior=1)]
 
     def winner(spread):
-        perf = PerfView([measured("lib.a", 60.0, known), measured("lib.b", 20.0, known, spread=spread)])
+        perf = PerfView([measured("lib.a", 60.0, known),
+                         measured("lib.b", 20.0, known, spread=spread)])
         return decide(ours, given=known, perf=perf).kernel
 
     assert winner(0.0) == "lib.b"
@@ -311,14 +344,17 @@ def test_the_guesses_of_the_others_are_scaled_by_how_far_the_measured_ones_were_
     assert calibration(guesses, {"lib.a": slow}) == pytest.approx(100)
     plan = decide(ours, given=known, perf=PerfView([slow]))
     scores = {s.kernel: s.score for s in plan.steps}
-    assert scores["lib.b"].kernel_us == pytest.approx(guesses["lib.b"] * 100) and scores["lib.b"].source == "prior"
-    assert plan.kernel == "lib.b"                          # not chosen for being unmeasured: its prior is better
+    assert (scores["lib.b"].kernel_us == pytest.approx(guesses["lib.b"] * 100)
+            and scores["lib.b"].source == "prior")
+    # not chosen for being unmeasured: its prior is better
+    assert plan.kernel == "lib.b"
 
 
 def test_an_unmeasured_kernel_does_not_win_by_a_guess_on_another_scale():
     known = facts(seq_q=512, dtype=torch.float16)
     ours = [kernel("lib.known", prior=4), kernel("lib.unknown", prior=2)]
-    assert decide(ours, given=known, perf=PerfView([measured("lib.known", 1e6, known)])).kernel == "lib.known"
+    assert decide(ours, given=known,
+                  perf=PerfView([measured("lib.known", 1e6, known)])).kernel == "lib.known"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -330,7 +366,8 @@ def test_a_transform_costs_what_it_moves(dtype):
     size = q.numel() * q.element_size()
     assert plan.steps[0].transforms == (Transform("contiguous", "query", size),)
     score = plan.steps[0].score
-    assert score.transform_us == pytest.approx(2 * size / rates_of("cuda").bytes_per_us)      # read and written
+    # read and written
+    assert score.transform_us == pytest.approx(2 * size / rates_of("cuda").bytes_per_us)
     assert score.total_us == pytest.approx(score.kernel_us + score.transform_us)
     assert plan.to_json()["transform_bytes"] == size
 
@@ -349,11 +386,13 @@ def test_the_cost_of_a_transform_can_turn_the_choice():
 
 def test_no_kernel_is_an_empty_plan_that_says_why():
     plan = decide([kernel("lib.k", at_most("head_dim", 8))])
-    assert not plan and plan.kernel is None and "no kernel" in str(plan) and "HEAD_DIM_TOO_LARGE" in str(plan)
+    assert (not plan and plan.kernel is None and "no kernel" in str(plan)
+            and "HEAD_DIM_TOO_LARGE" in str(plan))
 
 
 def test_brief_gives_the_ranking_alone_and_thorough_every_reason():
-    k = kernel("lib.k", dtypes("bfloat16"), at_most("head_dim", 8), equals("group", 1, Code.GQA_UNSUPPORTED))
+    k = kernel("lib.k", dtypes("bfloat16"), at_most("head_dim", 8),
+               equals("group", 1, Code.GQA_UNSUPPORTED))
     given = facts(dtype=torch.float32, heads=4, kv_heads=2)
     brief = decide([k], given=given, thorough=False)
     assert not brief.steps and not brief.rejected
@@ -367,10 +406,11 @@ def test_the_plan_as_text_and_as_json():
     ours = [kernel("lib.a", unit_stride("query")), kernel("lib.b", at_most("head_dim", 8)),
             kernel("lib.new", untested=True)]
     perf = PerfView([measured("lib.a", 12.5, sparse, samples=9, spread=0.01)])
-    plan = decide(ours, given=sparse, perf=perf, policy=policy(PolicyRule.of("lock", "lib.*", origin="lz.lock()")))
+    plan = decide(ours, given=sparse, perf=perf,
+                  policy=policy(PolicyRule.of("lock", "lib.*", origin="lz.lock()")))
     text = str(plan)
-    for part in ("lz.attention -> lib.", "named by lz.lock()", "after contiguous(query)", "(measured)", "(prior)",
-                 "x lib.b", "HEAD_DIM_TOO_LARGE", "untested on hardware"):
+    for part in ("lz.attention -> lib.", "named by lz.lock()", "after contiguous(query)",
+                 "(measured)", "(prior)", "x lib.b", "HEAD_DIM_TOO_LARGE", "untested on hardware"):
         assert part in text, part
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).steps == plan.steps
@@ -383,8 +423,8 @@ DEVICES = (CPU, TURING, AMPERE, ADA, HOPPER, BLACKWELL, UNKNOWN, AMD)
 def any_call():
     size = st.integers(1, 300)
     return st.fixed_dictionaries({
-        "seq_q": size, "seq_k": size, "kv_heads": st.sampled_from([1, 2]), "heads": st.sampled_from([2, 4]),
-        "dim": st.sampled_from([8, 16, 40, 64]),
+        "seq_q": size, "seq_k": size, "kv_heads": st.sampled_from([1, 2]),
+        "heads": st.sampled_from([2, 4]), "dim": st.sampled_from([8, 16, 40, 64]),
         "dtype": st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
         "is_causal": st.booleans(), "causal_align": st.sampled_from(["top_left", "bottom_right"]),
         "return_lse": st.booleans(), "softcap": st.sampled_from([0.0, 5.0]),
@@ -403,9 +443,11 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
     steps, refused = [s.kernel for s in plan.steps], [r.kernel for r in plan.rejected]
     assert sorted([*steps, *refused]) == sorted(names)
     assert all(r.reasons for r in plan.rejected)
-    ranks = [(s.score.source == "prior" and any(BUILTIN.by_id[k].baseline for k in steps), s.score.total_us)
+    ranks = [(s.score.source == "prior" and any(BUILTIN.by_id[k].baseline for k in steps),
+              s.score.total_us)
              for s in plan.steps]
-    assert ranks == sorted(ranks)                          # what has no evidence comes after torch's own
+    # what has no evidence comes after torch's own
+    assert ranks == sorted(ranks)
     assert "reference.attention" in steps                  # there is always a fallback
     assert decide(ours, on=where, given=given, policy=lenient) == plan
     shuffle.shuffle(ours)
@@ -416,7 +458,8 @@ def test_of_the_real_kernels_each_is_accepted_or_refused_with_a_reason_and_the_o
 
 @settings(deadline=None, max_examples=25)
 @given(any_call(), st.sampled_from(DEVICES))
-def test_whatever_is_accepted_breaks_none_of_its_own_rules_but_those_a_transform_repairs(call, where):
+def test_whatever_is_accepted_breaks_none_of_its_own_rules_but_those_a_transform_repairs(call,
+                                                                                         where):
     lenient = policy(jit="in_request", allow_untested=True)
     plan = decide(BUILTIN.kernels_of("attention"), on=where, given=facts(**call), policy=lenient)
     for step in plan.steps:
@@ -440,7 +483,8 @@ def test_selection_reads_nothing_but_its_arguments():
 
 def test_the_real_device_is_one_that_selection_takes():
     here = hardware.probe("cpu")
-    plan = decide(BUILTIN.kernels_of("rms_norm"), on=here, given=call_facts(RMS_NORM, rows()), op=RMS_NORM)
+    plan = decide(BUILTIN.kernels_of("rms_norm"), on=here, given=call_facts(RMS_NORM, rows()),
+                  op=RMS_NORM)
     assert plan.kernel in ("native.rms_norm", "torch.rms_norm")
 
 
@@ -449,7 +493,8 @@ def test_of_many_kernels_with_random_priors_the_fastest_is_first():
     given = facts(seq_q=256, dtype=torch.float16)
     roofline = roofline_us(ATTENTION, given, rates_of("cuda"))
     for _ in range(50):
-        ours = [kernel(f"lib.k{i}", prior=shuffle.uniform(0.5, 30), overhead_us=shuffle.uniform(0, 40))
+        ours = [kernel(f"lib.k{i}", prior=shuffle.uniform(0.5, 30),
+                       overhead_us=shuffle.uniform(0, 40))
                 for i in range(20)]
         want = sorted(ours, key=lambda k: (guess_us(k, roofline), k.id))
         assert [s.kernel for s in decide(ours, given=given).steps] == [k.id for k in want]
@@ -459,5 +504,6 @@ def test_two_cards_of_one_kind_get_the_same_plan():
     ours = [kernel("lib.a", device("cuda"), prior=3), kernel("lib.b", sm(at_least=90))]
     given = facts(seq_q=512, dtype=torch.float16)
     perf = PerfView([measured("lib.a", 30.0, given), measured("lib.b", 20.0, given)])
-    assert decide(ours, on=replace(HOPPER, index=1), given=given, perf=perf) == decide(ours, given=given, perf=perf)
+    assert decide(ours, on=replace(HOPPER, index=1), given=given,
+                  perf=perf) == decide(ours, given=given, perf=perf)
     assert decide(ours, given=given, perf=perf).kernel == "lib.b"

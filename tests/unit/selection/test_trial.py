@@ -12,7 +12,8 @@ from layerzero.selection.trial import Budget, Trial, fewest_samples, interval, w
 YES = lambda *_: True                          # noqa: E731
 
 
-def play(trial: Trial, times: dict[str, float], calls: int = 1000, noise: float = 0.0, allowed=YES, available=YES,
+def play(trial: Trial, times: dict[str, float], calls: int = 1000, noise: float = 0.0, allowed=YES,
+         available=YES,
          seed: int = 0) -> list[str]:
     """Serve calls until it is settled; who served them."""
     chance, served = random.Random(seed), []
@@ -110,7 +111,8 @@ def test_a_first_call_is_no_sample():
 
 def test_a_kernel_that_may_not_cost_so_much_sits_out_and_the_others_go_on():
     trial = trial_of("a", "b", b=80.0)         # expected to cost seven times as much over torch
-    served = play(trial, {"torch": 100.0, "a": 70.0, "b": 10.0}, trials.MOST_CALLS + 1, allowed=lambda us: us < 200.0)
+    served = play(trial, {"torch": 100.0, "a": 70.0, "b": 10.0}, trials.MOST_CALLS + 1,
+                  allowed=lambda us: us < 200.0)
     assert "b" not in served and served[100:] == ["a"] * len(served[100:])
     assert trial.winner == "a" and trial.clear
 
@@ -123,7 +125,8 @@ def test_nothing_is_timed_while_nothing_may_be_tried():
 
 def test_after_so_many_calls_it_ends_without_a_result():
     trial = trial_of("a", a=20.0)
-    play(trial, {"torch": 100.0, "a": 10.0}, calls=trials.MOST_CALLS + 1, allowed=lambda extra: extra == 0.0)
+    play(trial, {"torch": 100.0, "a": 10.0}, calls=trials.MOST_CALLS + 1,
+         allowed=lambda extra: extra == 0.0)
     assert trial.winner == "torch" and not trial.clear
 
 
@@ -166,7 +169,8 @@ def test_calls_in_flight_are_limited_and_few_before_a_first_time_is_known():
 def test_the_standing_in_words():
     trial = trial_of("a")
     play(trial, {"torch": 1000.0, "a": 5000.0})
-    assert trial.standing("torch") == f"being learned: {len(trial.runners['torch'].rounds)} samples, median 1000.0 us"
+    assert trial.standing(
+        "torch") == f"being learned: {len(trial.runners['torch'].rounds)} samples, median 1000.0 us"
     assert "out: 5.0 times" in trial.standing("a") and trial.standing("other") == ""
 
 
@@ -189,7 +193,9 @@ def test_exploring_costs_a_share_of_the_time_and_an_allowance():
 
 @pytest.mark.parametrize("slow", [1.5, 2.5, 9.0])
 def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
-    """Ten kinds, each with a slower candidate: what exploring costs stays within its share, and all are settled."""
+    """Ten kinds, each with a slower candidate: what exploring costs stays within its share, and all
+    are settled.
+    """
     budget = Budget(allowance_us=500.0)
     kinds = [trial_of("a", a=10.0 * slow) for _ in range(10)]
     chance = random.Random(0)

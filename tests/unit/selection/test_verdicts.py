@@ -22,10 +22,13 @@ number = st.integers(1, 32)
 def leaf() -> st.SearchStrategy[Condition]:
     fact = st.sampled_from(FACTS)
     return st.one_of(
-        st.builds(Rule, fact, st.sampled_from(["eq", "ne"]), value, st.just(Code.SHAPE_UNSUPPORTED)),
-        st.builds(Rule, fact, st.sampled_from(["in", "not_in"]), st.lists(value, max_size=3).map(tuple),
+        st.builds(Rule, fact, st.sampled_from(["eq", "ne"]), value,
                   st.just(Code.SHAPE_UNSUPPORTED)),
-        st.builds(Rule, fact, st.sampled_from(["present", "absent"]), st.none(), st.just(Code.SHAPE_UNSUPPORTED)),
+        st.builds(Rule, fact, st.sampled_from(["in", "not_in"]),
+                  st.lists(value, max_size=3).map(tuple),
+                  st.just(Code.SHAPE_UNSUPPORTED)),
+        st.builds(Rule, fact, st.sampled_from(["present", "absent"]), st.none(),
+                  st.just(Code.SHAPE_UNSUPPORTED)),
         st.builds(Rule, st.just("n"), st.sampled_from(["le", "ge", "multiple_of"]), number,
                   st.just(Code.SHAPE_UNSUPPORTED)),
         st.builds(Rule, st.just("isa"), st.just("has"), st.sampled_from(["avx2", "amx"]),
@@ -33,14 +36,17 @@ def leaf() -> st.SearchStrategy[Condition]:
 
 
 condition = st.recursive(leaf(), lambda inner: st.one_of(
-    st.lists(inner, min_size=1, max_size=3).map(lambda rules: AnyOf(tuple(rules))), st.builds(When, inner, inner)),
+    st.lists(inner, min_size=1, max_size=3).map(lambda rules: AnyOf(tuple(rules))),
+    st.builds(When, inner, inner)),
     max_leaves=5)
 
 
 @settings(max_examples=300, deadline=None)
 @given(groups=st.lists(st.lists(condition, max_size=3), max_size=4), a=value, b=value, d=value,
-       n=st.one_of(st.none(), st.integers(0, 64)), isa=st.one_of(st.none(), st.just(("avx2",)), st.just(())))
-def test_compiled_verdicts_are_those_of_the_rules(groups: Any, a: Any, b: Any, d: Any, n: Any, isa: Any) -> None:
+       n=st.one_of(st.none(), st.integers(0, 64)),
+       isa=st.one_of(st.none(), st.just(("avx2",)), st.just(())))
+def test_compiled_verdicts_are_those_of_the_rules(groups: Any, a: Any, b: Any, d: Any, n: Any,
+                                                  isa: Any) -> None:
     facts = {"a": a, "b": b, "c.d": d, "n": n, "isa": isa}
     want = [i for i, group in enumerate(groups) if all(c.check(facts) is None for c in group)]
     assert compile_verdicts(groups)(facts) == want
@@ -62,7 +68,8 @@ def test_every_kernel_in_the_catalog() -> None:
 
 
 def test_the_generated_reader_says_what_the_careful_one_says() -> None:
-    """For every case of every op: the same facts, or nothing where the call is not an ordinary one."""
+    """For every case of every op: the same facts, or nothing where the call is not an ordinary one.
+    """
     from layerzero.dispatch.dispatcher import dispatchers, public_function
     here = world.current()
     ordinary = 0

@@ -47,7 +47,8 @@ class Circle(Record, header={"shape": "circle"}):
 
 
 @dataclass(frozen=True)
-class Tree(Record, json="name total leaves by_name color points pair form on extra", header={"schema": "tree/1"},
+class Tree(Record, json="name total leaves by_name color points pair form on extra",
+           header={"schema": "tree/1"},
            omit="extra"):
     name: str
     leaves: tuple[Leaf, ...] = ()
@@ -69,8 +70,8 @@ class Tree(Record, json="name total leaves by_name color points pair form on ext
             (at / "leaves").wrong("at most 100 in all", self.total)
 
 
-FULL = Tree("oak", (Leaf("a", 3), Leaf("b", 4, "old")), {"c": Leaf("c")}, Color.RED, [Point(1.5, 2)], (2, "b"),
-            Circle(1.0), True, "more")
+FULL = Tree("oak", (Leaf("a", 3), Leaf("b", 4, "old")), {"c": Leaf("c")}, Color.RED,
+            [Point(1.5, 2)], (2, "b"), Circle(1.0), True, "more")
 
 
 @pytest.mark.parametrize("tree", [FULL, Tree("bare")], ids=["full", "defaults"])
@@ -82,10 +83,11 @@ def test_what_is_written_is_what_the_class_says():
     assert json.dumps(FULL.to_json()) == json.dumps({
         "schema": "tree/1", "name": "oak", "total": 7,
         "leaves": [{"name": "a", "size": 3}, {"name": "b", "size": 4, "note": "old"}],
-        "by_name": {"c": {"name": "c", "size": 0}}, "color": "red", "points": [{"x": 1.5, "y": 2}], "pair": [2, "b"],
-        "form": {"shape": "circle", "radius": 1.0}, "on": True, "extra": "more"})
+        "by_name": {"c": {"name": "c", "size": 0}}, "color": "red", "points": [{"x": 1.5, "y": 2}],
+        "pair": [2, "b"], "form": {"shape": "circle", "radius": 1.0}, "on": True, "extra": "more"})
     assert "extra" not in Tree("bare").to_json()
-    assert encode({"day": date(2026, 1, 2), "reason": Reason(Code.LZ_DISABLED)})["day"] == "2026-01-02"
+    assert encode({"day": date(2026, 1, 2), "reason": Reason(Code.LZ_DISABLED)})[
+        "day"] == "2026-01-02"
 
 
 @pytest.mark.parametrize(("changes", "mistake"), [
@@ -93,10 +95,13 @@ def test_what_is_written_is_what_the_class_says():
     ({"name": "\ud800"}, "tree: name: wanted text without lone surrogates"),
     ({"on": 1}, "tree: on: wanted true or false, got 1"),
     ({"leaves": {}}, "tree: leaves: wanted a list of an object, got {}"),
-    ({"leaves": [{"name": "a", "size": -1}]}, "tree: leaves[0].size: wanted a whole number >= 0, got -1"),
-    ({"leaves": [{"name": "a", "size": True}]}, "tree: leaves[0].size: wanted a whole number >= 0, got True"),
+    ({"leaves": [{"name": "a", "size": -1}]},
+     "tree: leaves[0].size: wanted a whole number >= 0, got -1"),
+    ({"leaves": [{"name": "a", "size": True}]},
+     "tree: leaves[0].size: wanted a whole number >= 0, got True"),
     ({"leaves": [{"name": ""}]}, "tree: leaves[0].name: wanted text that is not empty, got ''"),
-    ({"leaves": [{"id": "a"}]}, "tree: leaves[0]: missing: name; unknown: id; wanted are name, size, note"),
+    ({"leaves": [{"id": "a"}]},
+     "tree: leaves[0]: missing: name; unknown: id; wanted are name, size, note"),
     ({"leaves": [{"name": "a", "size": 13}]}, "tree: leaves[0]: 13 is no size"),
     ({"leaves": [{"name": "a", "size": 101}]}, "tree: leaves: wanted at most 100 in all, got 101"),
     ({"by_name": {"x": None}}, "tree: by_name.x: wanted an object, got None"),
@@ -106,12 +111,14 @@ def test_what_is_written_is_what_the_class_says():
     ({"points": [{"x": 10**400}]}, "tree: points[0].x: wanted a number that a float can hold"),
     ({"pair": [1]}, "tree: pair: wanted a list of a whole number, text, got [1]"),
     ({"pair": ["1", "a"]}, "tree: pair[0]: wanted a whole number, got '1'"),
-    ({"form": {"shape": "line"}}, "tree: form: wanted an object with one of {'shape': 'square'}, {'shape': 'circle'}"),
+    ({"form": {"shape": "line"}},
+     "tree: form: wanted an object with one of {'shape': 'square'}, {'shape': 'circle'}"),
     ({"form": {"shape": "circle"}}, "tree: form: missing: radius;"),
     ({"form": 3}, "tree: form: wanted an object or null, got 3"),
     ({"extra": "less"}, "tree: extra: wanted one of , more, got 'less'"),
     ({"hidden": 1}, "tree: missing: nothing; unknown: hidden;"),
-    ({"schema": "tree/2"}, "tree: wanted schema tree/1, got 'tree/2'; make it again with this version"),
+    ({"schema": "tree/2"},
+     "tree: wanted schema tree/1, got 'tree/2'; make it again with this version"),
 ])
 def test_a_mistake_is_told_with_its_path_what_was_wanted_and_what_came(changes, mistake):
     with pytest.raises(DataError) as e:
@@ -123,7 +130,8 @@ def test_a_mistake_is_told_with_its_path_what_was_wanted_and_what_came(changes, 
 def test_every_mistake_is_told_at_once_and_not_without_end():
     with pytest.raises(DataError) as e:
         Tree.from_json({"schema": "tree/1", "name": 1, "on": 2}, "a.json")
-    assert str(e.value) == "a.json: name: wanted text, got 1\na.json: on: wanted true or false, got 2"
+    assert (str(e.value)
+            == "a.json: name: wanted text, got 1\na.json: on: wanted true or false, got 2")
     with pytest.raises(DataError) as e:
         Tree.from_json({**FULL.to_json(), "leaves": [1] * 1000})
     lines = str(e.value).splitlines()
@@ -180,7 +188,8 @@ class Seconds:
 class Timer(NamedTuple):
     after: Seconds
     every: Annotated[Any, Seconds] = None
-    names: Annotated[tuple[str, ...], Check("a list of at most 2", lambda names: len(names) <= 2)] = ()
+    names: Annotated[tuple[str, ...],
+                     Check("a list of at most 2", lambda names: len(names) <= 2)] = ()
 
 
 def test_a_hook_reads_and_writes_what_annotations_cannot_say():

@@ -1,4 +1,6 @@
-"""Generated code has its text: a debugger lists it, a traceback shows it, `lz explain --code` prints it."""
+"""Generated code has its text: a debugger lists it, a traceback shows it, `lz explain --code`
+prints it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def test_every_exec_is_of_code_that_keeps_its_text():
     found = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exec":
+            if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                and node.func.id == "exec"):
                 found.append((path, ast.unparse(node.args[0])))
     assert [path for path, text in found if not text.startswith("codegen.compile(")] == [FOREIGN]
     assert len(found) > 5
@@ -79,7 +82,8 @@ def test_a_debugger_steps_through_a_call():
     x, heard = torch.ones(2, 8), io.StringIO()
     twin = dispatcher_of("rms_norm").python_call
     twin(x)
-    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=heard, nosigint=True,
+    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=heard,
+                       nosigint=True,
                        readrc=False)
     debugger.use_rawinput = False
     debugger.runcall(twin, x)

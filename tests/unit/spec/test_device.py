@@ -30,7 +30,8 @@ from layerzero.spec.op import DEVICE_FACTS
 from layerzero.spec.rules import cpu_isa, generations, sm
 
 MB = 1 << 20
-SOFTWARE = {"torch_version": "2.11.0+cu130", "triton_version": "3.6.0", "driver_version": "580.159.04",
+SOFTWARE = {"torch_version": "2.11.0+cu130", "triton_version": "3.6.0",
+            "driver_version": "580.159.04",
             "runtime_version": "13.0", "cudnn_version": "9.19.0"}
 
 # What torch.cuda.get_device_properties says (memory to the nearest MB), and what must come of it:
@@ -51,9 +52,12 @@ NVIDIA = [
     (("Tesla M40", 5, 2, 11448, 24), ("unknown", 0, False, False, False)),
 ]
 AMD = [
-    (("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", 196592, 304), ("gfx942", "cdna3", True, False)),
-    (("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-", 65520, 110), ("gfx90a", "cdna2", False, False)),
-    (("AMD Instinct MI355X", "gfx950:sramecc+:xnack-", 294896, 256), ("gfx950", "cdna4", True, True)),
+    (("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", 196592, 304),
+     ("gfx942", "cdna3", True, False)),
+    (("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-", 65520, 110),
+     ("gfx90a", "cdna2", False, False)),
+    (("AMD Instinct MI355X", "gfx950:sramecc+:xnack-", 294896, 256),
+     ("gfx950", "cdna4", True, True)),
     (("AMD Radeon(TM) 8060S Graphics", "gfx1151", 80065, 20), ("gfx1151", "rdna3", False, False)),
     (("AMD Radeon VII", "gfx906:sramecc-:xnack-", 16368, 60), ("gfx906", "unknown", False, False)),
 ]
@@ -145,27 +149,32 @@ def nvidia(name: str, major: int, minor: int, megabytes: int, count: int) -> Dev
 
 
 def amd(name: str, arch: str, megabytes: int, count: int) -> Device:
-    props = SimpleNamespace(name=name, major=9, minor=4, gcnArchName=arch, total_memory=megabytes * MB,
+    props = SimpleNamespace(name=name, major=9, minor=4, gcnArchName=arch,
+                            total_memory=megabytes * MB,
                             multi_processor_count=count)
-    return hardware.amd_device(props, 0, {"torch_version": "2.9.1+rocm6.4", "runtime_version": "6.4.43484"})
+    return hardware.amd_device(props, 0,
+                               {"torch_version": "2.9.1+rocm6.4", "runtime_version": "6.4.43484"})
 
 
 H200 = nvidia("NVIDIA H200", 9, 0, 143156, 132)
 MI300 = amd(*AMD[0][0])
-EPYC_CPU = hardware.cpu_device(hardware.parse_cpuinfo(EPYC_TEXT), 64 << 30, {"torch_version": "2.13.0+cpu"})
+EPYC_CPU = hardware.cpu_device(hardware.parse_cpuinfo(EPYC_TEXT), 64 << 30,
+                               {"torch_version": "2.13.0+cpu"})
 SAMPLES = [H200, MI300, EPYC_CPU, *(nvidia(*p) for p, _ in NVIDIA), *(amd(*p) for p, _ in AMD)]
 
 
 class TestGenerations:
     @pytest.mark.parametrize("sm_number,name", [
-        (0, "unknown"), (59, "unknown"), (60, "pascal"), (69, "pascal"), (70, "volta"), (74, "volta"), (75, "turing"),
-        (79, "turing"), (80, "ampere"), (88, "ampere"), (89, "ada_lovelace"), (90, "hopper"), (99, "hopper"),
+        (0, "unknown"), (59, "unknown"), (60, "pascal"), (69, "pascal"), (70, "volta"),
+        (74, "volta"), (75, "turing"), (79, "turing"), (80, "ampere"), (88, "ampere"),
+        (89, "ada_lovelace"), (90, "hopper"), (99, "hopper"),
         (100, "blackwell"), (129, "blackwell"), (130, "unknown"), (999, "unknown")])
     def test_edges_of_the_ranges(self, sm_number, name):
         assert generation_of(sm_number).name == name
 
     def test_enum_and_table_name_the_same_generations_in_the_same_order(self):
-        assert [g.name.lower() for g in sorted(GPUGeneration)] == [r.name for r in GENERATIONS if r.sm_last]
+        assert [g.name.lower() for g in sorted(GPUGeneration)] == [r.name for r in GENERATIONS
+                                                                   if r.sm_last]
         ordered = ["TURING", "AMPERE", "ADA_LOVELACE", "HOPPER", "BLACKWELL"]
         ages = [GPUGeneration[name] for name in ordered]
         assert all(a < b for a, b in pairwise(ages))
@@ -178,11 +187,13 @@ class TestGenerations:
                 assert getattr(older, ability) <= getattr(newer, ability), (older, newer, ability)
 
     def test_override_answers_first_and_reaches_the_device(self):
-        mine = table_from_json([{"name": "rubin", "sm_first": 130, "sm_last": 139, "tensor_core": 6, "bf16": True}])
+        mine = table_from_json([{"name": "rubin", "sm_first": 130, "sm_last": 139, "tensor_core": 6,
+                                 "bf16": True}])
         table = (*mine, *GENERATIONS)
         assert generation_of(130, table) == mine[0]
         assert generation_of(90, table).name == "hopper"
-        props = SimpleNamespace(name="R100", major=13, minor=0, total_memory=1, multi_processor_count=1)
+        props = SimpleNamespace(name="R100", major=13, minor=0, total_memory=1,
+                                multi_processor_count=1)
         assert hardware.nvidia_device(props, 0, {}, table).gpu_generation == "rubin"
         assert hardware.nvidia_device(props, 0, {}).gpu_generation == "unknown"
 
@@ -190,9 +201,13 @@ class TestGenerations:
         table = (Generation("old", 70, 75, tensor_core=1),
                  Generation("new", 90, 95, tensor_core=4, bf16=True, fp8=True))
         between, beyond = generation_of(80, table), generation_of(96, table)
-        assert (between.name, between.tensor_core, between.bf16, between.fp8) == ("unknown", 1, False, False)
-        assert (beyond.name, beyond.tensor_core, beyond.bf16, beyond.fp8) == ("unknown", 4, True, True)
-        assert generation_of(80, table[:1]).bf16, "newer than all that is known: bf16 is taken for granted"
+        assert (between.name, between.tensor_core, between.bf16,
+                between.fp8) == ("unknown", 1, False, False)
+        assert (beyond.name, beyond.tensor_core, beyond.bf16,
+                beyond.fp8) == ("unknown", 4, True, True)
+        assert generation_of(80,
+                             table[:1]).bf16, (
+                                 "newer than all that is known: bf16 is taken for granted")
 
     def test_table_survives_json(self):
         rows = json.loads(json.dumps([dataclasses.asdict(r) for r in GENERATIONS]))
@@ -210,15 +225,20 @@ class TestGenerations:
         ([90], "row 0: wanted an object, got 90"),
         ([{"sm_first": 90, "sm_last": 99}], "missing: name;"),
         ([{"name": "x", "sm_first": 90, "sm_last": 99, "fp16": True}], "unknown: fp16;"),
-        ([{"name": "x", "sm_first": "90", "sm_last": 99}], "sm_first: wanted a whole number, got '90'"),
-        ([{"name": "x", "sm_first": 90, "sm_last": 99, "bf16": 1}], "bf16: wanted true or false, got 1"),
-        ([{"name": "x", "sm_first": True, "sm_last": 99}], "sm_first: wanted a whole number, got True"),
+        ([{"name": "x", "sm_first": "90", "sm_last": 99}],
+         "sm_first: wanted a whole number, got '90'"),
+        ([{"name": "x", "sm_first": 90, "sm_last": 99, "bf16": 1}],
+         "bf16: wanted true or false, got 1"),
+        ([{"name": "x", "sm_first": True, "sm_last": 99}],
+         "sm_first: wanted a whole number, got True"),
         ([{"name": "x", "sm_first": -1, "sm_last": 99}], "sm_first must be >= 0"),
         ([{"name": "x", "sm_first": 99, "sm_last": 90}], "99 > 90"),
         ([{"name": "", "sm_first": 90, "sm_last": 99}], "needs a name"),
         ([{"name": "x"}], "either sm_first and sm_last or arch"),
-        ([{"name": "x", "sm_first": 90, "sm_last": 99, "arch": "gfx9"}], "either sm_first and sm_last or arch"),
-        ([{"name": "a", "sm_first": 80, "sm_last": 90}, {"name": "b", "sm_first": 90, "sm_last": 99}], "overlap"),
+        ([{"name": "x", "sm_first": 90, "sm_last": 99, "arch": "gfx9"}],
+         "either sm_first and sm_last or arch"),
+        ([{"name": "a", "sm_first": 80, "sm_last": 90},
+          {"name": "b", "sm_first": 90, "sm_last": 99}], "overlap"),
     ])
     def test_bad_rows_are_refused(self, rows, said):
         with pytest.raises((DataError, SpecError)) as e:
@@ -278,8 +298,9 @@ class TestDevice:
         for same in ({"index": 3}, {"total_memory": 1}):
             assert dataclasses.replace(H200, **same).signature == H200.signature, same
         for other in ({"name": "NVIDIA H100"}, {"cores": 114}, {"sm": 100}, {"supports_fp4": True},
-                      {"driver_version": "580.95.05"}, {"runtime_version": "12.8"}, {"cudnn_version": "9.8.0"},
-                      {"torch_version": "2.12.0"}, {"triton_version": "3.7.0"}):
+                      {"driver_version": "580.95.05"}, {"runtime_version": "12.8"},
+                      {"cudnn_version": "9.8.0"}, {"torch_version": "2.12.0"},
+                      {"triton_version": "3.7.0"}):
             assert dataclasses.replace(H200, **other).signature != H200.signature, other
         assert dataclasses.replace(EPYC_CPU, isa=("avx2",)).signature != EPYC_CPU.signature
 
@@ -319,7 +340,8 @@ class TestFromProperties:
         d = nvidia(*props)
         assert (d.type, d.vendor, d.name, d.arch) == ("cuda", "nvidia", props[0], "")
         assert d.sm == 10 * props[1] + props[2]
-        assert (d.gpu_generation, d.tensor_core_generation, d.supports_bf16, d.supports_fp8, d.supports_fp4) == expected
+        assert (d.gpu_generation, d.tensor_core_generation, d.supports_bf16, d.supports_fp8,
+                d.supports_fp4) == expected
         assert (d.total_memory, d.cores) == (props[3] * MB, props[4])
         assert {k: getattr(d, k) for k in SOFTWARE} == SOFTWARE
 
@@ -331,8 +353,9 @@ class TestFromProperties:
         assert d.supports_bf16
 
     def test_intel_gpu(self):
-        props = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", driver_version="1.6.31294+20",
-                                max_compute_units=512, total_memory=65536 * MB, has_bfloat16_conversions=True)
+        props = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550",
+                                driver_version="1.6.31294+20", max_compute_units=512,
+                                total_memory=65536 * MB, has_bfloat16_conversions=True)
         d = hardware.xpu_device(props, 1, {"runtime_version": "20250101"})
         assert (d.type, d.index, d.vendor, d.supports_bf16) == ("xpu", 1, "intel", True)
         assert d.driver_version == "1.6.31294+20"
@@ -345,14 +368,18 @@ class TestFromProperties:
         d = hardware.hpu_device(name, 0, {})
         assert (d.vendor, d.supports_bf16, d.supports_fp8) == ("habana", True, fp8)
 
-    @pytest.mark.parametrize("number,text", [(91900, "9.19.0"), (90100, "9.1.0"), (8907, "8.9.7"), (8500, "8.5.0")])
+    @pytest.mark.parametrize("number,text", [(91900, "9.19.0"), (90100, "9.1.0"), (8907, "8.9.7"),
+                                             (8500, "8.5.0")])
     def test_cudnn(self, number, text):
         assert hardware.cudnn_text(number) == text
 
     @pytest.mark.parametrize("text,version", [
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (builder)  Tue Sep 23\n"
-         + "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04.2) \n", "580.95.05"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.135  Fri Jan 10 20:00:00 UTC 2025\n", "550.135"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  "
+            "(builder)  Tue Sep 23\n"
+            + "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04.2) \n", "580.95.05"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.135  Fri Jan 10 20:00:00 UTC 2025\n",
+         "550.135"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  590.48.01", "590.48.01"),
         ("GCC version:  gcc version 11.4.0\n", ""),
         ("", "")])
@@ -366,28 +393,33 @@ class TestCPU:
                                  ("avx2", "avx512f", "avx512_bf16", "avx512_vnni"), True, 4)),
         (XEON_TEXT, hardware.CPU("Intel(R) Xeon(R) Processor", "intel", CPU_ISA[:9], True, 1)),
         ("\n".join(GRAVITON.format(i=i) for i in range(3)),
-         hardware.CPU("Neoverse-V1", "arm", ("neon", "fp16", "dotprod", "bf16", "i8mm", "sve"), True, 3)),
+         hardware.CPU("Neoverse-V1", "arm", ("neon", "fp16", "dotprod", "bf16", "i8mm", "sve"),
+                      True, 3)),
         (N1_TEXT, hardware.CPU("Neoverse-N1", "arm", ("neon", "fp16", "dotprod"), False, 2)),
         (RASPBERRY, hardware.CPU("Cortex-A72", "arm", ("neon",), False, 1)),
         (ASAHI, hardware.CPU("Apple M2 Blizzard", "apple", ("neon", "bf16"), True, 1)),
         (BIG_LITTLE, hardware.CPU("Cortex-A55 + Cortex-A76", "arm", ("neon", "dotprod"), False, 2)),
-        (RASPBERRY.replace("0xd08", "0xfff"), hardware.CPU("ARM core 0x41/0xfff", "arm", ("neon",), False, 1)),
-        (RASPBERRY.replace("0x41", "0xee"), hardware.CPU("ARM core 0xee/0xd08", "arm", ("neon",), False, 1)),
+        (RASPBERRY.replace("0xd08", "0xfff"),
+         hardware.CPU("ARM core 0x41/0xfff", "arm", ("neon",), False, 1)),
+        (RASPBERRY.replace("0x41", "0xee"),
+         hardware.CPU("ARM core 0xee/0xd08", "arm", ("neon",), False, 1)),
         (RISCV, hardware.CPU("", "unknown", (), False, 1)),
         ("", hardware.CPU("", "unknown", (), False, 0)),
         ("garbage\n\n: : :\n", hardware.CPU("", "unknown", (), False, 0)),
-    ], ids=["epyc", "xeon", "graviton3", "neoverse-n1", "raspberry", "asahi", "two kinds of cores", "unknown part",
-            "unknown implementer", "riscv", "empty", "garbage"])
+    ], ids=["epyc", "xeon", "graviton3", "neoverse-n1", "raspberry", "asahi", "two kinds of cores",
+            "unknown part", "unknown implementer", "riscv", "empty", "garbage"])
     def test_cpuinfo(self, text, expected):
         assert hardware.parse_cpuinfo(text) == expected
         assert hardware.cpu_device(expected, 0, {}).name
 
     def test_the_signature_of_a_core_is_the_same_on_every_boot(self):
         clock = N1_TEXT.replace("243.75", "50.00")
-        small = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT), 8 << 30, {"torch_version": "2.13.0"})
+        small = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT), 8 << 30,
+                                    {"torch_version": "2.13.0"})
         assert small.signature == hardware.cpu_device(
             hardware.parse_cpuinfo(clock), 16 << 30, {"torch_version": "2.13.0"}).signature
-        other = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT.replace("0xd0c", "0xd49")), 0, {})
+        other = hardware.cpu_device(hardware.parse_cpuinfo(N1_TEXT.replace("0xd0c", "0xd49")), 0,
+                                    {})
         assert (other.name, other.signature == small.signature) == ("Neoverse-N2", False)
 
     def test_hyperthreads_are_not_cores(self):
@@ -397,7 +429,8 @@ class TestCPU:
     @pytest.mark.parametrize("text,bf16,fp16", [
         (EPYC_TEXT, True, False), (XEON_TEXT, True, True), (GRAVITON.format(i=0), True, False),
         (N1_TEXT, False, False),
-        (RASPBERRY, False, False), (XEON_TEXT.replace("avx512", "avx2"), True, False),      # amx_bf16
+        # amx_bf16
+        (RASPBERRY, False, False), (XEON_TEXT.replace("avx512", "avx2"), True, False),
         (XEON_TEXT.replace("avx512", "avx2").replace("amx_bf16", ""), False, False)])
     def test_which_matmuls_torch_has_instructions_for(self, text, bf16, fp16):
         facts = hardware.cpu_device(hardware.parse_cpuinfo(text), 0, {}).facts()
@@ -405,7 +438,8 @@ class TestCPU:
 
     @pytest.mark.parametrize("machine,name,capability,vendor,isa", [
         ("arm64", "Apple M3 Max", "DEFAULT", "apple", ("neon",)),
-        ("AMD64", "Intel64 Family 6 Model 85 Stepping 7, GenuineIntel", "AVX512", "intel", ("avx2", "avx512f")),
+        ("AMD64", "Intel64 Family 6 Model 85 Stepping 7, GenuineIntel", "AVX512", "intel",
+         ("avx2", "avx512f")),
         ("AMD64", "AMD64 Family 25 Model 33 Stepping 2, AuthenticAMD", "AVX2", "amd", ("avx2",)),
         ("x86_64", "Intel(R) Core(TM) i7", "NO AVX", "intel", ()),
         ("ARM64", "ARMv8 (64-bit) Family 8 Model 1", "DEFAULT", "arm", ("neon",)),

@@ -39,8 +39,10 @@ def drawn() -> dict[str, str]:
 
 def defined() -> dict[str, tuple[str, ...]]:
     """Every class below LayerZeroError in the source, with its bases."""
-    bases = {node.name: (str(path.relative_to(PACKAGE)), tuple(ast.unparse(base) for base in node.bases))
-             for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    bases = {node.name: (str(path.relative_to(PACKAGE)),
+                         tuple(ast.unparse(base) for base in node.bases))
+             for path in PACKAGE.rglob("*.py")
+             for node in ast.walk(ast.parse(path.read_text("utf-8")))
              if isinstance(node, ast.ClassDef)}
     ours = {"LayerZeroError"}
     while grown := {name for name, (_, of) in bases.items() if ours.intersection(of)} - ours:
@@ -53,7 +55,8 @@ def test_the_drawing_is_the_tree():
     tree = defined()
     assert {*drawn()} == {*tree}
     for name, parent in drawn().items():
-        assert not parent or parent in tree[name], f"{name} is drawn below {parent}, its bases are {tree[name]}"
+        assert not parent or parent in tree[
+            name], f"{name} is drawn below {parent}, its bases are {tree[name]}"
 
 
 @pytest.mark.parametrize("name", sorted(set(drawn()) - {"LayerZeroError"}))
@@ -85,7 +88,8 @@ def test_a_bad_policy_is_told_from_a_bad_setting_of_the_machine(world, tmp_path)
     path = tmp_path / "policy.yaml"
     path.write_text("rules: [{forbid: torch.sdpa}]")
     for act in (lambda: lz.load_config(path), lambda: lz.PolicyRule.of("forbid", "torch.*"),
-                lambda: lz.configure(no_such_setting=1), lambda: lz.rms_norm(torch.ones(1, 2), policy=3)):
+                lambda: lz.configure(no_such_setting=1),
+                lambda: lz.rms_norm(torch.ones(1, 2), policy=3)):
         with pytest.raises(lz.errors.PolicyValidationError):
             act()
     with pytest.raises(lz.errors.ConfigError) as other:
@@ -102,8 +106,10 @@ def test_a_lost_capture_is_a_graph_error(world):
 
 
 def test_damaged_files_of_the_cache_are_one_kind():
-    assert issubclass(CorruptStore, lz.errors.CacheCorruptionError) and issubclass(CorruptStore, StoreError)
-    assert [kind for kind in UntrustedFile.__subclasses__() if issubclass(kind, lz.errors.CacheCorruptionError)]
+    assert (issubclass(CorruptStore, lz.errors.CacheCorruptionError)
+            and issubclass(CorruptStore, StoreError))
+    assert [kind for kind in UntrustedFile.__subclasses__()
+            if issubclass(kind, lz.errors.CacheCorruptionError)]
 
 
 def test_reports_of_calls_and_blocks_have_the_same_totals():
@@ -118,4 +124,5 @@ def test_reports_of_calls_and_blocks_have_the_same_totals():
 
 def test_a_generation_is_compared_by_age():
     generation = lz.kernels.GPUGeneration
-    assert generation.TURING < generation.AMPERE < generation.ADA_LOVELACE < generation.HOPPER < generation.BLACKWELL
+    assert (generation.TURING < generation.AMPERE < generation.ADA_LOVELACE < generation.HOPPER
+            < generation.BLACKWELL)

@@ -15,8 +15,9 @@ integers, floats = st.integers(-40, 40), st.floats(-40, 40)
 scalar = st.one_of(st.none(), st.booleans(), integers, floats, st.sampled_from(["float32", "x{}"]))
 some = st.lists(scalar, min_size=1, max_size=4).map(tuple)
 operands: dict[str, st.SearchStrategy[Any]] = {
-    "value": scalar, "number": integers | floats, "set": st.sampled_from(["avx2", "amx"]), "in": some,
-    "not_in": some, "multiple_of": st.integers(1, 12), "present": st.none(), "absent": st.none()}
+    "value": scalar, "number": integers | floats, "set": st.sampled_from(["avx2", "amx"]),
+    "in": some, "not_in": some, "multiple_of": st.integers(1, 12), "present": st.none(),
+    "absent": st.none()}
 values: dict[str, st.SearchStrategy[Any]] = {
     "value": scalar, "number": st.none() | integers | floats,
     "set": st.one_of(st.none(), st.just(()), st.just(("avx2",)), st.just(("avx2", "amx")))}
@@ -53,7 +54,8 @@ def test_a_range_has_the_answer_of_all_its_numbers(test: Predicate, a: int, b: i
     verdict = test.over_span(low, high)
     assert verdict is None or answers == {verdict}
     whole = all(isinstance(n, int) for numbers in test.cuts() for n in numbers)
-    if whole and not isinstance(test, OneOf) and test != MultipleOf(1):        # a list may fill the range
+    # a list may fill the range
+    if whole and not isinstance(test, OneOf) and test != MultipleOf(1):
         assert (verdict is None) == (len(answers) == 2)
 
 

@@ -1,4 +1,6 @@
-"""Attacks on folders whose files others write or import: of Triton and Inductor, and copies of hub kernels."""
+"""Attacks on folders whose files others write or import: of Triton and Inductor, and copies of hub
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,8 @@ def test_planted_bytecode_is_dropped_and_the_copy_stays(copied):
     code = f"import sys; sys.path.insert(0, {str(copy.parent)!r}); import build; print(build.VALUE)"
     assert process(code) == "evil", "Python prefers it"
     inode = copy.stat().st_ino
-    assert content.private_copy(source, source.parent, found) == copy and copy.stat().st_ino == inode
+    assert (content.private_copy(source, source.parent, found) == copy
+            and copy.stat().st_ino == inode)
     assert not list(copy.rglob("*.pyc")) and process(code) == "fine"
 
 

@@ -17,7 +17,8 @@ from layerzero.spec.reason import Category, Code, Reason, plain
 
 PLACEHOLDERS = {"want", "got", "fact"}
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
+scalars = st.one_of(st.none(), st.booleans(), st.integers(),
+                    st.floats(allow_nan=False, allow_infinity=False),
                     st.text())
 values = st.one_of(scalars, st.lists(scalars, max_size=4).map(tuple))
 reasons = st.builds(Reason, st.sampled_from(Code), values, values, st.text(max_size=20))
@@ -29,7 +30,8 @@ def fields_of(template):
 
 def test_there_are_at_least_fifty_and_every_string_is_its_own():
     assert len(Code) >= 50
-    assert len(Code) == len(Code.__members__)          # no alias: two names of one string would be merged by Enum
+    # no alias: two names of one string would be merged by Enum
+    assert len(Code) == len(Code.__members__)
     assert len({code.value for code in Code}) == len(Code)
 
 
@@ -58,7 +60,8 @@ def test_every_category_is_used():
 @settings(deadline=None)
 @given(reasons)
 def test_json_keeps_a_reason_without_loss(reason):
-    assert decode(Reason, json.loads(json.dumps(reason.to_json(), allow_nan=False)), "reason") == reason
+    assert decode(Reason, json.loads(json.dumps(reason.to_json(), allow_nan=False)),
+                  "reason") == reason
 
 
 @settings(deadline=None)
@@ -70,7 +73,8 @@ def test_text_begins_with_the_code(reason):
 def test_want_and_got_become_plain_values():
     reason = Reason(Code.DTYPE_UNSUPPORTED, ["float16", "bfloat16"], {"b", "a"}, "dtype")
     assert reason.want == ("float16", "bfloat16")
-    assert reason.got == ("a", "b")                    # a set has no order: it is sorted, so that two runs agree
+    # a set has no order: it is sorted, so that two runs agree
+    assert reason.got == ("a", "b")
     assert Reason(Code.WRONG_TYPE, int, complex(1, 2)).got == "(1+2j)"
     assert plain(((1, 2), [3])) == ((1, 2), (3,))
 
@@ -78,8 +82,10 @@ def test_want_and_got_become_plain_values():
 def test_several_wanted_values_read_as_a_choice():
     assert Reason(Code.DTYPE_UNSUPPORTED, ("float16", "bfloat16"), "int8", "dtype").message == \
         "dtype must be one of float16, bfloat16, got int8"
-    assert Reason(Code.DTYPE_UNSUPPORTED, ("float16",), "int8", "dtype").message == "dtype must be float16, got int8"
-    assert Reason(Code.DTYPE_UNSUPPORTED, "float16", "int8").message == "it must be float16, got int8"
+    assert Reason(Code.DTYPE_UNSUPPORTED, ("float16",), "int8",
+                  "dtype").message == "dtype must be float16, got int8"
+    assert Reason(Code.DTYPE_UNSUPPORTED, "float16",
+                  "int8").message == "it must be float16, got int8"
 
 
 def test_braces_in_a_value_are_text():

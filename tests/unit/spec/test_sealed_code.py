@@ -1,4 +1,5 @@
-"""Attacks on what becomes code: planted and changed files, open folders, links, temporary names, umask, other owners.
+"""Attacks on what becomes code: planted and changed files, open folders, links, temporary names,
+umask, other owners.
 
 Each one ends in a refusal that says why, and in no code of the attacker being run.
 """
@@ -34,7 +35,8 @@ from layerzero.world import certificates
 
 POSIX = hasattr(os, "geteuid")
 pytestmark = pytest.mark.skipif(not POSIX, reason="owners and permissions as POSIX has them")
-needs_root = pytest.mark.skipif(not POSIX or os.geteuid() != 0, reason="only root can give a file away")
+needs_root = pytest.mark.skipif(not POSIX or os.geteuid() != 0,
+                                reason="only root can give a file away")
 OTHER = 12345                                  # a user that is not this one
 SOURCES = Path(lz.__file__).parents[1]
 
@@ -54,7 +56,9 @@ def store(root) -> SealedFolder:
 
 @pytest.fixture
 def library(root, monkeypatch) -> Iterator[Path]:
-    """A real compiled module, sealed where the fast path would be; loading it leaves a trace in sys.modules only."""
+    """A real compiled module, sealed where the fast path would be; loading it leaves a trace in
+    sys.modules only.
+    """
     kept = SealedFolder.of(native.library_path())
     kept[0].write(_some_module().read_bytes(), *kept[1])
     native.module.cache_clear()
@@ -112,7 +116,8 @@ def test_a_seal_made_without_the_key_is_refused(store):
         store.read("tag", "x.so")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"sha256": 1}', "\x00", "[" * 4000, "9" * 4096])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"sha256": 1}', "\x00", "[" * 4000,
+                                  "9" * 4096])
 def test_a_seal_that_is_none_is_a_typed_error(store, text):
     store.path("tag", "x.so.seal").write_text(text)
     with pytest.raises(UntrustedFile):
@@ -154,7 +159,8 @@ def test_a_key_that_others_can_read_is_refused(store):
         store.read("tag", "x.so")
 
 
-@pytest.mark.parametrize("where", ["", "native", "native/tag", "native/tag/x.so", "native/tag/x.so.seal",
+@pytest.mark.parametrize("where", ["", "native", "native/tag", "native/tag/x.so",
+                                   "native/tag/x.so.seal",
                                    "native/seal.key"])
 @pytest.mark.parametrize("open_to", [0o020, 0o002, 0o022])
 def test_what_others_can_write_is_refused(store, where, open_to):
@@ -173,7 +179,8 @@ def test_a_cache_in_a_sticky_folder_for_all_is_as_safe_as_its_folders(store):
 
 
 @needs_root
-@pytest.mark.parametrize("where", ["", "native", "native/tag", "native/tag/x.so", "native/tag/x.so.seal",
+@pytest.mark.parametrize("where", ["", "native", "native/tag", "native/tag/x.so",
+                                   "native/tag/x.so.seal",
                                    "native/seal.key"])
 def test_what_belongs_to_another_user_is_refused(store, where):
     os.chown(store.root / where, OTHER, OTHER)
@@ -220,7 +227,8 @@ def test_a_pipe_or_folder_in_its_place_is_refused_and_blocks_nobody(store):
 @needs_root
 def test_a_read_only_cache_of_root_serves_other_users(request):
     """An administrator builds once; others have no key, and cannot write there."""
-    own = Path(tempfile.mkdtemp(prefix="layerzero-shared-"))   # only root may enter the folders of pytest
+    # only root may enter the folders of pytest
+    own = Path(tempfile.mkdtemp(prefix="layerzero-shared-"))
     request.addfinalizer(lambda: shutil.rmtree(own))
     store = SealedFolder(own, "native")
     store.write(b"content", "tag", "x.so")
@@ -268,14 +276,16 @@ def test_the_umask_does_not_matter(root, umask):
     for path in (root, *root.rglob("*")):
         assert mode(path) == (0o700 if path.is_dir() else 0o600), path
     assert store.read("tag", "x.so") == b"content" and store.read("tag", "y.so") == b"compiled"
-    assert sorted(p.name for p in store.path("tag").iterdir()) == ["x.so", "x.so.seal", "y.so", "y.so.seal"]
+    assert sorted(p.name for p in store.path("tag").iterdir()) == ["x.so", "x.so.seal", "y.so",
+                                                                   "y.so.seal"]
 
 
 def test_folders_that_an_older_umask_left_open_are_closed_when_something_is_written(store):
     store.path().chmod(0o777)
     store.path("tag").chmod(0o775)
     store.write(b"again", "tag", "x.so")
-    assert mode(store.path()) == mode(store.path("tag")) == 0o700 and store.read("tag", "x.so") == b"again"
+    assert (mode(store.path()) == mode(store.path("tag")) == 0o700
+            and store.read("tag", "x.so") == b"again")
 
 
 def test_a_folder_that_the_user_chose_is_refused_rather_than_closed(store):
@@ -306,12 +316,15 @@ def test_links_in_the_places_of_files_are_replaced_and_never_written_through(sto
 
 
 def test_temporary_names_of_certificates_cannot_be_planted(root, tmp_path, world):
-    """The name of a draft was made of the process's number: a link there led to any file of the user."""
+    """The name of a draft was made of the process's number: a link there led to any file of the
+    user.
+    """
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     kernel, home = torch_rms_norm(), certificates.folder(HERE)
     trusted_folder(root, "certificates", HERE.signature)
-    for name in (f"{kernel.id}.{os.getpid()}.tmp", f"{kernel.id.rpartition('.')[0]}.{os.getpid()}.tmp",
+    for name in (f"{kernel.id}.{os.getpid()}.tmp",
+                 f"{kernel.id.rpartition('.')[0]}.{os.getpid()}.tmp",
                  f"{kernel.id}.json"):
         (home / name).symlink_to(victim)
     (home.parent / f"seal.{os.getpid()}.tmp").symlink_to(victim)
@@ -326,7 +339,8 @@ def test_a_planted_seal_key_voids_certificates(root, world):
     certificates.write(certificate(kernel), HERE)
     os.chown(root / "certificates" / "seal.key", OTHER, OTHER)
     found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert isinstance(found, Reason) and found.code is Code.CERTIFICATE_REFUSED and f"user {OTHER}" in found.message
+    assert (isinstance(found, Reason) and found.code is Code.CERTIFICATE_REFUSED
+            and f"user {OTHER}" in found.message)
 
 
 def test_a_lock_is_not_taken_through_a_link(root, tmp_path, caplog):
@@ -362,7 +376,8 @@ def test_readers_see_the_old_or_the_new_file_while_others_replace_it(store):
             try:
                 if store.read("tag", "x.so") not in contents:
                     problems.append("mixed")
-            except UntrustedFile as e:         # three misses in a row, under two writers without a pause
+            # three misses in a row, under two writers without a pause
+            except UntrustedFile as e:
                 assert "sealed" in str(e) or "key" in str(e)
     finally:
         stop.set()
@@ -374,7 +389,9 @@ def test_readers_see_the_old_or_the_new_file_while_others_replace_it(store):
 # Loading
 
 def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch):
-    """The path is given another file between check and load: the checked one is loaded all the same."""
+    """The path is given another file between check and load: the checked one is loaded all the
+    same.
+    """
     store, parts = SealedFolder.of(library)
     opened = SealedFolder.open
 
@@ -413,7 +430,8 @@ def test_a_planted_fast_path_is_not_run_and_python_serves(root, tmp_path):
 __attribute__((constructor)) static void run(void) {{ fclose(fopen("{proof}", "w")); }}
 """)
     evil = tmp_path / "evil.so"
-    subprocess.run([compiler_path, "-shared", "-fPIC", str(tmp_path / "evil.c"), "-o", str(evil)], check=True)
+    subprocess.run([compiler_path, "-shared", "-fPIC", str(tmp_path / "evil.c"), "-o", str(evil)],
+                   check=True)
     for path in (native.library_path(), build.library_path()):
         path.parent.mkdir(parents=True)
         shutil.copy(evil, path)
@@ -453,7 +471,8 @@ def test_what_is_refused_is_built_again(root, tmp_path, monkeypatch):
     cxx.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
     cxx.chmod(0o755)
     monkeypatch.setenv("CXX", str(cxx))
-    for make, path in ((native.build_fast_path, native.library_path()), (build.build, build.library_path())):
+    for make, path in ((native.build_fast_path, native.library_path()),
+                       (build.build, build.library_path())):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"planted")
         path.parent.chmod(0o777)
@@ -470,7 +489,8 @@ def test_what_is_refused_is_built_again(root, tmp_path, monkeypatch):
 def test_cubins_are_compiled_again_unless_they_are_as_sealed(root, monkeypatch, caplog):
     monkeypatch.setattr(compiler, "nvrtc", lambda: (None, "12.0"))
     made = []
-    monkeypatch.setattr(compiler, "_compile", lambda *given: made.append(given) or b"\x7fELF of ours")
+    monkeypatch.setattr(compiler, "_compile", lambda *given: made.append(given)
+                        or b"\x7fELF of ours")
     source = min(p.name for p in compiler.FOLDER.glob("*.cu"))
 
     def compiled() -> int:

@@ -1,4 +1,7 @@
-"""The benchmarks run from beginning to end and write what they promise. What they measure is not judged here."""
+"""The benchmarks run from beginning to end and write what they promise.
+
+What they measure is not judged here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ ROOT = Path(__file__).parents[3]
 def run(out: Path, **environment: str) -> tuple[dict, str]:
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--quick", "--device", "cpu", "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment},
+        [sys.executable, str(ROOT / "benchmarks" / "dispatch.py"), "--quick", "--device", "cpu",
+         "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
+             **environment},
         capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout
@@ -26,14 +31,16 @@ def run(out: Path, **environment: str) -> tuple[dict, str]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     """In pure Python, so that the result does not depend on what was built."""
-    return run(tmp_path_factory.mktemp("benchmark") / "deeper" / "dispatch.json", LAYERZERO_NATIVE="0")
+    return run(tmp_path_factory.mktemp("benchmark") / "deeper" / "dispatch.json",
+               LAYERZERO_NATIVE="0")
 
 
 def test_says_where_it_ran(report):
     env = report[0]["environment"]
     assert env["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["native"] is False and env["cores"] >= 1 and env["torch_threads"] == 1
-    assert {"cpu", "gpu", "torch", "layerzero", "load_average", "load_average_after", "date", "peers"} <= env.keys()
+    assert {"cpu", "gpu", "torch", "layerzero", "load_average", "load_average_after", "date",
+            "peers"} <= env.keys()
     assert report[0]["quick"] is True
     assert any("native fast path" in text for text in report[0]["warnings"])
 
@@ -46,8 +53,9 @@ def test_every_contestant_has_a_time_and_its_target_ran(report):
         assert row["ns"]["p10"] <= row["ns"]["median"] <= row["ns"]["p90"]
         assert (row["over"] is None) == (row["target"] == "")
         assert row["target"] in ("", *rows)
-    for name in ("direct: the kernel by hand", "F.scaled_dot_product_attention", "lz.attention, pure Python",
-                 "lz.attention in lz.prefer(...)", "lz.attention, backend=...", "torch.ops.layerzero.attention",
+    for name in ("direct: the kernel by hand", "F.scaled_dot_product_attention",
+                 "lz.attention, pure Python", "lz.attention in lz.prefer(...)",
+                 "lz.attention, backend=...", "torch.ops.layerzero.attention",
                  "with sdpa_kernel([...]) around F.sdpa", "lz.rms_norm, pure Python"):
         assert name in rows
     assert "lz.attention, native" not in rows
@@ -78,7 +86,8 @@ def test_misses_are_split_and_counted(report):
 
 def test_threads_are_measured(report):
     names = {row["name"] for row in report[0]["devices"]["cpu"]["threads"]}
-    assert {"direct: the kernel by hand", "lz.attention, pure Python", "lz lookup alone, pure Python"} <= names
+    assert {"direct: the kernel by hand", "lz.attention, pure Python",
+            "lz lookup alone, pure Python"} <= names
 
 
 def test_prints_a_plain_table(report):
@@ -91,8 +100,10 @@ def test_prints_a_plain_table(report):
 
 def test_a_wrong_answer_stops_the_race():
     code = ("import torch\nfrom timing import Contestant, race\n"
-            "race([Contestant('wrong', 'out = x + 1', {'x': torch.zeros(2)}, expect=torch.zeros(2))], 1, 1)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
+            "race([Contestant('wrong', 'out = x + 1', {'x': torch.zeros(2)}, "
+            "expect=torch.zeros(2))], 1, 1)\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks",
+                          capture_output=True, text=True,
                           timeout=120)
     assert done.returncode != 0 and "wrong computes something else" in done.stderr
 
@@ -101,31 +112,37 @@ def test_operations_are_timed_against_the_formula_and_torch(tmp_path):
     pytest.importorskip("rich")
     out = tmp_path / "deeper" / "ops.json"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--quick", "--op", "rms_norm,dequantize,moe_gate",
-         "--dtype", "float32,bfloat16", "--threads", "1", "--json", str(out)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=240, check=False)
+        [sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--quick", "--op",
+         "rms_norm,dequantize,moe_gate", "--dtype", "float32,bfloat16", "--threads", "1", "--json",
+         str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
+        timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(out.read_text())
     assert data["quick"] is True and data["environment"]["cores"] >= 1 and data["verdict"]
     assert [(row["op"], row["dtype"]) for row in data["rows"]] == [
-        (op, dtype) for op in ("rms_norm", "dequantize", "moe_gate") for dtype in ("float32", "bfloat16")]
+        (op, dtype) for op in ("rms_norm", "dequantize", "moe_gate")
+        for dtype in ("float32", "bfloat16")]
     for row in data["rows"]:
         assert {"eager", "torch", "lz", row["chosen"], f"reference.{row['op']}"} <= row["us"].keys()
-        assert row["us"].keys() == row["over_eager"].keys() and row["over_eager"]["eager"]["median"] == 1.0
+        assert (row["us"].keys() == row["over_eager"].keys()
+                and row["over_eager"]["eager"]["median"] == 1.0)
         assert row["best"] in row["us"] and row["threads"] == 1 and not row["failed"]
     assert "*" in done.stdout and "SmolLM2, 1 row" in done.stdout
 
 
 def test_an_unknown_operation_is_named():
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "ops.py"), "--op", "rms_nrom"],
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-                          timeout=120, check=False)
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True,
+                          text=True, timeout=120, check=False)
     assert done.returncode != 0 and "rms_nrom" in done.stderr and "rms_norm" in done.stderr
 
 
 def test_every_operation_on_tensors_has_a_shape():
     code = ("from shapes import SHAPES\nfrom layerzero.ops import CATALOG\n"
             "print(set(CATALOG) - {s.op for s in SHAPES})\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks",
+                          capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=120,
+                          check=True)
     assert set(eval(done.stdout)) == {"tokenize", "detokenize"}

@@ -39,7 +39,9 @@ class Clock:
 
 
 class Scripted:
-    """A watch that runs the way once and gives the next number of its script; the last one for ever."""
+    """A watch that runs the way once and gives the next number of its script; the last one for
+    ever.
+    """
 
     def __init__(self, **scripts) -> None:
         self.scripts, self.ran, self.max_calls = {k: list(v) for k, v in scripts.items()}, [], 1000
@@ -65,7 +67,8 @@ def test_a_sample_is_microseconds_per_call():
 
 
 def test_a_sample_during_which_the_cpu_was_taken_away_is_taken_again():
-    clock, thefts = Clock(), [0, 90_000, 70_000, 0, 0]         # the first belongs to the call that warms up
+    # the first belongs to the call that warms up
+    clock, thefts = Clock(), [0, 90_000, 70_000, 0, 0]
     took = clock.watch().sample(lambda: clock.work(1000, thefts.pop(0)), 2)
     assert took == pytest.approx(1.0) and not thefts
 
@@ -102,7 +105,8 @@ def test_a_flush_comes_before_each_sample_and_only_one_call_is_cold():
 
 def test_a_device_is_waited_for_before_and_after():
     clock, order = Clock(), []
-    watch = WallWatch(wait=lambda: (order.append("wait"), clock.work(7000))[0], now=lambda: clock.wall)
+    watch = WallWatch(wait=lambda: (order.append("wait"), clock.work(7000))[0],
+                      now=lambda: clock.wall)
     assert watch.sample(lambda: order.append("call"), 1) == pytest.approx(7.0)
     assert order == ["wait", "call", "wait"]
 
@@ -115,7 +119,8 @@ def test_the_cpu_is_timed_warm_unless_cold_is_asked_for():
 # what the samples say
 
 def test_quantiles_lie_between_the_nearest_two():
-    assert [quantile([1.0, 2.0, 4.0], q) for q in (0.0, 0.25, 0.5, 0.75, 1.0)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+    assert [quantile([1.0, 2.0, 4.0], q) for q in (0.0, 0.25, 0.5, 0.75, 1.0)] == [1.0, 1.5, 2.0,
+                                                                                   3.0, 4.0]
     assert quantile([5.0], 0.99) == 5.0
 
 
@@ -144,7 +149,8 @@ def test_a_steady_advantage_is_sure_under_noise_that_both_share():
     chance = random.Random(1)
     noise = [chance.uniform(50.0, 200.0) for _ in range(20)]
     timings = Timings({"a": noise, "b": [1.1 * n for n in noise]})
-    assert timings.beats("a", "b") == 1.0 and timings.beats("b", "a") == 0.0 and timings.even("a", "b") == 0.0
+    assert (timings.beats("a", "b") == 1.0 and timings.beats("b", "a") == 0.0
+            and timings.even("a", "b") == 0.0)
     assert timings.gain("b", "a").median == pytest.approx(1.1)
 
 
@@ -204,7 +210,8 @@ def test_who_is_dropped_keeps_what_was_measured():
     race.run(3)
     race.drop("b")
     race.run(4)
-    assert (race.running, {n: len(r) for n, r in race.timings.rounds.items()}) == (("a",), {"a": 7, "b": 3})
+    assert (race.running, {n: len(r) for n, r in race.timings.rounds.items()}) == (("a",),
+                                                                                   {"a": 7, "b": 3})
     assert race.timings.beats("a", "b") == 1.0
 
 

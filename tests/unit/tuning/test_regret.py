@@ -1,4 +1,6 @@
-"""Regret: the statistics on numbers that are given, the replay with kernels whose cost is known, the command."""
+"""Regret: the statistics on numbers that are given, the replay with kernels whose cost is known,
+the command.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import layerzero as lz
 from layerzero.cli import main
 from layerzero.spec.call import Call, TensorSpec, write_calls
 from layerzero.tuning import regret as regrets
-from layerzero.tuning.regret import NotReplayed, RegretReport, Replayed, fastest, quantile, ratio, regret
+from layerzero.tuning.regret import (
+    NotReplayed,
+    RegretReport,
+    Replayed,
+    fastest,
+    quantile,
+    ratio,
+    regret,
+)
 
 NORM = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, count=3, name="here")
 
@@ -41,11 +51,14 @@ def test_the_regret_is_what_the_best_would_have_saved():
 def test_a_slow_machine_falls_on_all_and_does_not_count():
     weather = [1.0, 1.0, 5.0, 1.0, 9.0, 1.0, 2.0, 1.0, 7.0, 1.0] * 4
     rounds = {"a": [11.0 * w for w in weather], "b": [10.0 * w for w in weather]}
-    assert regret(rounds, "a") == pytest.approx(0.1) and ratio(rounds, "a", "b") == pytest.approx(1.1)
+    assert (regret(rounds, "a") == pytest.approx(0.1)
+            and ratio(rounds, "a", "b") == pytest.approx(1.1))
 
 
 def test_being_the_luckiest_of_many_equals_is_no_merit():
-    """The fastest median of twenty equal kernels looks several percent faster than the chosen one; it is not."""
+    """The fastest median of twenty equal kernels looks several percent faster than the chosen one;
+    it is not.
+    """
     honest, naive = [], []
     for trial in range(30):
         rounds = {f"k{i}": noisy(10.0, 100 * trial + i) for i in range(20)}
@@ -66,23 +79,27 @@ def test_of_equals_the_chosen_one_wins():
 
 
 @pytest.mark.parametrize(("share", "weights", "found"), [
-    (0.5, None, 2.0), (0.95, None, 4.0), (0.25, None, 1.0), (0.5, [1, 1, 1, 97], 4.0), (0.5, [97, 1, 1, 1], 1.0),
-    (1.0, None, 4.0),
+    (0.5, None, 2.0), (0.95, None, 4.0), (0.25, None, 1.0), (0.5, [1, 1, 1, 97], 4.0),
+    (0.5, [97, 1, 1, 1], 1.0), (1.0, None, 4.0),
 ])
 def test_quantiles(share, weights, found):
-    assert quantile([3.0, 1.0, 4.0, 2.0], share, weights and [weights[2], weights[0], weights[3], weights[1]]) == found
+    assert quantile([3.0, 1.0, 4.0, 2.0], share, weights
+                    and [weights[2], weights[0], weights[3], weights[1]]) == found
 
 
 def test_a_report_sums_up():
     report = RegretReport((
-        row(count=90, a=10, b=20), row(count=9, a=12, b=10, default="b"), row(count=1, a=30, b=10, t=60, default="t")))
+        row(count=90, a=10, b=20), row(count=9, a=12, b=10, default="b"),
+        row(count=1, a=30, b=10, t=60, default="t")))
     assert report.regret(0.5) == pytest.approx(0.2) and report.regret(0.5, weighted=True) == 0.0
     assert report.regret(0.95) == pytest.approx(2.0)
-    assert report.worse() == pytest.approx(1 / 3) and report.worse(weighted=True) == pytest.approx(0.09)
+    assert (report.worse() == pytest.approx(1 / 3)
+            and report.worse(weighted=True) == pytest.approx(0.09))
     assert report.gain() == pytest.approx((1.0 * (10 / 12) * 2.0) ** (1 / 3))
     assert report.lost == pytest.approx((900 + 108 + 30) / (900 + 90 + 10) - 1)
     assert not report.problems(0.25, 2.5)
-    assert len(report.problems(0.1, 1.0)) == 2 and "20.0%, wanted at most 10.0%" in report.problems(0.1, 1.0)[0]
+    assert (len(report.problems(0.1, 1.0)) == 2
+            and "20.0%, wanted at most 10.0%" in report.problems(0.1, 1.0)[0])
     assert json.loads(json.dumps(report.to_json()))["median_regret"] == pytest.approx(0.2)
 
 
@@ -105,7 +122,8 @@ def test_a_flip_is_another_winner_in_the_second_half():
 
 def test_an_empty_replay_is_a_problem():
     report = RegretReport((), (NotReplayed(NORM, "why"),))
-    assert "none of the 1 calls" in report.problems()[0] and report.summary()["gain_over_torch"] == 1.0
+    assert ("none of the 1 calls" in report.problems()[0]
+            and report.summary()["gain_over_torch"] == 1.0)
 
 
 # replaying
@@ -122,7 +140,8 @@ class Costs:
         before = {fake: fake.calls for fake in self.fakes}
         for _ in range(calls):
             way()
-        return next((us for fake, us in self.fakes.items() if fake.calls > before[fake]), self.others)
+        return next((us for fake, us in self.fakes.items() if fake.calls > before[fake]),
+                    self.others)
 
 
 def replay(call, watch, **more):
@@ -134,7 +153,8 @@ def test_a_bad_choice_is_found(world):
     register(dear, cheap)
     report = replay(NORM, Costs({dear: 30.0, cheap: 10.0}))
     (found,) = report.rows
-    assert (found.chosen, found.best, found.default) == ("fake.dear", "fake.cheap", "torch.rms_norm")
+    assert (found.chosen, found.best, found.default) == ("fake.dear", "fake.cheap",
+                                                         "torch.rms_norm")
     assert found.regret == pytest.approx(2.0) and found.gain == pytest.approx(50 / 30)
     assert report.problems() and found.call is NORM
 
@@ -143,7 +163,8 @@ def test_a_good_choice_has_no_regret(world):
     good = Fake("fake.good")
     register(good)
     report = replay(NORM, Costs({good: 10.0}))
-    assert report.rows[0].regret == 0.0 and report.rows[0].gain == pytest.approx(5.0) and not report.problems()
+    assert (report.rows[0].regret == 0.0 and report.rows[0].gain == pytest.approx(5.0)
+            and not report.problems())
 
 
 def test_those_far_behind_take_no_further_part_but_the_default_does(world):
@@ -156,7 +177,8 @@ def test_those_far_behind_take_no_further_part_but_the_default_does(world):
 
 
 def test_a_kernel_that_fails_is_left_out_and_named(world):
-    good, broken = Fake("fake.good"), Fake("fake.broken", prior=1e5, fault=RuntimeError("out of order"))
+    good, broken = Fake("fake.good"), Fake("fake.broken", prior=1e5,
+                                           fault=RuntimeError("out of order"))
     register(good, broken)
     (found,) = replay(NORM, Costs({good: 10.0, broken: 1.0})).rows
     assert found.best == "fake.good" and "out of order" in found.failed["fake.broken"]
@@ -170,9 +192,11 @@ def test_a_chosen_kernel_that_fails_is_not_hidden(world):
 
 
 def test_what_cannot_be_replayed_is_skipped_with_its_reason(world):
-    wrong = Call("rms_norm", {"x": TensorSpec((4, 64), "float32"), "weight": TensorSpec((3,), "float32")})
+    wrong = Call("rms_norm",
+                 {"x": TensorSpec((4, 64), "float32"), "weight": TensorSpec((3,), "float32")})
     report = regrets.replay([wrong, NORM], seconds=0.0, watch=Costs({}))
-    assert len(report.rows) == 1 and report.skipped[0].call is wrong and "weight" in report.skipped[0].why
+    assert (len(report.rows) == 1 and report.skipped[0].call is wrong
+            and "weight" in report.skipped[0].why)
     only("fake.nobody")
     assert "NoKernelFoundError" in replay(NORM, Costs({})).skipped[0].why
 
@@ -198,7 +222,8 @@ def test_gradients_are_timed_both_ways(world):
 
 def test_an_unusual_call_is_replayed_as_what_is_served(world):
     flat = TensorSpec((2, 8, 16), "float32")
-    (found,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)), Costs({})).rows
+    (found,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)),
+                      Costs({})).rows
     assert "batch=1 heads=2" in found.label and found.default == "torch.sdpa"
 
 
@@ -226,7 +251,8 @@ def test_the_command_replays_a_file(run, file):
     data = json.loads(out)
     assert code == 0 and data["ok"] and [r["count"] for r in data["rows"]] == [3, 1]
     assert all(r["chosen"] in r["microseconds"] and r["rounds"] >= 20 for r in data["rows"])
-    assert {"median_regret", "p95_regret", "worse_than_torch", "gain_over_torch", "flips", "lost"} <= data.keys()
+    assert {"median_regret", "p95_regret", "worse_than_torch", "gain_over_torch", "flips",
+            "lost"} <= data.keys()
 
 
 def test_the_command_fails_above_a_threshold(run, file):
@@ -236,10 +262,11 @@ def test_the_command_fails_above_a_threshold(run, file):
 
 
 def test_the_command_knows_models_and_operations(run):
-    code, out, _ = run("--model", "gpt2", "--scale", "0.1", "--prompt", "8", "--context", "16", "--dtype", "float32",
-                       "--json", "--max-median", "1e9", "--max-p95", "1e9")
+    code, out, _ = run("--model", "gpt2", "--scale", "0.1", "--prompt", "8", "--context", "16",
+                       "--dtype", "float32", "--json", "--max-median", "1e9", "--max-p95", "1e9")
     assert code == 0 and json.loads(out)["calls"] > 8
-    code, out, _ = run("--op", "rms_norm", "--dtype", "float32", "--json", "--max-median", "1e9", "--max-p95", "1e9")
+    code, out, _ = run("--op", "rms_norm", "--dtype", "float32", "--json", "--max-median", "1e9",
+                       "--max-p95", "1e9")
     assert code == 0 and json.loads(out)["calls"] > 8
 
 

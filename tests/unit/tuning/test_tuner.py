@@ -1,7 +1,7 @@
 """The tuner: who is timed, in which order, what is written down, and what selection makes of it.
 
-Where the order of times matters they are scripted: the watch runs a kernel and gives the next number that the test
-wrote for it. What is left is real: worlds, plans, bindings, the store.
+Where the order of times matters they are scripted: the watch runs a kernel and gives the next
+number that the test wrote for it. What is left is real: worlds, plans, bindings, the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from layerzero.spec.errors import ConfigError, DeviceLost
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous
 from layerzero.tuning import tuner
-from layerzero.tuning.contest import FIRST_ROUNDS, MIN_ROUNDS, apply_transforms, far_behind, is_settled
+from layerzero.tuning.contest import (
+    FIRST_ROUNDS,
+    MIN_ROUNDS,
+    apply_transforms,
+    far_behind,
+    is_settled,
+)
 from layerzero.tuning.harness import GRAPH_MARGIN, MARGIN, Timings
 from layerzero.tuning.rates import Reading
 from layerzero.tuning.tuner import survey, tune
@@ -43,7 +49,9 @@ def attention(*shape: int, **more) -> Call:
 
 
 class Script:
-    """A watch that gives scripted microseconds for the kernel that ran last; the last number for ever."""
+    """A watch that gives scripted microseconds for the kernel that ran last; the last number for
+    ever.
+    """
 
     max_calls, margin, seconds = 4, MARGIN, 5e-4
 
@@ -62,7 +70,9 @@ class Script:
 
 @pytest.fixture
 def script(world, monkeypatch):
-    """Only fakes serve, by scripted times; the device's rates are known and nothing is kept on disk."""
+    """Only fakes serve, by scripted times; the device's rates are known and nothing is kept on
+    disk.
+    """
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
@@ -84,7 +94,8 @@ def explained(n: int = 8, hidden: int = 32):
 # the choice
 
 def test_the_measured_best_is_chosen_from_then_on(script):
-    praised, humble = script.fake("fake.praised", 90.0, prior=50.0), script.fake("fake.humble", 40.0)
+    praised, humble = script.fake("fake.praised", 90.0,
+                                  prior=50.0), script.fake("fake.humble", 40.0)
     serve(praised, humble)
     assert explained().kernel == "fake.praised"
     report = tune([norm()])
@@ -100,10 +111,12 @@ def test_real_times_decide_the_same_way(world):
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
-    slow, quick = Fake("fake.slow", before=lambda: time.sleep(0.02), prior=50.0), Fake("fake.quick", prior=1.0)
+    slow, quick = Fake("fake.slow", before=lambda: time.sleep(0.02),
+                       prior=50.0), Fake("fake.quick", prior=1.0)
     serve(slow, quick)
     found = tune([norm()], rounds=10).tuned[0]
-    assert (found.best, found.chosen) == ("fake.quick", "fake.quick") == (explained().kernel, found.best)
+    assert (found.best, found.chosen) == ("fake.quick", "fake.quick") == (explained().kernel,
+                                                                          found.best)
     assert found.winner.summary.samples == 10
 
 
@@ -112,11 +125,13 @@ def test_noise_that_all_share_does_not_hide_who_is_faster(script):
     serve(script.fake("fake.a", *(130 * n for n in [1, 1, *noise]), prior=50.0),
           script.fake("fake.b", *(100 * n for n in [1, 1, *noise])))
     found = tune([norm()]).tuned[0]
-    assert (found.best, found.chosen, found.sure) == ("fake.b", "fake.b", 1.0) and explained().kernel == "fake.b"
+    assert ((found.best, found.chosen, found.sure) == ("fake.b", "fake.b", 1.0)
+            and explained().kernel == "fake.b")
 
 
 def test_noise_in_a_kernel_that_is_far_behind_does_not_bring_it_back(script):
-    serve(script.fake("fake.noisy", 900.0, 900.0, 900.0, 90_000.0, 5000.0, prior=100.0), script.fake("fake.b", 100.0))
+    serve(script.fake("fake.noisy", 900.0, 900.0, 900.0, 90_000.0, 5000.0, prior=100.0),
+          script.fake("fake.b", 100.0))
     found = tune([norm()]).tuned[0]
     assert found.chosen == explained().kernel == "fake.b"
 
@@ -130,11 +145,14 @@ def test_a_quiet_spread_is_written_down_as_it_is(script):
 
 def test_what_cannot_be_told_apart_is_a_tie_and_stays_one_choice(script):
     serve(script.fake("fake.first", 1.0), script.fake("fake.second", 1.0, prior=2.0))
-    for first, second in ((100.0, 100.5), (100.5, 100.0), (101.0, 100.0)):     # by chance, one or the other is ahead
+    # by chance, one or the other is ahead
+    for first, second in ((100.0, 100.5), (100.5, 100.0), (101.0, 100.0)):
         wobble = [1.0, 1.003, 0.996, 1.001, 0.999, 1.004] * 12
-        script.us = {"fake.first": [first * w for w in wobble], "fake.second": [second * w for w in reversed(wobble)]}
+        script.us = {"fake.first": [first * w for w in wobble],
+                     "fake.second": [second * w for w in reversed(wobble)]}
         found = tune([norm()], again=True).tuned[0]
-        assert (found.best, found.tied, found.chosen) == ("fake.second", ("fake.first",), "fake.second")
+        assert (found.best, found.tied, found.chosen) == ("fake.second", ("fake.first",),
+                                                          "fake.second")
         assert found.certainty == "tie with fake.first"
         assert len({(m.median_us, m.spread, m.samples) for m in found.measurements}) == 1
         assert explained().kernel == "fake.second"
@@ -156,7 +174,8 @@ def test_a_kernel_that_needs_a_copy_is_charged_for_it_in_the_verdict(script):
     serve(copying, script.fake("fake.plain", 11.0))
     strided = Call("rms_norm", {"x": TensorSpec((4096, 512), "float32", strides=(1024, 1))})
     found = tune([strided]).tuned[0]
-    assert found.best == found.chosen == "fake.plain"          # 16 MiB to move take longer than 1 us
+    # 16 MiB to move take longer than 1 us
+    assert found.best == found.chosen == "fake.plain"
     assert next(k for k in found.kernels if k.kernel == "fake.copying").summary.median == 10.0
 
 
@@ -173,14 +192,16 @@ def test_inputs_are_copied_once_before_the_clock_runs(script):
 
 
 def test_a_copy_is_contiguous_in_the_layout_that_the_kernel_sees(script):
-    bshd = script.fake("fake.bshd", 10.0, op=ATTENTION, variants=("bshd",), requires=(contiguous("query"),))
+    bshd = script.fake("fake.bshd", 10.0, op=ATTENTION, variants=("bshd",),
+                       requires=(contiguous("query"),))
     serve(bshd)
     found = tune([attention(2, 4, 16, 8)]).tuned[0]
     assert found.best == "fake.bshd" and found.tied == ()
     assert bshd.got["query"].shape == (2, 16, 4, 8) and bshd.got["query"].is_contiguous()
     plan = lz.explain("attention", *(torch.ones(2, 4, 16, 8) for _ in range(3)))
     query = torch.randn(2, 4, 16, 8)
-    values = tuple(query if p.name in ("query", "key", "value") else p.default for p in ATTENTION.params)
+    values = tuple(query if p.name in ("query", "key", "value") else p.default
+                   for p in ATTENTION.params)
     ready = apply_transforms(ATTENTION, plan.steps[0], values, plan.facts)[0]
     assert torch.equal(ready, query) and ready.transpose(1, 2).is_contiguous()
 
@@ -208,7 +229,8 @@ def test_who_is_far_behind_is_timed_a_little_and_measured_all_the_same(script):
           script.fake("fake.slow", 40.0, prior=2.0), script.fake("fake.awful", 5000.0))
     found = {k.kernel: k for k in tune([norm()]).tuned[0].kernels}
     assert {k for k, timed in found.items() if timed.dropped} == {"fake.slow", "fake.awful"}
-    assert (found["fake.slow"].summary.samples, found["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
+    assert (found["fake.slow"].summary.samples,
+            found["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
     assert found["fake.best"].summary.samples >= MIN_ROUNDS
     assert {s.score.source for s in explained().steps} == {"measured"}
 
@@ -271,7 +293,8 @@ def test_a_kernel_may_also_throw_later(script, good_calls, us):
 
 
 def test_out_of_memory_is_told_as_that(script):
-    serve(script.fake("fake.greedy", 1.0, fault=torch.OutOfMemoryError("out of memory")), script.fake("fake.one", 10.0))
+    serve(script.fake("fake.greedy", 1.0, fault=torch.OutOfMemoryError("out of memory")),
+          script.fake("fake.one", 10.0))
     assert tune([norm()]).tuned[0].failed["fake.greedy"].code is Code.OUT_OF_MEMORY
 
 
@@ -314,7 +337,8 @@ def test_without_a_certificate_nothing_is_timed_where_policy_demands_one(script)
     worlds.publish(lambda w: w.replace(certified=frozenset({"fake.trusted"})), "certified")
     found = tune([norm()]).tuned[0]
     assert [k.kernel for k in found.kernels] == ["fake.trusted"] and stranger.calls == 0
-    assert Code.UNCERTIFIED in [r.code for x in found.rejected if x.kernel == "fake.stranger" for r in x.reasons]
+    assert Code.UNCERTIFIED in [r.code for x in found.rejected if x.kernel == "fake.stranger"
+                                for r in x.reasons]
 
 
 def test_what_policy_denies_is_not_timed(script):
@@ -332,10 +356,13 @@ def test_what_compiles_is_compiled_first_and_is_warm_afterwards(script):
     jit.before = lambda: (look(), time.sleep(0.05) if first and first.pop() else None)
     found = tune([norm()]).tuned[0]
     rows = {m.kernel: m for m in found.measurements}
-    assert rows["fake.jit"].compile_us > 0 and rows["fake.jit"].median_us == 5.0 and rows["fake.plain"].compile_us == 0
+    assert (rows["fake.jit"].compile_us > 0 and rows["fake.jit"].median_us == 5.0
+            and rows["fake.plain"].compile_us == 0)
     assert found.chosen == explained().kernel == "fake.jit"
-    assert {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}     # for this kind of call, not for others
-    assert lz.explain("rms_norm", torch.ones(3, 5, 7)).kernel == "fake.plain"  # no call: it would be compiled meanwhile
+    # for this kind of call, not for others
+    assert {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}
+    # no call: it would be compiled meanwhile
+    assert lz.explain("rms_norm", torch.ones(3, 5, 7)).kernel == "fake.plain"
 
 
 # which calls, and in which order
@@ -358,7 +385,8 @@ def test_a_survey_needs_no_memory(script):
 def test_a_call_that_cannot_be_made_is_skipped_with_the_reason(script):
     fake = script.fake("fake.one", 10.0)
     serve(fake)
-    wrong = Call("rms_norm", {"x": TensorSpec((8, 32), "float32"), "weight": TensorSpec((33,), "float32")})
+    wrong = Call("rms_norm",
+                 {"x": TensorSpec((8, 32), "float32"), "weight": TensorSpec((33,), "float32")})
     report = tune([wrong, Call("no_such_op", {}), norm(1 << 20, 1 << 20), norm()])
     reasons = [s.reason for s in report.skipped]
     assert "weight" in reasons[0] and "no op" in reasons[1] and "GiB" in reasons[2]
@@ -415,24 +443,28 @@ def test_when_the_time_is_up_the_rest_is_left(script):
 
 
 def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_stays(script):
-    quick, slow = script.fake("fake.quick", 10.0, prior=90.0), script.fake("fake.slow", 10.0, prior=50.0)
+    quick, slow = script.fake("fake.quick", 10.0, prior=90.0), script.fake("fake.slow", 10.0,
+                                                                           prior=50.0)
     never, mark = script.fake("fake.never", 10.0), slow.before
     slow.before = lambda: (mark(), time.sleep(1.0))
     serve(quick, slow, never)
     report = tune([norm()], seconds=1.0)
     assert (slow.calls, never.calls) == (1, 0)
     found = report.tuned[0]
-    assert ([k.kernel for k in found.kernels], found.no_time_for) == (["fake.quick"], ("fake.slow", "fake.never"))
+    assert ([k.kernel for k in found.kernels], found.no_time_for) == (["fake.quick"],
+                                                                      ("fake.slow", "fake.never"))
     assert [m.kernel for m in worlds.current().perf] == ["fake.quick"]
     slow.before = mark
-    assert {k.kernel for k in tune([norm()]).tuned[0].kernels} == {"fake.quick", "fake.slow", "fake.never"}
+    assert {k.kernel for k in tune([norm()]).tuned[0].kernels} == {"fake.quick", "fake.slow",
+                                                                   "fake.never"}
 
 
 def test_a_kernel_that_is_expected_to_take_longer_than_what_is_left_does_not_begin(script):
     fake = script.fake("fake.one", 10.0, overhead_us=6e7)
     serve(fake)
     report = tune([norm()], seconds=60.0)
-    assert (fake.calls, report.tuned) == (0, ()) and "fake.one: no time for it" in report.skipped[0].reason
+    assert ((fake.calls, report.tuned) == (0, ())
+            and "fake.one: no time for it" in report.skipped[0].reason)
 
 
 def test_an_interruption_keeps_what_was_found_and_the_next_run_goes_on(script):
@@ -472,8 +504,10 @@ def test_the_rows_say_what_was_timed(script):
     serve(script.fake("fake.one", *on_entry, *([10.0] * 9), 20.0))
     row = tune([norm(8, 32)], rounds=MIN_ROUNDS).tuned[0].measurements[0]
     assert isinstance(row, Measurement)
-    assert (row.kernel, row.op, row.median_us, row.samples) == ("fake.one", "rms_norm", 10.0, MIN_ROUNDS)
-    assert row.sizes == "rows=8 hidden=32" and row.family == "float32" and row.bucket.startswith(row.family)
+    assert (row.kernel, row.op, row.median_us, row.samples) == ("fake.one", "rms_norm", 10.0,
+                                                                MIN_ROUNDS)
+    assert (row.sizes == "rows=8 hidden=32" and row.family == "float32"
+            and row.bucket.startswith(row.family))
     assert row.place == worlds.current().place("cpu") and row.build and row.at > 0
     assert row.p99_us > row.p95_us > row.median_us and math.isfinite(row.spread)
 
@@ -482,7 +516,8 @@ def test_rates_are_measured_once_and_saved(script, monkeypatch):
     serve(script.fake("fake.one", 10.0))
     worlds.publish(lambda w: w.replace(perf=type(w.perf)()), "no rates")
     asked, saved = [], []
-    monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device) or Reading(ROOF, False))
+    monkeypatch.setattr(tuner, "measure_rates", lambda device: asked.append(device)
+                        or Reading(ROOF, False))
     report = tune([norm(8), norm(64)], save=lambda rows, rates: saved.append(rates))
     place = worlds.current().place("cpu")
     assert asked == ["cpu"] and saved[0] == report.rates == {place: ROOF}
@@ -515,7 +550,8 @@ def test_the_command_prints_a_table(script, capsys):
     out = capsys.readouterr().out
     assert "rows=8 hidden=32" in out and "rows=64 hidden=32" in out
     assert "3.00x" in out and "100% sure" in out and "2 kinds of call tuned" in out
-    line = next(line for line in out.splitlines() if "rows=64 " in line)      # the first: no neighbour was measured
+    # the first: no neighbour was measured
+    line = next(line for line in out.splitlines() if "rows=64 " in line)
     assert line.startswith("fake.own") and "fake.torch" in line                # chosen before
     assert run("rms_norm", "x=8x32", "--dtype", "float32", "--device", "cpu") == 0
     assert "1 were measured before" in capsys.readouterr().out
@@ -536,7 +572,8 @@ def test_the_command_says_when_nothing_can_be_tuned(script, capsys):
 
 
 @pytest.mark.parametrize(("argv", "word"), [
-    (("rms_norm", "--model", "llama-3-8b"), "OP and --model"), (("--calls", "nowhere.jsonl"), "no such file"),
+    (("rms_norm", "--model", "llama-3-8b"), "OP and --model"),
+    (("--calls", "nowhere.jsonl"), "no such file"),
     (("--model", "lama-3-8b"), "llama-3-8b"), (("no_such_op",), "no_such_op")])
 def test_a_mistake_on_the_command_line_is_named(argv, word, capsys):
     assert run(*argv) == 2

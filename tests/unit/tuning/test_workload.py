@@ -1,4 +1,6 @@
-"""The calls of a model are those it makes; a workload comes from many places and is one list of kinds."""
+"""The calls of a model are those it makes; a workload comes from many places and is one list of
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from layerzero.tuning.models import MODELS, Level, Model, calls_of
 from layerzero.tuning.workload import calls_for, cases_of, kind_key, merge, standard
 from layerzero.world import snapshot as worlds
 
-ASKED = ("llama-3-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "mistral-7b",
-         "gemma-2-9b", "gemma-3-1b", "phi-3-mini", "smollm2-135m", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3",
-         "gpt2", "t5-base", "bert-base", "vit-base-16", "sd-1.5", "sdxl", "dit-xl-2", "flux-1-dev")
+ASKED = ("llama-3-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b",
+         "mistral-7b", "gemma-2-9b", "gemma-3-1b", "phi-3-mini", "smollm2-135m", "mixtral-8x7b",
+         "deepseek-v2-lite", "deepseek-v3", "gpt2", "t5-base", "bert-base", "vit-base-16", "sd-1.5",
+         "sdxl", "dit-xl-2", "flux-1-dev")
 
 
 def shape(call, name):
@@ -24,11 +27,13 @@ def shape(call, name):
 
 
 def of(calls, op, **wanted):
-    return [c for c in calls if c.op == op and all(c.arguments.get(n) == v for n, v in wanted.items())]
+    return [c for c in calls if c.op == op
+            and all(c.arguments.get(n) == v for n, v in wanted.items())]
 
 
 def norm(count=1, rows=4, hidden=64, name="", **more):
-    return Call("rms_norm", {"x": TensorSpec((rows, hidden), "float32", **more)}, count=count, name=name)
+    return Call("rms_norm", {"x": TensorSpec((rows, hidden), "float32", **more)}, count=count,
+                name=name)
 
 
 # models
@@ -68,29 +73,36 @@ def test_llama_as_published():
     assert attend.arguments["query"].strides is None and attend.arguments["value"].strides == (
         8 * 512 * 128, 128, 8 * 128, 1)
     (mlp,) = of(prefill, "mlp")
-    assert (shape(mlp, "weight_in"), shape(mlp, "weight_down"), mlp.count) == ((28672, 4096), (4096, 14336), 32)
+    assert (shape(mlp, "weight_in"), shape(mlp, "weight_down"),
+            mlp.count) == ((28672, 4096), (4096, 14336), 32)
     assert sorted((shape(c, "weight"), c.count) for c in of(decode, "linear")) == [
         ((4096, 4096), 32), ((6144, 4096), 32), ((128256, 4096), 1)]
     assert [c.count for c in of(decode, "add_rms_norm")] == [64]
-    assert shape(of(prefill, "linear")[-1], "x") == (2, 1, 4096)               # one token is asked for, not 512
+    # one token is asked for, not 512
+    assert shape(of(prefill, "linear")[-1], "x") == (2, 1, 4096)
     assert [shape(c, "logits") for c in of(calls, "sample")] == [(2, 128256)] * 2
 
 
 def test_what_sets_a_model_apart():
     gemma = calls_of("gemma-2-9b", prompt=8192, context=8192)
     local, full = of([c for c in gemma if "prefill" in c.name], "attention")
-    assert (local.arguments["window_left"], local.count) == (4095, 21) and "window_left" not in full.arguments
+    assert ((local.arguments["window_left"], local.count) == (4095, 21)
+            and "window_left" not in full.arguments)
     assert full.arguments["softcap"] == 50.0
-    assert [shape(c, "key")[2] for c in of([c for c in gemma if "decode" in c.name], "attention")] == [4096, 8192]
-    assert all(c.arguments["offset"] == 1.0 for c in of(gemma, "rms_norm")) and not of(gemma, "add_rms_norm")
+    assert [shape(c, "key")[2] for c in of([c for c in gemma if "decode" in c.name],
+                                           "attention")] == [4096, 8192]
+    assert (all(c.arguments["offset"] == 1.0 for c in of(gemma, "rms_norm"))
+            and not of(gemma, "add_rms_norm"))
 
     qwen = calls_of("qwen3-8b", decode=False)
-    assert [shape(c, "x") for c in of(qwen, "rms_norm")][1:] == [(1, 512, 32, 128), (1, 512, 8, 128)]
+    assert [shape(c, "x") for c in of(qwen, "rms_norm")][1:] == [(1, 512, 32, 128),
+                                                                 (1, 512, 8, 128)]
 
     mixture = calls_of("deepseek-v3", prefill=False, context=100)
     (latent,) = of(mixture, "mla_paged_attention")
     assert shape(latent, "q_nope") == (1, 128, 512) and shape(latent, "ckv_cache") == (2, 64, 512)
-    assert latent.arguments["block_table"].values == (0, 1) and latent.arguments["context_lens"].values == (100,)
+    assert (latent.arguments["block_table"].values == (0, 1)
+            and latent.arguments["context_lens"].values == (100,))
     (gate,), (experts,) = of(mixture, "moe_gate"), of(mixture, "moe")
     assert gate.arguments["n_group"] == 8 and gate.count == experts.count == 58
     assert shape(experts, "w_gate_up") == (256, 4096, 7168)
@@ -98,7 +110,8 @@ def test_what_sets_a_model_apart():
 
     t5 = calls_of("t5-base", prompt=64, context=20)
     cross = [c for c in of(t5, "attention") if "attn_mask" not in c.arguments]
-    assert [shape(c, "key")[2] for c in cross] == [64] and all(c.arguments["scale"] == 1.0 for c in of(t5, "attention"))
+    assert ([shape(c, "key")[2] for c in cross] == [64]
+            and all(c.arguments["scale"] == 1.0 for c in of(t5, "attention")))
 
     sdxl = calls_of("sdxl")
     assert {(shape(c, "query")[2], shape(c, "key")[2]): c.count for c in of(sdxl, "attention")} == {
@@ -126,8 +139,10 @@ def test_many_routed_tokens_are_routed_by_logits():
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"), ({"model": "gpt2", "batch": 0}, "batch must be at least 1"),
-    ({"model": "gpt2", "scale": 0}, "scale must be"), ({"model": "gpt2", "scale": 2}, "scale must be"),
+    ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
+    ({"model": "gpt2", "batch": 0}, "batch must be at least 1"),
+    ({"model": "gpt2", "scale": 0}, "scale must be"),
+    ({"model": "gpt2", "scale": 2}, "scale must be"),
 ])
 def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
     with pytest.raises(lz.errors.ConfigError, match=said):
@@ -135,9 +150,11 @@ def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
 
 
 def test_a_model_of_ones_own():
-    own = Model("mine", "unet", text_tokens=7, text_width=32, levels=(Level(16, 48, 2, 3, 1),), rope="",
+    own = Model("mine", "unet", text_tokens=7, text_width=32, levels=(Level(16, 48, 2, 3, 1),),
+                rope="",
                 activation="geglu")
-    assert Counter(c.op for c in calls_of(own)) == {"linear": 3, "attention": 2, "group_norm": 1, "layer_norm": 1,
+    assert Counter(c.op for c in calls_of(own)) == {"linear": 3, "attention": 2, "group_norm": 1,
+                                                    "layer_norm": 1,
                                                     "mlp": 1}
 
 
@@ -174,20 +191,24 @@ def test_from_the_cases_of_an_op():
         assert all(t.numel() for t in values.values() if isinstance(t, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", [n for n, op in worlds.current().catalog.ops.items() if op.read is None])
+@pytest.mark.parametrize("name", [n for n, op in worlds.current().catalog.ops.items()
+                                  if op.read is None])
 def test_every_op_has_cases_to_replay(name):
     assert cases_of(lz.op(name))
 
 
 def test_from_arguments():
     q = torch.empty(1, 8, 1, 64, device="meta")
-    (call,) = calls_for("attention", arguments={"query": q, "key": q, "value": q, "is_causal": True})
-    assert call.arguments == {**dict.fromkeys(("query", "key", "value"), TensorSpec((1, 8, 1, 64), "float32")),
+    (call,) = calls_for("attention",
+                        arguments={"query": q, "key": q, "value": q, "is_causal": True})
+    assert call.arguments == {**dict.fromkeys(("query", "key", "value"),
+                                              TensorSpec((1, 8, 1, 64), "float32")),
                               "is_causal": True}
 
 
 @pytest.mark.parametrize(("source", "arguments", "said"), [
-    ("gpt3", None, "no file, no model and no operation"), ("rms_nrm", None, "did you mean 'rms_norm'"),
+    ("gpt3", None, "no file, no model and no operation"),
+    ("rms_nrm", None, "did you mean 'rms_norm'"),
     ("rms_norm", {"colour": 1}, "no parameter colour"), ("tokenize", None, "cannot be replayed"),
 ])
 def test_a_source_that_is_none(source, arguments, said):
@@ -197,7 +218,8 @@ def test_a_source_that_is_none(source, arguments, said):
 
 @pytest.mark.parametrize(("call", "said"), [
     (Call("rms_norm", {"y": TensorSpec((2,), "float32")}), "no parameter 'y'"),
-    (Call("rms_norm"), "needs x"), (Call("rms_norm", {"x": TensorSpec((2, 2), "float31")}), "no dtype 'float31'"),
+    (Call("rms_norm"), "needs x"), (Call("rms_norm", {"x": TensorSpec((2, 2), "float31")}),
+                                    "no dtype 'float31'"),
     (Call("rms_norms", {}), "there is no op"),
 ])
 def test_a_call_that_was_written_wrongly_is_named(call, said):
@@ -208,7 +230,8 @@ def test_a_call_that_was_written_wrongly_is_named(call, said):
 def test_the_standard_workload_is_broad_and_small():
     found = standard()
     assert len(found) >= 60 and len({kind_key(c) for c in found}) == len(found)
-    assert {"attention", "rms_norm", "add_rms_norm", "layer_norm", "rope", "mlp", "linear", "sample"} <= {
+    assert {"attention", "rms_norm", "add_rms_norm", "layer_norm", "rope", "mlp", "linear",
+            "sample"} <= {
         c.op for c in found}
     text = " ".join(c.name for c in found)
     assert all(model in text for model in ("llama-3-8b", "qwen3", "smollm2", "sdxl", "vit"))
@@ -221,4 +244,5 @@ def test_the_standard_workload_is_broad_and_small():
     assert any(q != k and q > 1 for q, k in lengths)                           # cross
     assert any("window_left" in c.arguments for c in attend)
     for call in found:
-        assert max(torch.Size(v.shape).numel() for v in call.arguments.values() if isinstance(v, TensorSpec)) < 2 ** 24
+        assert max(torch.Size(v.shape).numel() for v in call.arguments.values()
+                   if isinstance(v, TensorSpec)) < 2 ** 24

@@ -1,4 +1,5 @@
-"""Attacks by files that are data: definitions, workloads, tables, and names planted where something is written.
+"""Attacks by files that are data: definitions, workloads, tables, and names planted where something
+is written.
 
 None of them runs code by being read, listed, put in force or written out.
 """
@@ -45,15 +46,16 @@ def process(code: str) -> str:
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "definitions"
 HOSTILE = (
-    '"""\nimport os\nos.mkdir({proof!r})\n"""', "'''\nimport os\n'''", '"', "'", "\\", '\\"""', 'ends with "',
-    '""" + __import__("os").mkdir({proof!r}) + """', "{{__import__('os')}}", "{{}}", "{{0}}", "%s", "ends \\", "\x00",
-    "\r\nimport os\r",
-    "\x1b[2J", "# -*- coding: utf-7 -*-", "a\n# coding: utf-7\n+AAo-import os", "\u202eevil", "\u2028import os", "\x0c",
-    "\\N{{BULLET}}", "\\x41", "\ufeff", "N" * 20000)
+    '"""\nimport os\nos.mkdir({proof!r})\n"""', "'''\nimport os\n'''", '"', "'", "\\", '\\"""',
+    'ends with "', '""" + __import__("os").mkdir({proof!r}) + """', "{{__import__('os')}}", "{{}}",
+    "{{0}}", "%s", "ends \\", "\x00", "\r\nimport os\r",
+    "\x1b[2J", "# -*- coding: utf-7 -*-", "a\n# coding: utf-7\n+AAo-import os", "\u202eevil",
+    "\u2028import os", "\x0c", "\\N{{BULLET}}", "\\x41", "\ufeff", "N" * 20000)
 
 
 def plain_definition(**changes: object) -> Definition:
-    return replace(Definition.load(next(FIXTURES.rglob("norm_h48_one_plus.json"))), origin=None, **changes)
+    return replace(Definition.load(next(FIXTURES.rglob("norm_h48_one_plus.json"))), origin=None,
+                   **changes)
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -65,7 +67,9 @@ def test_a_text_becomes_a_docstring_and_nothing_else(text, tmp_path):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_descriptions_names_and_types_are_written_as_literals(text, tmp_path):
-    """The code that is written has the same form as that for a harmless definition; only texts in it differ."""
+    """The code that is written has the same form as that for a harmless definition; only texts in
+    it differ.
+    """
     text = text.format(proof=str(tmp_path / "proof"))
     named = text.replace("/", "").replace("\\", "").replace("\0", "") or "x"
     hostile = plain_definition(description=text, name=named, op_type=named)
@@ -76,7 +80,9 @@ def test_descriptions_names_and_types_are_written_as_literals(text, tmp_path):
 
 
 def _form(tree: ast.AST) -> list[str]:
-    """The tree without its texts and without the title of its class, which is made of letters and digits alone."""
+    """The tree without its texts and without the title of its class, which is made of letters and
+    digits alone.
+    """
     form = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -92,12 +98,13 @@ def test_what_is_written_can_be_imported_and_runs_nothing_of_a_description(tmp_p
     name = 'x"+__import__("os").mkdir("proof")+"{__import__(\'os\').mkdir(\'proof\')}'
     hostile = plain_definition(description=evil, name=name, op_type=name)
     [path] = write_tests(tmp_path / "tests", [hostile])
-    code = f"import os, runpy; os.chdir({str(tmp_path)!r}); print(runpy.run_path({str(path)!r})['NAME'])"
+    code = (f"import os, runpy; os.chdir({str(tmp_path)!r}); "
+            f"print(runpy.run_path({str(path)!r})['NAME'])")
     assert process(code) == name and not proof.exists()
 
 
-@pytest.mark.parametrize("name", ["x=print('run'), y", "x):\n    import os\n    def y(", "a b", "lambda", "", "1x",
-                                  "x.y", "x'", "None", "x\n"])
+@pytest.mark.parametrize("name", ["x=print('run'), y", "x):\n    import os\n    def y(", "a b",
+                                  "lambda", "", "1x", "x.y", "x'", "None", "x\n"])
 @pytest.mark.parametrize("group", ["axes", "inputs", "outputs"])
 def test_names_that_are_none_are_refused_where_code_is_written(name, group, tmp_path):
     data = plain_definition().to_json()
@@ -106,7 +113,8 @@ def test_names_that_are_none_are_refused_where_code_is_written(name, group, tmp_
     if group == "axes":
         for part in ("inputs", "outputs"):
             for spec in data[part].values():
-                spec["shape"] = spec["shape"] and [name if axis == first else axis for axis in spec["shape"]]
+                spec["shape"] = (spec["shape"]
+                                 and [name if axis == first else axis for axis in spec["shape"]])
     with pytest.raises(DataError, match="name as Python has them"):
         Definition.from_json(data)
     definition = plain_definition()
@@ -170,18 +178,22 @@ def dataset(tmp_path) -> Definition:
 def stored(definition: Definition, path: str) -> Workload:
     first = next(iter(definition.inputs))
     spec = {"type": "safetensors", "path": path, "tensor_key": "t"}
-    return Workload.from_json({"axes": dict.fromkeys(definition.var_axes, 5), "inputs": {first: spec}, "uuid": "u"})
+    return Workload.from_json({"axes": dict.fromkeys(definition.var_axes, 5),
+                               "inputs": {first: spec}, "uuid": "u"})
 
 
-@pytest.mark.parametrize("path", ["../out.safetensors", "blob/../../out.safetensors", "{outside}/out.safetensors",
-                                  "blob/link.safetensors", "away/out.safetensors", "..\\out.safetensors", "/etc/passwd",
-                                  "/dev/zero", "../../../../../../../etc/passwd", "blob/\0", "x/" * 3000])
+@pytest.mark.parametrize("path", ["../out.safetensors", "blob/../../out.safetensors",
+                                  "{outside}/out.safetensors", "blob/link.safetensors",
+                                  "away/out.safetensors", "..\\out.safetensors", "/etc/passwd",
+                                  "/dev/zero", "../../../../../../../etc/passwd", "blob/\0",
+                                  "x/" * 3000])
 def test_a_path_out_of_the_dataset_is_refused(dataset, tmp_path, path):
     with pytest.raises(DataError, match="wanted the path of a file of this dataset"):
         generate(dataset, workload=stored(dataset, path.format(outside=tmp_path)))
 
 
-@pytest.mark.parametrize("path", ["blob/in.safetensors", "./blob/in.safetensors", "blob/own.safetensors"])
+@pytest.mark.parametrize("path", ["blob/in.safetensors", "./blob/in.safetensors",
+                                  "blob/own.safetensors"])
 def test_a_path_inside_is_read(dataset, path):
     first = next(iter(dataset.inputs))
     assert generate(dataset, workload=stored(dataset, path))[first].equal(generate(dataset)[first])
@@ -219,8 +231,8 @@ print("evil_plugin" in sys.modules)
 # Tables are data, whose numbers and names are made into code
 
 @pytest.mark.parametrize(("kind", "target"), [
-    ("contiguous", "x[__import__('os').mkdir({proof!r})]"), ("contiguous", "weights"), ("contiguous", "eps"),
-    ("layout", "x'; __import__('os').mkdir({proof!r})#"), ("layout", "bhsd"),
+    ("contiguous", "x[__import__('os').mkdir({proof!r})]"), ("contiguous", "weights"),
+    ("contiguous", "eps"), ("layout", "x'; __import__('os').mkdir({proof!r})#"), ("layout", "bhsd"),
     ("cast", "load"), ("cast", "float99"), ("cast", "classes")])
 def test_what_a_table_does_to_inputs_is_checked(world, tmp_path, kind, target):
     x, proof = torch.randn(4, 64), tmp_path / "proof"
@@ -257,4 +269,5 @@ def test_what_the_user_asked_for_is_not_written_through_planted_names(tmp_path):
     with lz.recording(target):
         lz.rms_norm(torch.randn(2, 8))
     assert victim.read_text() == "untouched" and "rms_norm" in target.read_text()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f".{target.name}.{os.getpid()}", target.name, victim.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f".{target.name}.{os.getpid()}",
+                                                          target.name, victim.name]

@@ -1,4 +1,6 @@
-"""Definitions of the FlashInfer-Trace schema: read, given inputs, answered by lz, compared, written."""
+"""Definitions of the FlashInfer-Trace schema: read, given inputs, answered by lz, compared,
+written.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answer, answers
 from layerzero.verify.trace.answers.references import References
 from layerzero.verify.trace.dataset import find_definitions, find_workloads
-from layerzero.verify.trace.definition import BuildSpec, Definition, Solution, SourceFile, Trace, Workload
+from layerzero.verify.trace.definition import (
+    BuildSpec,
+    Definition,
+    Solution,
+    SourceFile,
+    Trace,
+    Workload,
+)
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.readings import Unmapped, readings
 from layerzero.verify.trace.run import DefinitionReport, verify
@@ -39,13 +48,17 @@ NORM = ALL["norm_h48_one_plus"]
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory) -> Iterator[References]:
-    """One process for the whole file: starting one takes seconds. It trusts the fixtures and what the tests write."""
+    """One process for the whole file: starting one takes seconds.
+
+    It trusts the fixtures and what the tests write.
+    """
     with References([FOLDER, tmp_path_factory.getbasetemp()]) as found:
         yield found
 
 
 def made(name: str = "one", reference: str = "def run(x):\n    return x\n", **changes) -> dict:
-    data = {"name": name, "op_type": "other", "axes": {"n": {"type": "var"}, "m": {"type": "const", "value": 4}},
+    data = {"name": name, "op_type": "other",
+            "axes": {"n": {"type": "var"}, "m": {"type": "const", "value": 4}},
             "inputs": {"x": {"shape": ["n", "m"], "dtype": "float32"}},
             "outputs": {"y": {"shape": ["n", "m"], "dtype": "float32"}}, "reference": reference}
     return {**data, **changes}
@@ -67,15 +80,21 @@ def test_a_definition_comes_back_as_it_was_written(name):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"name": ""}, ("name: wanted text that is not empty", "got ''")),
     ({"axes": {"n": {"type": "var"}}}, ("inputs.x.shape: wanted only the axes n, got 'm'",)),
-    ({"axes": {"n": {"type": "const"}, "m": {"type": "var"}}}, ("axes.n.value: wanted a whole number",)),
-    ({"axes": {"n": {"type": "const", "value": -1}, "m": {"type": "var"}}}, ("axes.n.value: wanted a whole number",)),
-    ({"axes": {"n": {"type": "range"}, "m": {"type": "var"}}}, ("axes.n.type: wanted one of var, const",)),
-    ({"inputs": {"x": {"shape": ["n"], "dtype": "float7"}}}, ("inputs.x.dtype: wanted one of float32", "'float7'")),
+    ({"axes": {"n": {"type": "const"}, "m": {"type": "var"}}},
+     ("axes.n.value: wanted a whole number",)),
+    ({"axes": {"n": {"type": "const", "value": -1}, "m": {"type": "var"}}},
+     ("axes.n.value: wanted a whole number",)),
+    ({"axes": {"n": {"type": "range"}, "m": {"type": "var"}}},
+     ("axes.n.type: wanted one of var, const",)),
+    ({"inputs": {"x": {"shape": ["n"], "dtype": "float7"}}},
+     ("inputs.x.dtype: wanted one of float32", "'float7'")),
     ({"inputs": {"x": {"dtype": "float32"}}}, ("inputs.x: missing: shape",)),
-    ({"outputs": {"x": {"shape": ["n"], "dtype": "float32"}}}, ("outputs.x: wanted a name that no input has",)),
+    ({"outputs": {"x": {"shape": ["n"], "dtype": "float32"}}},
+     ("outputs.x: wanted a name that no input has",)),
     ({"reference": "def run(x:"}, ("reference: wanted Python code",)),
     ({"reference": "def go(x):\n    return x"}, ("code with a function run(...)",)),
-    ({"reference": "def run():\n    return 1"}, ("a run() of the 1 inputs x, got 'no parameters'",)),
+    ({"reference": "def run():\n    return 1"},
+     ("a run() of the 1 inputs x, got 'no parameters'",)),
     ({"constraints": ["n =="]}, ("constraints[0]: wanted an expression",)),
     ({"tags": "fast"}, ("tags: wanted a list of text",)),
 ])
@@ -112,10 +131,12 @@ def test_a_folder_is_searched_by_name_and_type_and_says_what_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize(("data", "word"), [
-    ({"definition": "a", "workload": {"axes": {"n": -1}, "inputs": {}, "uuid": "u"}}, "workload.axes.n"),
+    ({"definition": "a", "workload": {"axes": {"n": -1}, "inputs": {}, "uuid": "u"}},
+     "workload.axes.n"),
     ({"definition": "a", "workload": {"axes": {}, "inputs": {"x": {"type": "file"}}, "uuid": "u"}},
      "workload.inputs.x: wanted"),
-    ({"definition": "a", "workload": {"axes": {}, "inputs": {}, "uuid": "u"}, "solution": "s", "evaluation": {
+    ({"definition": "a", "workload": {"axes": {}, "inputs": {}, "uuid": "u"}, "solution": "s",
+      "evaluation": {
         "status": "PASSED", "environment": {"hardware": "h"}, "timestamp": "t", "correctness": {}}},
      "evaluation.performance: wanted an object"),
 ])
@@ -125,8 +146,10 @@ def test_a_wrong_trace_is_refused(data, word):
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-    ({"entry_point": "main.py"}, "'file::function'"), ({"entry_point": "other.py::run"}, "in one of the sources"),
-    ({"path": "../main.py"}, "a path inside the solution"), ({"language": "cobol"}, "spec.language")])
+    ({"entry_point": "main.py"}, "'file::function'"),
+    ({"entry_point": "other.py::run"}, "in one of the sources"),
+    ({"path": "../main.py"}, "a path inside the solution"),
+    ({"language": "cobol"}, "spec.language")])
 def test_a_wrong_solution_is_refused(changes, word):
     spec = {"language": changes.get("language", "python"), "target_hardware": ["cpu"],
             "entry_point": changes.get("entry_point", "main.py::run")}
@@ -142,7 +165,8 @@ def test_a_wrong_solution_is_refused(changes, word):
 def test_inputs_fit_the_axes_and_keep_the_constraints(name, seed):
     definition = ALL[name]
     inputs = generate(definition, seed=seed)
-    sizes = definition.sizes_of(inputs)                   # raises where two tensors disagree about an axis
+    # raises where two tensors disagree about an axis
+    sizes = definition.sizes_of(inputs)
     assert list(inputs) == list(definition.inputs)
     for n, spec in definition.inputs.items():
         if spec.shape is not None:
@@ -151,7 +175,8 @@ def test_inputs_fit_the_axes_and_keep_the_constraints(name, seed):
     for text in definition.constraints:
         assert constraints.value_of(text, {**sizes, **definition.const_axes, **inputs}), text
     again = generate(definition, seed=seed)
-    assert all(torch.equal(a.float(), again[n].float()) for n, a in inputs.items() if isinstance(a, torch.Tensor))
+    assert all(torch.equal(a.float(), again[n].float()) for n, a in inputs.items()
+               if isinstance(a, torch.Tensor))
 
 
 @pytest.mark.parametrize("size", ["small", "medium"])
@@ -178,7 +203,9 @@ def test_the_sizes_of_a_workload_are_kept():
     inputs = generate(ALL["decode_h4_kv2_d16_ps4"], axes=axes)
     assert ALL["decode_h4_kv2_d16_ps4"].sizes_of(inputs) == axes
     assert int(inputs["kv_indptr"][-1]) == 17
-    case = Workload.from_json({"axes": axes, "inputs": {"sm_scale": {"type": "scalar", "value": 0.5}}, "uuid": "u"})
+    case = Workload.from_json({"axes": axes,
+                               "inputs": {"sm_scale": {"type": "scalar", "value": 0.5}},
+                               "uuid": "u"})
     assert generate(ALL["decode_h4_kv2_d16_ps4"], workload=case)["sm_scale"] == 0.5
 
 
@@ -191,7 +218,8 @@ def test_an_axis_that_is_not_variable_is_refused():
 
 def test_an_input_nobody_understands_is_named():
     data = made(inputs={"flavour": {"shape": ["n"], "dtype": "int32"}})
-    with pytest.raises(DataError, match=r"nothing is known of the input 'flavour' \(int32, axes n\)"):
+    with pytest.raises(DataError,
+                       match=r"nothing is known of the input 'flavour' \(int32, axes n\)"):
         generate(Definition.from_json(data))
 
 
@@ -210,11 +238,14 @@ def test_experts_that_share_their_storage_still_differ():
     ("n == m + 1", True), ("x.shape[0] == 2 * m and n > 1", True), ("len(x) % 3 == 0", True),
     ("x[-1].item() < 4", False), ("max(n, m) - 1", 2)])
 def test_constraints_are_computed(text, value):
-    assert constraints.value_of(text, {"n": 3, "m": 2, "x": torch.tensor([1, 3, 5])[:3].repeat(2)[:4] if "2 * m" in text
+    assert constraints.value_of(text,
+                                {"n": 3, "m": 2, "x": torch.tensor([1, 3, 5])[:3].repeat(2)[:4]
+                                 if "2 * m" in text
                                        else torch.tensor([1, 3, 5])}) == value
 
 
-@pytest.mark.parametrize("text", ["__import__('os').system('true')", "x.__class__", "(lambda: 1)()", "open('f')",
+@pytest.mark.parametrize("text", ["__import__('os').system('true')", "x.__class__", "(lambda: 1)()",
+                                  "open('f')",
                                   "[1 for _ in x]", "x.numpy()"])
 def test_a_constraint_is_never_code(text):
     with pytest.raises(constraints.NotUnderstood):
@@ -232,7 +263,8 @@ def test_metrics_are_those_of_their_formulas():
     assert (m.max_abs, m.mean_abs, m.mse, m.hit_ratio) == (1.0, 0.375, (0.25 + 1.0) / 4, 0.5)
     assert m.max_rel == pytest.approx(0.5)
     assert m.mean_rel == pytest.approx((0.5 + 0.25) / 4)
-    assert m.cosine == pytest.approx(float(torch.cosine_similarity(got.flatten(), want.flatten(), 0)))
+    assert m.cosine == pytest.approx(float(torch.cosine_similarity(got.flatten(), want.flatten(),
+                                                                   0)))
     assert [p.index for p in m.worst] == [(1, 0), (0, 0)]
     assert "[1, 0]: got 3, want 4" in verdict.detail
 
@@ -266,7 +298,9 @@ def test_shape_dtype_and_what_is_not_finite():
     told = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
     assert told.passed
     assert told.metrics.undefined == 1
-    assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]), ElementTolerance(9.0, 9.0)).passed    # integers
+    # integers
+    assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]),
+                       ElementTolerance(9.0, 9.0)).passed
 
 
 # answers
@@ -318,7 +352,8 @@ def changed(name: str, **inputs) -> Definition:
     (changed("norm_h48_one_plus", hidden_states=None), "needs hidden states (hidden_states)"),
     (changed("experts_gate_first_e6_top2", router_logits=None), "needs how tokens are routed"),
     (changed("rope_pairs_d16_r8", cos=None, sin=None), "needs cosines and sines"),
-    (changed("matmul_k24_n20_bias", B={"shape": ["N", "N"], "dtype": "float16"}), "share no axis to sum over"),
+    (changed("matmul_k24_n20_bias", B={"shape": ["N", "N"], "dtype": "float16"}),
+     "share no axis to sum over"),
 ])
 def test_what_is_unmapped_says_precisely_why(definition, words):
     with pytest.raises(Unmapped) as e:
@@ -407,17 +442,20 @@ def run_text(references: References, folder: Path, text: str):
 
 def test_code_of_a_folder_that_is_not_trusted_does_not_run(tmp_path):
     mark = tmp_path / "ran"
-    definition = stored(tmp_path, made(reference=f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"))
+    definition = stored(tmp_path,
+                        made(reference=f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"))
     with References([FOLDER]) as found:
         ran = found.run(definition, {"x": torch.ones(2, 4)})
         assert ran.status == "untrusted"
         assert "--trust" in ran.why
         assert not mark.exists()
-        outside = FOLDER / ".." / definition.origin.name                    # a path that only looks like one inside
+        # a path that only looks like one inside
+        outside = FOLDER / ".." / definition.origin.name
         assert found.refusal(replace(definition, origin=outside))
         assert found.refusal(replace(definition, origin=None))
         report = verify(replace(NORM, origin=definition.origin), found)
-    assert report.passed                                                    # torch's own answer is there all the same
+    # torch's own answer is there all the same
+    assert report.passed
     assert "no folder that you trust" in report.absent["reference"]
 
 
@@ -430,21 +468,25 @@ def test_a_reference_has_its_time(tmp_path, references):
     ran = references.run(slow, {"x": torch.ones(2, 4)})
     references.timeout_s = usual
     assert (ran.status, ran.why) == ("timeout", "its reference did not end within 0.5 s")
-    after = references.run(good, {"x": torch.ones(2, 4)})                   # the next one has a process of its own
+    # the next one has a process of its own
+    after = references.run(good, {"x": torch.ones(2, 4)})
     assert torch.equal(after.outputs["y"], torch.full((2, 4), 2.0))
 
 
 def test_what_a_reference_raises_is_told_with_its_line(tmp_path, references):
-    ran = run_text(references, tmp_path, "def run(x):\n    y = x * 2\n    raise KeyError('missing')\n")
+    ran = run_text(references, tmp_path,
+                   "def run(x):\n    y = x * 2\n    raise KeyError('missing')\n")
     assert ran.status == "failed"
     assert "KeyError: 'missing'" in ran.why
     assert "line 3" in ran.why
     assert "gave 2 outputs" in run_text(references, tmp_path, "def run(x):\n    return x, x\n").why
-    assert "ended with 7" in run_text(references, tmp_path, "import os\ndef run(x):\n    os._exit(7)\n").why
+    assert "ended with 7" in run_text(references, tmp_path,
+                                      "import os\ndef run(x):\n    os._exit(7)\n").why
 
 
 def test_a_reference_that_wants_too_much_memory_is_told_apart(tmp_path, references):
-    ran = run_text(references, tmp_path, "import torch\ndef run(x):\n    return torch.empty(1 << 44)\n")
+    ran = run_text(references, tmp_path,
+                   "import torch\ndef run(x):\n    return torch.empty(1 << 44)\n")
     assert ran.status == "memory"
     assert "more memory than is here" in ran.why
 
@@ -453,7 +495,8 @@ def test_inputs_are_given_by_name_whatever_their_order(tmp_path, references):
     data = made(reference="def run(y, x):\n    return x - y\n", inputs={
         n: {"shape": ["n", "m"], "dtype": "float32"} for n in ("x", "y")}, outputs={
         "z": {"shape": ["n", "m"], "dtype": "float32"}})
-    ran = references.run(stored(tmp_path, data), {"x": torch.full((1, 4), 3.0), "y": torch.ones(1, 4)})
+    ran = references.run(stored(tmp_path, data),
+                         {"x": torch.full((1, 4), 3.0), "y": torch.ones(1, 4)})
     assert torch.equal(ran.outputs["z"], torch.full((1, 4), 2.0))
 
 
@@ -462,11 +505,13 @@ def test_inputs_are_given_by_name_whatever_their_order(tmp_path, references):
 def grown(name: str = "experts_groups_fp8_e16_top4", extra: str = "") -> Definition:
     """The mixture with a real model's sizes."""
     data = ALL[name].to_json()
-    sizes = {"hidden_size": 7168, "intermediate_size": 2048, "gemm1_out_size": 4096, "num_hidden_blocks": 56,
+    sizes = {"hidden_size": 7168, "intermediate_size": 2048, "gemm1_out_size": 4096,
+             "num_hidden_blocks": 56,
              "num_intermediate_blocks": 16, "num_gemm1_out_blocks": 32}
     for axis, value in sizes.items():
         data["axes"][axis]["value"] = value
-    data["reference"] = data["reference"].replace("H = 256", "H = 7168").replace("I = 128", "I = 2048") + extra
+    data["reference"] = data["reference"].replace("H = 256",
+                                                  "H = 7168").replace("I = 128", "I = 2048") + extra
     return replace(Definition.from_json(data), origin=ALL[name].origin)
 
 
@@ -485,7 +530,8 @@ def test_a_large_definition_is_made_smaller_and_says_so(references):
     assert report.passed, str(report)
     assert report.scaled == changes
     assert "smaller than defined" in str(report)
-    assert traces.trace_of(report) is None                                  # it says nothing of the definition itself
+    # it says nothing of the definition itself
+    assert traces.trace_of(report) is None
 
 
 def test_a_size_that_stands_in_an_expression_is_left_alone():
@@ -498,14 +544,16 @@ def test_a_size_that_stands_in_an_expression_is_left_alone():
 
 # our own operations
 
-@pytest.mark.parametrize("name", ["attention", "rms_norm", "moe", "paged_attention", "rope", "sample", "linear"])
+@pytest.mark.parametrize("name", ["attention", "rms_norm", "moe", "paged_attention", "rope",
+                                  "sample", "linear"])
 def test_our_operations_are_definitions_that_lz_answers(name, tmp_path, references):
     definition = exports.export(name)
     read = stored(tmp_path, definition.to_json())
     assert read == definition
     inputs = generate(read)
     want = exports.case_inputs(read, 0, "cpu")
-    assert all(torch.equal(a, want[n]) if isinstance(a, torch.Tensor) else a == want[n] for n, a in inputs.items())
+    assert all(torch.equal(a, want[n]) if isinstance(a, torch.Tensor) else a == want[n]
+               for n, a in inputs.items())
     op = lz.op(name)
     out = answer(read)(inputs)
     expected = op.reference(**inputs, **exports.fixed_arguments(read))
@@ -549,7 +597,8 @@ def test_traces_come_back(dataset):
 def test_flashinfer_bench_reads_what_we_write(dataset):
     bench = pytest.importorskip("flashinfer_bench.data")
     found = bench.TraceSet.from_path(str(dataset))
-    assert set(found.definitions) == {"norm_h48_one_plus", "nucleus_v300", "decode_h4_kv2_d16_ps4", "rope_pairs_d16_r8"}
+    assert set(found.definitions) == {"norm_h48_one_plus", "nucleus_v300", "decode_h4_kv2_d16_ps4",
+                                      "rope_pairs_d16_r8"}
     for name, runs in found.traces.items():
         assert all(t.is_successful() for t in runs), name
         assert found.get_solution(runs[0].solution).definition == name
@@ -606,7 +655,8 @@ def test_a_solution_becomes_a_kernel_for_what_its_definition_says(world, tmp_pat
     got = lz.rms_norm(x, weight, 3e-5, offset=1.0, backend=kernel.id)
     assert torch.equal(got, answer(NORM)({"hidden_states": x, "weight": weight})["output"])
     for call in ({"x": x.float(), "weight": weight.float(), "eps": 3e-5, "offset": 1.0},
-                 {"x": x, "weight": weight, "eps": 1e-6, "offset": 1.0}, {"x": x, "weight": weight, "eps": 3e-5},
+                 {"x": x, "weight": weight, "eps": 1e-6, "offset": 1.0},
+                 {"x": x, "weight": weight, "eps": 3e-5},
                  {"x": x[:, :32].contiguous(), "weight": weight[:32], "eps": 3e-5, "offset": 1.0}):
         with pytest.raises(lz.errors.NamedKernelRefused):
             lz.rms_norm(**call, backend=kernel.id)
@@ -617,7 +667,8 @@ def test_a_solution_may_write_its_outputs(world, tmp_path):
         "    return ", "    output.copy_(").rstrip() + ")\n"
     kernel = solutions.register(solution(content, tmp_path, True), NORM, [tmp_path])
     x = torch.randn(2, 48).bfloat16()
-    assert lz.rms_norm(x, torch.zeros(48).bfloat16(), 3e-5, offset=1.0, backend=kernel.id).shape == x.shape
+    assert lz.rms_norm(x, torch.zeros(48).bfloat16(), 3e-5, offset=1.0,
+                       backend=kernel.id).shape == x.shape
 
 
 @pytest.mark.parametrize(("content", "changes", "words"), [
@@ -640,7 +691,8 @@ def test_a_solution_needs_trust_and_a_direct_answer(tmp_path):
     with pytest.raises(RegistrationError, match="no folder that you trust"):
         solutions.register(solution(GOOD, tmp_path), NORM)
     other = solution(GOOD, tmp_path, definition="decode_h4_kv2_d16_ps4")
-    with pytest.raises(RegistrationError, match=r"not the parameters of lz\.paged_attention one for one"):
+    with pytest.raises(RegistrationError,
+                       match=r"not the parameters of lz\.paged_attention one for one"):
         solutions.register(other, ALL["decode_h4_kv2_d16_ps4"], [tmp_path])
 
 
@@ -651,18 +703,22 @@ def test_written_tests_are_readable(tmp_path):
         (path,) = write_tests(tmp_path, [definition])
         text = path.read_text()
         compile(text, str(path), "exec")
-        for part in ("FLASHINFER_AVAILABLE", "def run(", "def generate_random_inputs(", "def test_output_shape",
-                     "def test_output_dtype", "def test_numerical_correctness", "def test_determinism", "def main():"):
+        for part in ("FLASHINFER_AVAILABLE", "def run(", "def generate_random_inputs(",
+                     "def test_output_shape", "def test_output_dtype",
+                     "def test_numerical_correctness", "def test_determinism", "def main():"):
             assert part in text, (name, part)
-        assert all(f"{axis.upper()} = {value}" in text for axis, value in definition.const_axes.items())
+        assert all(f"{axis.upper()} = {value}" in text
+                   for axis, value in definition.const_axes.items())
         assert write_tests(tmp_path, [definition]) == []                    # what is there stays
 
 
 def test_written_tests_pass_and_can_fail(tmp_path):
-    wrong = replace(NORM, name="wrong", reference=NORM.reference.replace(".bfloat16()", ".bfloat16() * 2"))
+    wrong = replace(NORM, name="wrong",
+                    reference=NORM.reference.replace(".bfloat16()", ".bfloat16() * 2"))
     write_tests(tmp_path, [*ALL.values(), wrong], {"rope_pairs_d16_r8": 1})
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path),
-                           "-rf", "-m", "not slow", str(tmp_path)], capture_output=True, text=True, timeout=240,
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                           "--rootdir", str(tmp_path), "-rf", "-m", "not slow", str(tmp_path)],
+                          capture_output=True, text=True, timeout=240,
                           cwd=tmp_path)
     failed = {line.split("::")[0] for line in done.stdout.splitlines() if line.startswith("FAILED")}
     assert failed == {"FAILED test_wrong.py"}, done.stdout
@@ -683,7 +739,8 @@ def run(capsys):
 
 
 def test_the_command_verifies_by_name_type_and_folder(run, tmp_path):
-    code, out = run("--definition", NORM.name, "--dir", FOLDER, "--trust", FOLDER, "--traces", tmp_path)
+    code, out = run("--definition", NORM.name, "--dir", FOLDER, "--trust", FOLDER, "--traces",
+                    tmp_path)
     assert code == 0
     assert "equal to reference, torch" in out
     assert (tmp_path / "traces" / "rmsnorm" / f"{NORM.name}.jsonl").exists()
@@ -712,10 +769,12 @@ def test_the_command_writes_tests_and_refuses_two_questions(run, tmp_path):
     assert code == 0
     assert out.split() == [str(tmp_path / "test_norm_h48_one_plus.py")]
     run("--op-type", "rope", "--dir", FOLDER, "--trust", FOLDER, "--write-tests", tmp_path)
-    assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()     # as the reference computes
+    # as the reference computes
+    assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
-    with pytest.raises(lz.errors.ConfigError, match="wants one of --level, --definition, --op-type, --all"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match="wants one of --level, --definition, --op-type, --all"):
         app(args=["--definition", "a", "--op-type", "b"], standalone_mode=False)
     with pytest.raises(lz.errors.ConfigError, match="--size must be one of"):
         app(args=["--definition", "a", "--size", "tiny"], standalone_mode=False)

@@ -1,4 +1,6 @@
-"""Levels 2 to 5 of the ladder: what is right passes for any decoder, what is planted wrong is found and named."""
+"""Levels 2 to 5 of the ladder: what is right passes for any decoder, what is planted wrong is found
+and named.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,35 @@ import torch
 from torch.nn import functional as F
 
 import layerzero as lz
-from layerzero.models.decoder import CONFIGS, STAGES, Decoder, DecoderConfig, cast, make_weights, parse_config
+from layerzero.models.decoder import (
+    CONFIGS,
+    STAGES,
+    Decoder,
+    DecoderConfig,
+    cast,
+    make_weights,
+    parse_config,
+)
 from layerzero.ops.formulas.common import attend
 from layerzero.ops.formulas.rope import gather_angles, rotate
 from layerzero.spec.errors import ConfigError
 from layerzero.verify.model.culprit import find
-from layerzero.verify.model.ladder import LadderModel, climb, forward_routes, layer_routes, random_model, stage_routes
+from layerzero.verify.model.ladder import (
+    LadderModel,
+    climb,
+    forward_routes,
+    layer_routes,
+    random_model,
+    stage_routes,
+)
 from layerzero.verify.model.plain import PlainTorch, rope_angles
 from layerzero.verify.model.route import LadderRow
 from layerzero.verify.model.served import LzCaller, patterns_of, rope_tables_of
 
 pytestmark = pytest.mark.usefixtures("world")
-OTHER = DecoderConfig(48, 6, 3, layers=3, head_dim=10, inner=100, norm="layer", activation="gelu_tanh", bias=True,
-                      positions="rope", rope_style="interleaved", window=7, tied=True, vocab=131)
+OTHER = DecoderConfig(48, 6, 3, layers=3, head_dim=10, inner=100, norm="layer",
+                      activation="gelu_tanh", bias=True, positions="rope", rope_style="interleaved",
+                      window=7, tied=True, vocab=131)
 
 
 def climbed(level, config="gqa", dtype="float32", named="", **more):
@@ -45,7 +63,8 @@ def test_right_kernels_pass(level, config):
     rung = climbed(level, config, steps=2)
     assert rung.passed, rung
     assert rung.rows and rung.kernels and rung.culprit is None
-    assert f"level {level}, " in str(rung) and json.loads(json.dumps(rung.to_json()))["status"] == "passed"
+    assert (f"level {level}, " in str(rung) and json.loads(json.dumps(rung.to_json()))["status"]
+            == "passed")
 
 
 @pytest.mark.parametrize("config", ("deep", "wide", "medium"))
@@ -65,12 +84,15 @@ def test_level_2_compares_every_buffer_every_gradient_and_every_decoded_token():
     rung = climbed(2)
     whole = {row.what for row in rung.tables["forward and backward, separate"]}
     assert {f"0.{stage}" for stage in STAGES} <= whole
-    assert {f"grad {n}" for n in ("x", "0.ln1", "0.qkv", "0.out", "0.ln2", "0.in", "0.down")} <= whole
+    assert {f"grad {n}" for n in ("x", "0.ln1", "0.qkv", "0.out", "0.ln2", "0.in",
+                                  "0.down")} <= whole
     for kept in ("grown", "contiguous", "paged"):
         rows = rung.tables[f"prefill + decode, {kept}"]
-        assert [r.what for r in rows][:3] == [f"tokens {n}, 0.output" for n in ("0-11", "12-15", "16-16")]
+        assert [r.what for r in rows][:3] == [f"tokens {n}, 0.output"
+                                              for n in ("0-11", "12-15", "16-16")]
         assert rows[-1].what == "tokens 23-23, 0.output"
-    assert {"attention", "paged_attention", "mlp", "add_rms_norm", "rope"} <= {op for op, _ in rung.kernels}
+    assert {"attention", "paged_attention", "mlp", "add_rms_norm",
+            "rope"} <= {op for op, _ in rung.kernels}
 
 
 def test_level_3_has_one_table_for_each_layer_with_every_stage():
@@ -85,27 +107,32 @@ def test_level_4_says_the_likeliest_token_of_every_position():
     assert first.text == second.text == "48 of 48 positions equal"
     each = [row for row in rung.tables["forward"] if row.what.startswith("top-1 at")]
     assert len(each) == 48 and each[-1].what == "top-1 at 1, 23" and "wanted" in each[-1].text
-    assert rung.rows[0].what == "logits" and rung.rows[0].error < 1e-4 and rung.rows[0].allowed == 1e-3
+    assert (rung.rows[0].what == "logits" and rung.rows[0].error < 1e-4
+            and rung.rows[0].allowed == 1e-3)
 
 
 def test_level_5_follows_the_table_of_drift():
     rung = climbed(5, "tiny", steps=5)
     assert len(rung.tables) == 4               # two optimizers, separate and fused calls
     by_name = {row.what: row for row in rung.tables["5 steps of AdamW, separate"]}
-    assert by_name["layer.0.wq after 1"].allowed == 1e-5 and by_name["layer.0.wq after 5"].allowed == 1e-3
+    assert (by_name["layer.0.wq after 1"].allowed == 1e-5
+            and by_name["layer.0.wq after 5"].allowed == 1e-3)
     assert by_name["loss after 1"].allowed == 1e-5 and by_name["loss after 5"].allowed == 1e-2
-    assert {"layer.1.w_gate after 5", "embed after 5", "head after 1", "grad layer.0.wv"} <= by_name.keys()
+    assert {"layer.1.w_gate after 5", "embed after 5", "head after 1",
+            "grad layer.0.wv"} <= by_name.keys()
 
 
 def test_beyond_twenty_steps_curves_are_compared():
     rung = climbed(5, DecoderConfig(16, 2, vocab=32), steps=25)
     assert rung.passed, rung
-    assert {"loss curve", "trend"} <= {row.what for row in rung.rows} and "nearest to its limit" in str(rung)
+    assert ({"loss curve", "trend"} <= {row.what for row in rung.rows}
+            and "nearest to its limit" in str(rung))
     assert not any(row.what.endswith("after 25") for row in rung.rows)
 
 
 def test_the_plain_layer_is_the_one_that_torch_s_own_functions_make():
-    """The other side of the ladder: SDPA and F.rms_norm give the same as the formulas written out."""
+    """The other side of the ladder: SDPA and F.rms_norm give the same as the formulas written out.
+    """
     c = DecoderConfig(32, 4, 2, layers=1)
     w = cast(make_weights(c), torch.float64)
     x = torch.randn(1, 9, 32, dtype=torch.float64)
@@ -132,17 +159,20 @@ def test_a_named_library_serves_every_call_it_can():
 def test_a_named_kernel_serves_its_own_operation_only():
     rung = climbed(4, named="reference.attention")
     assert rung.passed and rung.served == rung.kernels["attention", "reference.attention"] > 0
-    assert all((op == "attention") == (kernel == "reference.attention") for op, kernel in rung.kernels)
+    assert all((op == "attention") == (kernel == "reference.attention")
+               for op, kernel in rung.kernels)
 
 
 def test_where_a_named_kernel_serves_only_some_calls_the_others_are_told():
     rung = climbed(4, named="torch.sdpa_math")                 # not with the diagonal of a KV cache
     assert rung.passed and rung.kernels["attention", "torch.sdpa_math"] == rung.served == 2 * 2
-    assert "causal_align" in rung.refused["attention"] and "could not serve some of lz.attention" in str(rung)
+    assert ("causal_align" in rung.refused["attention"]
+            and "could not serve some of lz.attention" in str(rung))
 
 
 def test_a_kernel_that_could_not_serve_is_not_called_passed():
-    rung = climbed(4, named="torch.sdpa_flash_lse")            # only with return_lse, which no decoder asks for
+    # only with return_lse, which no decoder asks for
+    rung = climbed(4, named="torch.sdpa_flash_lse")
     assert rung.status == "not served" and rung.served == 0
     assert "return_lse" in rung.refused["attention"] and "served no call" in rung.problem
 
@@ -168,7 +198,8 @@ def test_a_fallback_is_not_taken_for_the_kernel():
 def test_a_name_without_a_kernel_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"torch\.sdpa_math"):
         patterns_of("torch.sdpa_maths")
-    assert patterns_of("torch.moe_sorted") == {}               # a kernel, but of no operation of a decoder
+    # a kernel, but of no operation of a decoder
+    assert patterns_of("torch.moe_sorted") == {}
 
 
 # What is wrong.
@@ -179,13 +210,17 @@ def interleaved(q, k, cos, sin, position_ids=None, *, style, layout="bhsd"):
 
 
 def attention(**wrong):
-    def run(query, key, value, is_causal=False, scale=None, *, causal_align=None, window_left=-1, layout="bhsd"):
-        how = {"is_causal": is_causal, "causal_align": causal_align, "window_left": window_left, "scale": scale}
+    def run(query, key, value, is_causal=False, scale=None, *, causal_align=None, window_left=-1,
+            layout="bhsd"):
+        how = {"is_causal": is_causal, "causal_align": causal_align, "window_left": window_left,
+               "scale": scale}
         how.update(wrong)
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value)) if layout == "bshd" else (query, key, value)
+        q, k, v = ((t.transpose(1, 2) for t in (query, key, value)) if layout == "bshd"
+                   else (query, key, value))
         if how.pop("grouped", False):
             k, v = (t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))
-        out, _ = attend(q, k, v, None, 0.0, how["is_causal"], how["scale"], how["causal_align"], how["window_left"], -1,
+        out, _ = attend(q, k, v, None, 0.0, how["is_causal"], how["scale"], how["causal_align"],
+                        how["window_left"], -1,
                         None, 0.0)
         return out.transpose(1, 2) if layout == "bshd" else out
 
@@ -218,7 +253,8 @@ class _WrongBackward(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         r = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
-        return grad * weight * r, (grad * x * r).flatten(0, -2).sum(0), None      # as if r did not depend on x
+        # as if r did not depend on x
+        return grad * weight * r, (grad * x * r).flatten(0, -2).sum(0), None
 
 
 def norm_with_wrong_backward(x, weight=None, eps=1e-6):
@@ -228,7 +264,8 @@ def norm_with_wrong_backward(x, weight=None, eps=1e-6):
 PLANTED = {
     "the other rope": (4, "rope", interleaved, "0.q", "convention"),
     "causality ignored": (2, "attention", attention(is_causal=False), "0.attn_out", "mask"),
-    "the other diagonal": (2, "attention", attention(causal_align="top_left"), "tokens 12-15, 0.attn_out", "alignment"),
+    "the other diagonal": (2, "attention", attention(causal_align="top_left"),
+                           "tokens 12-15, 0.attn_out", "alignment"),
     "no scale": (3, "attention", attention(scale=1.0), "0.attn_out", "scale"),
     "heads grouped otherwise": (4, "attention", attention(grouped=True), "0.attn_out", "head map"),
     "a narrow norm": (3, "rms_norm", narrow_norm, "0.ln1_out", "precision"),
@@ -246,7 +283,8 @@ def test_a_planted_kernel_is_found_and_named(what, named):
     rung = climbed(level, named=named)
     culprit = rung.culprit
     assert rung.status == "failed" and culprit is not None
-    assert (culprit.kernel, culprit.op, culprit.stage, culprit.kind) == ("planted.one", op, stage, kind), rung
+    assert (culprit.kernel, culprit.op, culprit.stage, culprit.kind) == ("planted.one", op, stage,
+                                                                         kind), rung
     assert culprit.worst and culprit.error > culprit.allowed and not culprit.keeps_contract
     assert [s.kernel for s in culprit.swaps if s.fixed] == ["planted.one"]
     assert len(culprit.swaps) >= 4             # every kernel of the run was left out in turn
@@ -273,7 +311,8 @@ def test_too_coarse_in_sixteen_bits():
 
     plant("linear", coarse)
     rung = climbed(3, "tiny", "bfloat16")
-    assert (rung.culprit.kernel, rung.culprit.stage, rung.culprit.kind) == ("planted.one", "0.qkv", "precision"), rung
+    assert (rung.culprit.kernel, rung.culprit.stage, rung.culprit.kind) == ("planted.one", "0.qkv",
+                                                                            "precision"), rung
 
 
 def test_two_wrong_kernels_and_no_single_swap_mends():
@@ -282,11 +321,14 @@ def test_two_wrong_kernels_and_no_single_swap_mends():
     culprit = climbed(4, "tiny").culprit
     assert (culprit.kernel, culprit.stage) == ("planted.norm", "0.ln1_out")
     assert not any(s.fixed for s in culprit.swaps)
-    # Memory that nobody wrote may hold an earlier, right result of the same size: then it shows at a later linear.
-    assert {s.kernel: s.text for s in culprit.swaps}["planted.norm"].startswith("still diverges at 0.")
+    # Memory that nobody wrote may hold an earlier, right result of the same size: then it shows at
+    # a later linear.
+    assert {s.kernel: s.text for s in culprit.swaps}["planted.norm"].startswith(
+        "still diverges at 0.")
 
 
-# The case study: kernels and layers agree with their own convention, the model was trained for the other.
+# The case study: kernels and layers agree with their own convention, the model was trained for the
+# other.
 
 def trained_for(style, described_as):
     c = replace(CONFIGS["gqa"], rope_style=style)
@@ -294,22 +336,27 @@ def trained_for(style, described_as):
     trace: dict = {}
     wide = cast(model.weights, torch.float64)
     with torch.no_grad():
-        Decoder(c, wide, PlainTorch(), tuple(t.double() for t in rope_angles(c)), trace=trace)(model.tokens)
+        Decoder(c, wide, PlainTorch(), tuple(t.double() for t in rope_angles(c)),
+                trace=trace)(model.tokens)
     truth = {stage: note.value for stage, note in trace.items()}
     c = replace(c, rope_style=described_as)
     return LadderModel("case study", c, model.weights, model.tokens, truth, "the trained model")
 
 
-@pytest.mark.parametrize(("style", "other"), [("rotate_half", "interleaved"), ("interleaved", "rotate_half")])
+@pytest.mark.parametrize(("style", "other"),
+                         [("rotate_half", "interleaved"), ("interleaved", "rotate_half")])
 def test_the_rope_case_study(style, other):
-    assert climbed(2, replace(CONFIGS["gqa"], rope_style=other)).passed        # by its own convention it is right
+    # by its own convention it is right
+    assert climbed(2, replace(CONFIGS["gqa"], rope_style=other)).passed
     model = trained_for(style, other)
     [rung] = climb(4, model=model)
     assert rung.status == "failed"
     [top] = [row for row in rung.rows if row.what == "top-1"]
-    assert top.error > 5 and all(position > 0 for _, position in top.worst)    # the first token turns by nothing
+    # the first token turns by nothing
+    assert top.error > 5 and all(position > 0 for _, position in top.worst)
     culprit = rung.culprit
-    assert (culprit.op, culprit.stage, culprit.kind, culprit.keeps_contract) == ("rope", "0.q", "convention", True)
+    assert (culprit.op, culprit.stage, culprit.kind,
+            culprit.keeps_contract) == ("rope", "0.q", "convention", True)
     assert all(index[1] > 0 for index in culprit.worst)
     assert "the other convention of pairs" in culprit.why and "keeps the contract" in str(culprit)
     assert not any(s.fixed for s in culprit.swaps)            # no kernel is to blame
@@ -367,9 +414,11 @@ def test_a_route_knows_the_tables_limits():
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("small", "tiny, gqa"), ("hidden=64", "heads is missing"), ("hidden=64,heads=3,kv_heads=2", "multiple of kv_heads"),
-    ("tiny,layers=two", "layers wants int"), ("tiny,colour=red", "name=value"), ("hidden=30,heads=2", "even head_dim"),
-    ("tiny,norm=batch", "rms, layer"), ("tiny,layers=0", "layers >= 1"),
+    ("small", "tiny, gqa"), ("hidden=64", "heads is missing"),
+    ("hidden=64,heads=3,kv_heads=2", "multiple of kv_heads"),
+    ("tiny,layers=two", "layers wants int"), ("tiny,colour=red", "name=value"),
+    ("hidden=30,heads=2", "even head_dim"), ("tiny,norm=batch", "rms, layer"),
+    ("tiny,layers=0", "layers >= 1"),
 ])
 def test_a_wrong_config_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
@@ -391,7 +440,8 @@ def test_a_level_or_an_effort_that_is_not_there(level, effort):
 
 
 def test_the_configurations_are_those_of_the_table():
-    table = {"tiny": (64, 2, 2, 2), "gqa": (128, 8, 2, 2), "deep": (64, 2, 2, 6), "wide": (128, 8, 8, 2),
+    table = {"tiny": (64, 2, 2, 2), "gqa": (128, 8, 2, 2), "deep": (64, 2, 2, 6),
+             "wide": (128, 8, 8, 2),
              "no_rope": (64, 2, 2, 2), "medium": (256, 4, 4, 4)}
     assert {n: (c.hidden, c.heads, c.kv_heads, c.layers) for n, c in CONFIGS.items()} == table
     assert CONFIGS["no_rope"].positions == "learned" and rope_tables_of(CONFIGS["no_rope"]) is None
@@ -406,8 +456,8 @@ def told(capsys, *args, **options):
 
 
 @pytest.mark.parametrize(("level", "words"), [
-    (2, "comparisons with plain torch in float64"), (3, "0.attn_out"), (4, "48 of 48 positions equal"),
-    (5, "layer.1.wq after 2")])
+    (2, "comparisons with plain torch in float64"), (3, "0.attn_out"),
+    (4, "48 of 48 positions equal"), (5, "layer.1.wq after 2")])
 def test_the_command_prints_its_tables(capsys, level, words):
     code, out = told(capsys, level, configs=["tiny"], dtypes=["float32"], steps=2)
     assert code == 0 and words in out and out.endswith("1 passed\n") and "served by: " in out

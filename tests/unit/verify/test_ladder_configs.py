@@ -1,4 +1,6 @@
-"""The ladder on models of other shapes: what is right passes though its gradient jumps, what is wrong does not."""
+"""The ladder on models of other shapes: what is right passes though its gradient jumps, what is
+wrong does not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ RELU = "hidden=40,heads=5,kv_heads=1,head_dim=24,window=5,rope_style=interleaved
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_gradient_with_jumps_is_no_fault(seed: int) -> None:
-    """Rounding puts a few gates on the other side of zero: which ones is luck, in plain torch as well."""
+    """Rounding puts a few gates on the other side of zero: which ones is luck, in plain torch as
+    well.
+    """
     for rung in climb(2, configs=[parse_config(RELU)], dtypes=["bfloat16"], seed=seed):
         assert rung.passed, rung.worst
 
@@ -39,7 +43,8 @@ class _Weaker(torch.autograd.Function):
 
 
 def _wrong_backward() -> Callable[..., Any]:
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+            activation: str | None = None) -> Tensor:
         return linear.reference(_Weaker.apply(x), weight, bias, activation)
 
     return run
@@ -49,7 +54,8 @@ def _wrong_backward() -> Callable[..., Any]:
 def test_a_wrong_gradient_is_found_beside_the_jumps() -> None:
     lz.register(Kernel("planted.linear", linear, _wrong_backward, prior=1e6, less_work="a test"))
     (rung,) = climb(2, configs=[parse_config(RELU)], dtypes=["bfloat16"])
-    assert rung.status == "failed" and rung.culprit is not None and "planted.linear" in str(rung.culprit)
+    assert (rung.status == "failed" and rung.culprit is not None
+            and "planted.linear" in str(rung.culprit))
 
 
 def test_float16_is_trained_with_a_scaled_loss_by_every_optimizer() -> None:

@@ -1,4 +1,6 @@
-"""Certificates: what voids one, what is refused, and that selection asks for them where policy says so."""
+"""Certificates: what voids one, what is refused, and that selection asks for them where policy says
+so.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def test_another_driver_is_another_device():
 
 
 @pytest.mark.parametrize("edit", [
-    lambda d: d["certificate"].update(worst=0.0001), lambda d: d["certificate"].update(build="other"),
-    lambda d: d.update(seal="0" * 64), lambda d: d.pop("seal"), lambda d: d["certificate"].update(kernel="a.b")])
+    lambda d: d["certificate"].update(worst=0.0001),
+    lambda d: d["certificate"].update(build="other"),
+    lambda d: d.update(seal="0" * 64), lambda d: d.pop("seal"),
+    lambda d: d["certificate"].update(kernel="a.b")])
 def test_a_tampered_file_is_refused_and_told(edit, happened):
     kernel = torch_rms_norm()
     path = certificates.write(certificate(kernel, worst=0.9), HERE)
@@ -106,11 +110,13 @@ def test_policy_demands_them():
     x = torch.randn(4, 64)
     assert lz.which("rms_norm", x) == "fake.other"
     lz.configure(require_certificates=True)
-    assert lz.which("rms_norm", x) == "reference.rms_norm"         # nothing is proven: the formula itself serves
+    # nothing is proven: the formula itself serves
+    assert lz.which("rms_norm", x) == "reference.rms_norm"
     certificates.write(certificate(worlds.current().catalog.by_id["fake.trusted"]), HERE)
     lz.clear_cache()
     plan = lz.explain("rms_norm", x)
-    assert plan.kernel == "fake.trusted" and plan.why_not("fake.other")[0].code is lz.Code.UNCERTIFIED
+    assert (plan.kernel == "fake.trusted"
+            and plan.why_not("fake.other")[0].code is lz.Code.UNCERTIFIED)
     with pytest.raises(lz.errors.NamedKernelRefused, match="certificate"):
         lz.rms_norm(x, backend="fake.other")
 
@@ -119,7 +125,8 @@ def test_readiness_asks_for_them_where_policy_does():
     assert lz.readiness_check(device="cpu")["certificates"].got == "not demanded"
     lz.configure(require_certificates=True)
     found = lz.readiness_check(device="cpu")
-    assert not found and found["certificates"].state == "fail" and "lz verify" in found["certificates"].hint
+    assert (not found and found["certificates"].state == "fail"
+            and "lz verify" in found["certificates"].hint)
     assert any("torch.rms_norm" in line for line in found["certificates"].details)
     for kernel in worlds.current().catalog.kernels:
         certificates.write(certificate(kernel), HERE)

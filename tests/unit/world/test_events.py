@@ -33,7 +33,8 @@ def test_one_call_tells_its_story_in_order(happened):
     happened.clear()
     lz.rms_norm(rows())
     story = [(type(e), e.kernel) for e in happened if not isinstance(e, WorldPublished)]
-    assert story == [(Selected, "fake.first"), (HealthChanged, "fake.first"), (Fallback, "fake.first")]
+    assert story == [(Selected, "fake.first"), (HealthChanged, "fake.first"),
+                     (Fallback, "fake.first")]
     selected = of(Selected, happened)[0]
     assert selected.op == "rms_norm" and selected.microseconds > 0
     assert selected.candidates >= 4                        # the two, torch's own and the reference
@@ -108,7 +109,8 @@ def test_a_subscriber_that_waits_for_another_thread_does_not_hold_up_the_world()
 
     def wait_for_another(event):
         if isinstance(event, WorldPublished) and event.cause == "forget":
-            other = threading.Thread(target=lambda: (lz.configure(strict_mode=True), done.append(1)))
+            other = threading.Thread(target=lambda: (lz.configure(strict_mode=True),
+                                                     done.append(1)))
             other.start()
             other.join(5)
 
@@ -124,7 +126,8 @@ def test_the_counters_count_by_event_op_and_kernel():
         events.emit(Fallback("rms_norm", "lib.a", "lib.b", BOOM))
     events.emit(Fallback("attention", "lib.c", "lib.b", BOOM))
     counts = events.counts()
-    assert counts["fallback", "rms_norm", "lib.a"] == 3 and counts["fallback", "attention", "lib.c"] == 1
+    assert (counts["fallback", "rms_norm", "lib.a"] == 3
+            and counts["fallback", "attention", "lib.c"] == 1)
     assert lz.stats().events["fallback"] == 4
     json.dumps(lz.stats().to_json())
 
@@ -158,7 +161,8 @@ def test_a_step_down_is_a_warning_and_the_rest_is_for_debugging(event, caplog):
         events.emit(event)
     (record,) = caplog.records
     assert record.levelno == (logging.WARNING if event in LOUD else logging.DEBUG)
-    assert record.getMessage().startswith(event.name) and (event.kernel or event.op or "") in record.getMessage()
+    assert (record.getMessage().startswith(event.name)
+            and (event.kernel or event.op or "") in record.getMessage())
 
 
 @pytest.mark.parametrize("event", LOUD + QUIET, ids=lambda e: e.name)
@@ -181,5 +185,6 @@ def test_the_error_of_a_kernel_is_logged_with_its_op_its_name_and_its_words(capl
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.rms_norm(rows())
     text = caplog.text
-    assert all(part in text for part in (RMS_NORM.name, "fake.first", "fake.second", "shared memory exceeded"))
+    assert all(part in text for part in (RMS_NORM.name, "fake.first", "fake.second",
+                                         "shared memory exceeded"))
     assert "a long trace" not in text                      # one line

@@ -8,7 +8,19 @@ import time
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, health_of, normed, of, only, path_of, register, rows, wait_for
+from helpers import (
+    RMS_NORM,
+    Fake,
+    faults_of,
+    health_of,
+    normed,
+    of,
+    only,
+    path_of,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.machine import memory
@@ -52,8 +64,10 @@ def test_a_call_that_succeeds_between_them_ends_the_row():
 
 @pytest.mark.parametrize(("calls", "too_many"), [
     ([1000 + 25 * i for i in range(40)], False),           # 4 % of a window
-    ([1000 + 20 * i for i in range(9)], False), ([1000 + 20 * i for i in range(10)], True),    # 5 %: 10 of 200
-    ([2, 4], False), ([2, 4, 6], True),                    # of a few calls many, but never fewer than the threshold
+    # 5 %: 10 of 200
+    ([1000 + 20 * i for i in range(9)], False), ([1000 + 20 * i for i in range(10)], True),
+    # of a few calls many, but never fewer than the threshold
+    ([2, 4], False), ([2, 4, 6], True),
     ([20, 40], False), ([20, 40, 60], True), ([20, 40, 61], False)])
 def test_too_large_a_share_of_the_last_calls_is_too_many(calls, too_many):
     assert count(Faults(), calls) is too_many
@@ -62,7 +76,8 @@ def test_too_large_a_share_of_the_last_calls_is_too_many(calls, too_many):
 def test_faults_that_were_long_ago_are_forgotten_and_the_memory_of_them_is_bounded():
     faults = Faults()
     count(faults, [1, 3, 50])
-    assert faults.among_last(60, BreakerLimits()) == 3 and faults.among_last(220, BreakerLimits()) == 1
+    assert (faults.among_last(60, BreakerLimits()) == 3 and faults.among_last(220, BreakerLimits())
+            == 1)
     count(faults, range(300, 9000), threshold=10_000, rate=1.0)
     assert faults.among_last(9000, BreakerLimits()) < 200
 
@@ -73,7 +88,8 @@ def test_what_the_default_limits_do_about_a_flaky_kernel(rate, opens):
     opened = 0
     for seed in range(20):
         luck, faults = random.Random(seed), Faults()
-        opened += any(luck.random() < rate and faults.add(n, BOOM, BreakerLimits()) for n in range(1, 2001))
+        opened += any(luck.random() < rate and faults.add(n, BOOM, BreakerLimits())
+                      for n in range(1, 2001))
     assert opened == 20 if opens else opened <= 3
 
 
@@ -100,7 +116,8 @@ def test_it_opens_when_there_are_too_many():
     opened = after(("fail", 2, True))
     assert opened == Health("open", 3, 10.0, 12.0, BOOM)
     assert opened.blocks.code is Code.CIRCUIT_OPEN
-    assert "3 faults" in opened.blocks.message and "boom" in opened.blocks.message and "10 s" in opened.blocks.message
+    assert ("3 faults" in opened.blocks.message and "boom" in opened.blocks.message
+            and "10 s" in opened.blocks.message)
 
 
 def test_after_the_cooldown_it_is_half_open_and_one_success_closes_it():
@@ -124,18 +141,22 @@ def test_a_failed_probe_opens_it_for_twice_as_long_up_to_a_limit():
 
 def test_a_call_that_had_begun_before_changes_an_open_breaker_in_nothing():
     opened = after(OPENED, ("wait", 10), ("fail", 10, True))
-    assert after(("fail", 15, True), start=opened) is opened and after("succeed", start=opened) is opened
+    assert (after(("fail", 15, True), start=opened) is opened
+            and after("succeed", start=opened) is opened)
 
 
 def test_disabled_is_for_good():
     gone = disabled(Reason(Code.DEVICE_FAULT, None, "illegal memory access"))
-    assert gone.blocks.code is Code.BACKEND_DISABLED and "illegal memory access" in gone.blocks.message
-    assert after(("fail", 0, True), ("wait", 1e9), "succeed", ("fail", 2e9, True), start=gone) == gone
+    assert (gone.blocks.code is Code.BACKEND_DISABLED
+            and "illegal memory access" in gone.blocks.message)
+    assert after(("fail", 0, True), ("wait", 1e9), "succeed", ("fail", 2e9, True),
+                 start=gone) == gone
 
 
 def test_the_next_deadline_is_that_of_the_first_open_breaker():
     assert next_deadline({}) is None
-    states = {"a": Health("open", 3, 10, 50.0), "b": Health("open", 3, 10, 40.0), "c": Health("closed", 1),
+    states = {"a": Health("open", 3, 10, 50.0), "b": Health("open", 3, 10, 40.0),
+              "c": Health("closed", 1),
               "d": Health("half_open", 3, 10, 5.0), "e": disabled(BOOM)}
     assert next_deadline(states) == 40.0
     assert {k: h.state for k, h in after_cooldown(states, 45.0).items()} == {
@@ -172,7 +193,8 @@ def test_a_kernel_that_keeps_failing_is_left_out_until_it_has_cooled(call, happe
     assert any(c.name == "health of fake.first" and not c.ok for c in lz.doctor().checks)
 
     first.fault = None
-    wait_for(lambda: states(happened, "fake.first") == ["open", "half_open"])      # by the clock: nobody calls
+    # by the clock: nobody calls
+    wait_for(lambda: states(happened, "fake.first") == ["open", "half_open"])
     torch.testing.assert_close(call(x), normed(x))
     assert first.calls == 4 and health_of("fake.first") is None
     assert states(happened, "fake.first") == ["open", "half_open", "closed"]
@@ -222,7 +244,8 @@ def test_calls_of_every_shape_and_of_every_world_count(call):
     register(fake)
     for n in range(2, 30):
         call(rows(n))
-    lz.configure(breaker_cooldown=20)                      # a new world: the entries are gone, their counts are not
+    # a new world: the entries are gone, their counts are not
+    lz.configure(breaker_cooldown=20)
     for _ in range(20):
         call(rows(3))
     fake.fault = RuntimeError("boom")
@@ -246,7 +269,8 @@ def test_a_fallback_is_called_too_and_its_faults_count(call):
 
 def test_where_all_kernels_fail_alike_the_call_is_wrong_and_nobody_is_blamed(call, happened):
     lz.configure(breaker_threshold=1)
-    first, second = Fake("fake.first", fault=OverflowError("int too big")), Fake("fake.second", prior=1e5)
+    first, second = Fake("fake.first", fault=OverflowError("int too big")), Fake("fake.second",
+                                                                                 prior=1e5)
     second.fault = ValueError("out of range")
     register(first, second)
     only("fake.first", "fake.second")
@@ -288,7 +312,8 @@ def test_the_reference_is_never_switched_off(call):
 def innocent(path, world):
     """A call of another op, and how often a choice was made for it."""
     chosen = []
-    stop = lz.subscribe(lambda e: chosen.append(e) if isinstance(e, Selected) and e.op == "layer_norm" else None)
+    stop = lz.subscribe(lambda e: chosen.append(e) if isinstance(e, Selected)
+                        and e.op == "layer_norm" else None)
     run = path_of(lz.op("layer_norm"), path)
     run(rows())
     yield lambda: (run(rows()), len(chosen))[1]
@@ -301,11 +326,13 @@ def test_a_flaky_kernel_makes_no_other_op_choose_again(call, innocent, happened)
     register(first, second)
     before = innocent()
     epoch, luck, end = worlds.current().epoch, random.Random(0), time.monotonic() + 60
-    while not {"open", "half_open"} <= set(states(happened, "fake.first")) and time.monotonic() < end:
+    while (not {"open", "half_open"} <= set(states(happened, "fake.first"))
+           and time.monotonic() < end):
         first.fault = RuntimeError("boom") if luck.random() < 0.3 else None
         torch.testing.assert_close(call(rows()), normed(rows()))
         assert innocent() == before
-    assert {"open", "half_open"} <= set(states(happened, "fake.first"))      # its breaker did all it can do
+    # its breaker did all it can do
+    assert {"open", "half_open"} <= set(states(happened, "fake.first"))
     assert worlds.current().epoch > epoch and innocent() == before
 
 
@@ -319,12 +346,15 @@ def test_a_single_fault_changes_nothing_for_anybody(call, happened):
     assert fake.calls == 2 and worlds.current().epoch == epoch
 
 
-def test_a_library_that_does_not_load_and_a_kind_that_is_refused_concern_their_own_op_alone(call, innocent):
+def test_a_library_that_does_not_load_and_a_kind_that_is_refused_concern_their_own_op_alone(
+        call, innocent):
     def load():
         raise ImportError("no such file")
 
     lz.register(lz.Kernel("broken.one", RMS_NORM, load, prior=1e9))
-    refusing = Fake(fault=LaunchRefused("too large", [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2, "grid x")]))
+    refusing = Fake(fault=LaunchRefused("too large",
+                                        [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2,
+                                                "grid x")]))
     register(refusing)
     before = innocent()
     for n in (3, 3, 40, 40):
@@ -334,12 +364,14 @@ def test_a_library_that_does_not_load_and_a_kind_that_is_refused_concern_their_o
     refusing.fault = None
     call(rows(900))
     assert refusing.calls == 3 and not worlds.current().health
-    assert [r.code for r in lz.explain("rms_norm", rows(40)).why_not("fake.one")] == [Code.CUDA_BLOCK_LIMIT_EXCEEDED]
+    assert [r.code for r in lz.explain("rms_norm", rows(40)).why_not("fake.one")] == [
+        Code.CUDA_BLOCK_LIMIT_EXCEEDED]
 
 
 def test_what_is_remembered_of_refusals_is_bounded(world, monkeypatch):
     monkeypatch.setattr(incidents, "MAX_REFUSALS", 3)
-    fake = Fake(fault=LaunchRefused("no", [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2, "grid x")]))
+    fake = Fake(fault=LaunchRefused("no",
+                                    [Reason(Code.CUDA_BLOCK_LIMIT_EXCEEDED, "<= 1", 2, "grid x")]))
     register(fake)
     for n in range(1, 9):
         lz.rms_norm(rows(n))
@@ -362,7 +394,8 @@ def test_unregistering_a_kernel_forgets_all_that_was_found_out_about_it(call):
 
 def test_unregistering_one_kernel_of_a_library_leaves_the_librarys_breaker(call):
     lz.configure(breaker_threshold=1)
-    register(Fake("lib.one", fault=RuntimeError("no"), package="json"), Fake("lib.two", prior=1.0, package="json"))
+    register(Fake("lib.one", fault=RuntimeError("no"), package="json"),
+             Fake("lib.two", prior=1.0, package="json"))
     call(rows())
     lz.unregister("lib.one")
     assert health_of("lib").state == "open"
@@ -431,19 +464,23 @@ def test_an_interrupted_probe_lets_the_next_one_try(call):
 
 def test_a_fault_counts_against_the_whole_library_and_for_torch_against_the_kernel_alone(call):
     lz.configure(breaker_threshold=1)
-    lib, lib_two = Fake("lib.one", fault=RuntimeError("no"), package="json"), Fake("lib.two", prior=1e5, package="json")
-    bare, bare_two = Fake("bare.one", fault=RuntimeError("no"), prior=1e4), Fake("bare.two", prior=1e3)
+    lib, lib_two = Fake("lib.one", fault=RuntimeError("no"),
+                        package="json"), Fake("lib.two", prior=1e5, package="json")
+    bare, bare_two = Fake("bare.one", fault=RuntimeError("no"),
+                          prior=1e4), Fake("bare.two", prior=1e3)
     register(lib, lib_two, bare, bare_two)
     x = rows()
     call(x)
-    assert set(worlds.current().health) == {"lib"} and lib_two.calls == 1     # the plan was made before it opened
+    # the plan was made before it opened
+    assert set(worlds.current().health) == {"lib"} and lib_two.calls == 1
     call(x)
     assert lib.calls == 1 and lib_two.calls == 1 and bare.calls == 1
     assert set(worlds.current().health) == {"lib", "bare.one"}
     call(x)
     assert bare.calls == 1 and bare_two.calls == 2
     plan = lz.explain("rms_norm", x)
-    assert {k: plan.why_not(k)[0].code for k in ("lib.one", "lib.two", "bare.one")} == dict.fromkeys(
+    assert {k: plan.why_not(k)[0].code
+            for k in ("lib.one", "lib.two", "bare.one")} == dict.fromkeys(
         ("lib.one", "lib.two", "bare.one"), Code.CIRCUIT_OPEN)
     assert plan.kernel == "bare.two"
 
@@ -488,7 +525,8 @@ def test_a_late_success_does_not_bring_back_a_lost_device(call):
     worker = threading.Thread(target=lambda: call(x))
     worker.start()
     assert entered.wait(10)
-    fake.before, fake.fault = None, RuntimeError("CUDA error: an illegal memory access was encountered")
+    fake.before, fake.fault = None, RuntimeError(
+        "CUDA error: an illegal memory access was encountered")
     with pytest.raises(lz.errors.DeviceLost):
         call(x)
     fake.fault = None

@@ -1,4 +1,6 @@
-"""Measurements on their way into calls: the setting, the builds of kernels, other machines, the command line."""
+"""Measurements on their way into calls: the setting, the builds of kernels, other machines, the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def timing(kernel: str, us: float, x: torch.Tensor | None = None, **changes) -> 
     """As tuning would have it, for a call of rms_norm in this process."""
     plan = lz.explain("rms_norm", rows() if x is None else x)
     kind = kind_of(RMS_NORM, plan.facts)
-    row = Measurement(kernel, "rms_norm", kind.bucket, worlds.current().place("cpu"), us, family=kind.family,
-                      sizes=kind.sizes_text, flops=1e3, bytes=1e3, **ATTRIBUTES)
+    row = Measurement(kernel, "rms_norm", kind.bucket, worlds.current().place("cpu"), us,
+                      family=kind.family, sizes=kind.sizes_text, flops=1e3, bytes=1e3, **ATTRIBUTES)
     return row._replace(**changes)
 
 
@@ -66,7 +68,8 @@ def test_what_is_measured_decides_from_then_on_and_is_kept(perfdb):
         kept = {m.kernel: m for m in store.rows()}
         environments = store.environments()
     m = kept["fake.fast"]
-    assert (m.build, m.samples) == (builds.build_of(fast.kernel), 50) and abs(m.at - time.time()) < 60
+    assert ((m.build, m.samples) == (builds.build_of(fast.kernel), 50)
+            and abs(m.at - time.time()) < 60)
     assert environments[m.environment]["device"]["torch_version"] == torch.__version__
     lz.configure(perfdb="off")
     assert source_of("fake.fast") == "less work"
@@ -90,8 +93,10 @@ def test_without_a_store_it_is_kept_in_memory(perfdb):
     lz.configure(perfdb="off")
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)], {"here": Rates(1.0, 2.0)})
-    register(Fake("fake.two"))                                 # another kernel does not take it away
-    assert source_of("fake.one") == "measured" and worlds.current().perf.rates["here"] == Rates(1.0, 2.0)
+    # another kernel does not take it away
+    register(Fake("fake.two"))
+    assert (source_of("fake.one") == "measured"
+            and worlds.current().perf.rates["here"] == Rates(1.0, 2.0))
     assert not perfdb.exists()
     with pytest.raises(lz.errors.ConfigError, match="perfdb is 'off'"):
         measurements.store()
@@ -130,7 +135,8 @@ def test_a_world_begins_with_what_is_in_the_cache_folder(tmp_path):
     second = python(code, LAYERZERO_CACHE_DIR=str(tmp_path)).split()
     kept = len(list(SqliteStore(tmp_path / "perf.sqlite").rows()))
     assert first[1:] == ["0", "default"] and second[1:] == [str(kept), "measured"]
-    assert first[0] == "False"                                 # nothing to read: SQLite is not even imported
+    # nothing to read: SQLite is not even imported
+    assert first[0] == "False"
     elsewhere = python(code, LAYERZERO_CACHE_DIR=str(tmp_path), LAYERZERO_PERFDB="off").split()
     assert elsewhere[1:] == ["0", "default"]
 
@@ -139,9 +145,11 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     file = tmp_path / "policy.yaml"
     file.write_text("settings: {perfdb: off}\n")
     lz.load_config(file)
-    assert lz.get_config()["settings"]["perfdb"] == str(perfdb)        # what the program said comes first
+    # what the program said comes first
+    assert lz.get_config()["settings"]["perfdb"] == str(perfdb)
     lz.configure(perfdb="")
-    worlds.publish(lambda w: w.replace(policy=w.policy.without("programmatic")), "policy:programmatic")
+    worlds.publish(lambda w: w.replace(policy=w.policy.without("programmatic")),
+                   "policy:programmatic")
     assert lz.get_config()["settings"]["perfdb"] == "off"
 
 
@@ -149,7 +157,8 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
 
 @pytest.mark.parametrize(("setting", "word"), [
     ("mysql://me:secret@host/db", "postgresql://"), ("/dev/null/perf.sqlite", "perf"),
-    ("postgresql://me:secret@127.0.0.1:9/db", ""),             # nobody listens there, or the extra is not installed
+    # nobody listens there, or the extra is not installed
+    ("postgresql://me:secret@127.0.0.1:9/db", ""),
 ])
 def test_a_store_that_cannot_be_opened_is_an_event(perfdb, happened, setting, word):
     lz.configure(perfdb=setting)
@@ -202,10 +211,12 @@ def test_a_store_that_may_only_be_read_is_read(tmp_path):
         measurements.record([Measurement("reference.rms_norm", "rms_norm", "b", "p", 1.0)])
         print(len(world.current().perf), [e.problem for e in seen if isinstance(e, StoreTrouble)])
     """
-    with tempfile.TemporaryDirectory() as folder:              # another user cannot look into tmp_path
+    # another user cannot look into tmp_path
+    with tempfile.TemporaryDirectory() as folder:
         kernel = worlds.current().catalog.by_id["reference.rms_norm"]
         with SqliteStore(Path(folder) / "perf.sqlite") as store:
-            store.put([Measurement("reference.rms_norm", "rms_norm", "a", "p", 1.0, build=builds.build_of(kernel))])
+            store.put([Measurement("reference.rms_norm", "rms_norm", "a", "p", 1.0,
+                                   build=builds.build_of(kernel))])
         os.chmod(folder, 0o755)
         lines = python(code, FOLDER=folder, LAYERZERO_CACHE_DIR=str(tmp_path)).splitlines()
         os.chmod(folder, 0o755)
@@ -227,14 +238,18 @@ def load_nothing():
 
 def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
     found = {k.id: builds.build_of(k) for k in worlds.current().catalog.kernels}
-    assert all(found[k].startswith("source#") for k in ("torch.rms_norm", "reference.rms_norm", "native.rms_norm"))
-    assert found["reference.rms_norm"] != found["reference.linear"]    # each formula has its own file
+    assert all(found[k].startswith("source#")
+               for k in ("torch.rms_norm", "reference.rms_norm", "native.rms_norm"))
+    # each formula has its own file
+    assert found["reference.rms_norm"] != found["reference.linear"]
     assert found["torch.rms_norm"] != found["torch.linear"]
     assert found["flash_attn.v2"] == "" or found["flash_attn.v2"].startswith("flash-attn==")
 
 
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
-    """Else a process that loaded one module more would find neither its measurements nor its proofs."""
+    """Else a process that loaded one module more would find neither its measurements nor its
+    proofs.
+    """
     told = python("""
         import importlib, json, pkgutil
         import layerzero as lz
@@ -281,10 +296,12 @@ def build_in_new_process(tmp_path, package):
 def test_a_change_of_a_plugins_formula_is_another_build(tmp_path, monkeypatch):
     text = "from .formula import run\n\n\ndef load():\n    return run\n"
     formula = "def run(x): return x\n"
-    plugin(tmp_path, monkeypatch, "my_plugin", __init__="", kernels=text, formula=formula, other="A = 1\n")
+    plugin(tmp_path, monkeypatch, "my_plugin", __init__="", kernels=text, formula=formula,
+           other="A = 1\n")
     first = build_in_new_process(tmp_path, "my_plugin")
     (tmp_path / "my_plugin" / "other.py").write_text("A = 2\n")
-    assert build_in_new_process(tmp_path, "my_plugin") == first        # that file has nothing to do with it
+    # that file has nothing to do with it
+    assert build_in_new_process(tmp_path, "my_plugin") == first
     (tmp_path / "my_plugin" / "formula.py").write_text("def run(x): return x + 0\n")
     assert build_in_new_process(tmp_path, "my_plugin")[1] != first[1]
 
@@ -304,7 +321,8 @@ def test_a_library_is_known_by_its_version_and_its_files(tmp_path, monkeypatch):
     first = build("some_lib/_C.so,sha256=aaaa,100\nsome_lib/__pycache__/x.pyc,,\n")
     assert first.startswith("some-lib==1.5#")
     assert build("some_lib/_C.so,sha256=aaaa,100\nsome_lib/__pycache__/y.pyc,,\n") == first
-    assert build("some_lib/_C.so,sha256=bbbb,100\n") != first          # built again under the same version
+    # built again under the same version
+    assert build("some_lib/_C.so,sha256=bbbb,100\n") != first
     (info / "direct_url.json").write_text('{"url": "file:///x", "dir_info": {"editable": true}}')
     before = build("")
     (tmp_path / "some_lib" / "__init__.py").write_text("A = 1\n")
@@ -312,7 +330,8 @@ def test_a_library_is_known_by_its_version_and_its_files(tmp_path, monkeypatch):
 
 
 def test_a_library_that_is_not_here_has_no_build():
-    assert builds.build_of(lz.Kernel("nowhere.k", RMS_NORM, load_nothing, package="not_installed_anywhere")) == ""
+    assert builds.build_of(lz.Kernel("nowhere.k", RMS_NORM, load_nothing,
+                                     package="not_installed_anywhere")) == ""
 
 
 def test_what_was_typed_at_a_prompt_is_known_by_its_code():
@@ -330,7 +349,8 @@ def test_what_was_typed_at_a_prompt_is_known_by_its_code():
 def test_an_environment_says_all_a_measurement_may_depend_on(world):
     found = measurements.environment("cpu")
     assert found["device"]["name"] and found["place"] == worlds.current().place("cpu")
-    assert {"threads", "capabilities", "machine", "platform", "python", "layerzero", "state"} <= found.keys()
+    assert {"threads", "capabilities", "machine", "platform", "python", "layerzero",
+            "state"} <= found.keys()
     assert environment_id(json.loads(json.dumps(found))) == environment_id(found)
     before = found["capabilities"]
     register(Fake("fake.one"))
@@ -339,11 +359,12 @@ def test_an_environment_says_all_a_measurement_may_depend_on(world):
 
 @pytest.mark.parametrize(("text", "want"), [
     ("38, 71.52, 700.00, 345, 2619, 512, 0, P0\n", {
-        "temperature_c": 38.0, "power_w": 71.52, "power_limit_w": 700.0, "clock_mhz": 345.0, "memory_clock_mhz": 2619.0,
-        "memory_used_mib": 512.0, "busy_percent": 0.0, "performance_state": "P0"}),
-    ("40, [N/A], [N/A], 1410, 1215, 10, [N/A], P0", {
-        "temperature_c": 40.0, "clock_mhz": 1410.0, "memory_clock_mhz": 1215.0, "memory_used_mib": 10.0,
+        "temperature_c": 38.0, "power_w": 71.52, "power_limit_w": 700.0, "clock_mhz": 345.0,
+        "memory_clock_mhz": 2619.0, "memory_used_mib": 512.0, "busy_percent": 0.0,
         "performance_state": "P0"}),
+    ("40, [N/A], [N/A], 1410, 1215, 10, [N/A], P0", {
+        "temperature_c": 40.0, "clock_mhz": 1410.0, "memory_clock_mhz": 1215.0,
+        "memory_used_mib": 10.0, "performance_state": "P0"}),
     ("", {}), ("No devices were found\n", {}),
 ])
 def test_what_nvidia_smi_says_is_read(text, want):
@@ -351,8 +372,8 @@ def test_what_nvidia_smi_says_is_read(text, want):
 
 
 @pytest.mark.parametrize(("name", "visible", "want"), [
-    ("NVIDIA H200", "", "GPU"), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "0", "MIG"), ("NVIDIA A100", "MIG-1234", "MIG"),
-    ("NVIDIA H200", "GPU-5678,GPU-9", "GPU"),
+    ("NVIDIA H200", "", "GPU"), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "0", "MIG"),
+    ("NVIDIA A100", "MIG-1234", "MIG"), ("NVIDIA H200", "GPU-5678,GPU-9", "GPU"),
 ])
 def test_a_slice_of_a_gpu_is_not_a_gpu(name, visible, want):
     assert machine.uuid_class(name, visible) == want
@@ -362,27 +383,34 @@ def test_a_slice_of_a_gpu_is_not_a_gpu(name, visible, want):
 
 def test_export_and_import_bring_back_everything(tmp_path):
     with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
-        a.put([Measurement(f"lib.k{i}", "rms_norm", "b", "p", 1 / (i + 3), at=5.0 + i) for i in range(20)], {"ä": 1})
+        a.put([Measurement(f"lib.k{i}", "rms_norm", "b", "p", 1 / (i + 3), at=5.0 + i)
+               for i in range(20)], {"ä": 1})
         a.put_rates({"p": Rates(1 / 3, 2e5)}, at=7.0)
         assert a.export(tmp_path / "out.jsonl") == 20
-        assert b.import_(tmp_path / "out.jsonl") == b.import_(tmp_path / "out.jsonl") == 20    # again changes nothing
+        # again changes nothing
+        assert b.import_(tmp_path / "out.jsonl") == b.import_(tmp_path / "out.jsonl") == 20
         assert sorted(a.rows()) == sorted(b.rows()) and a.environments() == b.environments()
         assert a.timed_rates() == b.timed_rates()
 
 
 @pytest.mark.parametrize(("spoil", "word"), [
-    (lambda lines: lines[:-3], "cut off"), (lambda lines: lines[1:], "schema"), (lambda lines: [], "schema"),
-    (lambda lines: [*lines[:4], lines[4][:30], *lines[5:]], r"x.jsonl:5: wanted one JSON value on the line"),
+    (lambda lines: lines[:-3], "cut off"), (lambda lines: lines[1:], "schema"),
+    (lambda lines: [], "schema"),
+    (lambda lines: [*lines[:4], lines[4][:30], *lines[5:]],
+     r"x.jsonl:5: wanted one JSON value on the line"),
     (lambda lines: [*lines[:4], "[1]", *lines[5:]], "x.jsonl:5: wanted a JSON object"),
-    (lambda lines: [*lines[:-1], lines[-1].replace('"median_us": ', '"median_us": -')], "median_us"),
+    (lambda lines: [*lines[:-1], lines[-1].replace('"median_us": ', '"median_us": -')],
+     "median_us"),
     (lambda lines: [*lines[:-1], lines[-1].replace('"median_us"', '"median"')], "unknown: median"),
-    (lambda lines: [lines[0], lines[1].replace("here", "there"), *lines[2:]], "content its id says"),
+    (lambda lines: [lines[0], lines[1].replace("here", "there"), *lines[2:]],
+     "content its id says"),
     (lambda lines: [*lines[:-1], '{"surprise": 1}'], "surprise"),
 ])
 def test_an_import_that_is_not_whole_changes_nothing(tmp_path, spoil, word):
     path = tmp_path / "x.jsonl"
     with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
-        a.put([Measurement(f"lib.k{i}", "rms_norm", "b", "p", 1.5, at=5.0) for i in range(9)], {"machine": "here"})
+        a.put([Measurement(f"lib.k{i}", "rms_norm", "b", "p", 1.5, at=5.0) for i in range(9)],
+              {"machine": "here"})
         a.export(path)
         path.write_text("\n".join(spoil(path.read_text().splitlines())))
         with pytest.raises(DataError, match=word):
@@ -393,9 +421,11 @@ def test_an_import_that_is_not_whole_changes_nothing(tmp_path, spoil, word):
 def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
     def machine_store(name, offset):
         found = SqliteStore(tmp_path / f"{name}.sqlite")
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i) for i in range(10)],
+        found.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i)
+                   for i in range(10)],
                   {"machine": name})
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset) for i in range(5)],
+        found.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
+                   for i in range(5)],
                   {"machine": name})
         found.put_rates({"twins": Rates(1.0 + offset, 1.0)}, at=1.0 + offset)
         return found
@@ -409,7 +439,8 @@ def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
                 merged.append((sorted(m.rows()), m.environments(), m.timed_rates()))
         assert merged[0] == merged[1]
         assert len(merged[0][0]) == 25 and len(merged[0][1]) == 2
-        assert {m.median_us for m in merged[0][0] if m.place == "twins"} == {2.0}      # the newer ones
+        # the newer ones
+        assert {m.median_us for m in merged[0][0] if m.place == "twins"} == {2.0}
 
 
 # the command line
@@ -434,8 +465,10 @@ def fill(perfdb):
     measurements.record([row])
     with SqliteStore(perfdb) as store:
         (here,) = store.environments()
-        store.put([row._replace(build="another", environment=here), row._replace(place="ffff-1t", environment=here)])
-        store.put([row._replace(place="eeee-1t"), row._replace(kernel="gone.k")], {"machine": "another one"})
+        store.put([row._replace(build="another", environment=here),
+                   row._replace(place="ffff-1t", environment=here)])
+        store.put([row._replace(place="eeee-1t"), row._replace(kernel="gone.k")],
+                  {"machine": "another one"})
         kernel = worlds.current().catalog.by_id["fake.one"]
         store.put([row._replace(bucket="old", at=1.0, build=builds.build_of(kernel))])
 
@@ -455,7 +488,8 @@ def test_show_says_how_each_row_stands(run, perfdb):
     assert code == 0 and out.count("fake.one") == 2 and "1 of another machine" in out
     lz.configure(perfdb_ttl=30)
     assert json.loads(run("perf", "show", "--json")[1])["counts"]["expired"] == 1
-    assert json.loads(run("perf", "show", "--json", "--kernel", "gone.*")[1])["counts"] == {"unknown kernel": 1}
+    assert json.loads(run("perf", "show", "--json", "--kernel", "gone.*")[1])["counts"] == {
+        "unknown kernel": 1}
     assert "... and 1 more" in run("perf", "show", "--all", "--limit", "5")[1]
 
 
@@ -466,7 +500,8 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     assert run("perf", "prune")[1] == "0 measurements removed\n"
     told = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
     assert told == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
-    assert run("perf", "prune", "--older-than", "30", "--kernel", "fake.*")[1] == "1 measurements removed\n"
+    assert run("perf", "prune", "--older-than", "30", "--kernel",
+               "fake.*")[1] == "1 measurements removed\n"
     assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"
     with SqliteStore(perfdb) as store:
         assert store.environments() == {}
@@ -480,7 +515,8 @@ def test_what_one_machine_exports_another_imports(run, perfdb, tmp_path):
     assert run("perf", "import", str(tmp_path / "x.jsonl"), str(perfdb))[0] == 0
     assert json.loads(run("perf", "show", "--all", "--json")[1])["counts"] == STANDINGS
     (tmp_path / "bad.sqlite").write_bytes(b"SQLite format 3\0 and then nothing")
-    for bad, word in (("nowhere", "cannot read"), ("bad.sqlite", "bad.sqlite"), ("../" + tmp_path.name, "cannot read")):
+    for bad, word in (("nowhere", "cannot read"), ("bad.sqlite", "bad.sqlite"),
+                      ("../" + tmp_path.name, "cannot read")):
         code, _, err = run("perf", "import", str(tmp_path / bad))
         assert code == 2 and word in err and err.startswith("error: ")
     assert json.loads(run("perf", "show", "--all", "--json")[1])["counts"] == STANDINGS

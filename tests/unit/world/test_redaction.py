@@ -1,4 +1,6 @@
-"""What policy hides is in nothing that leaves the process: events, log lines, spans, metrics, reports."""
+"""What policy hides is in nothing that leaves the process: events, log lines, spans, metrics,
+reports.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ def hide():
 # the setting
 
 @pytest.mark.parametrize(("given_", "kept"), [
-    ("", ""), ("paths", "paths"), ("texts, paths", "paths,texts"), (["shapes", "paths", "shapes"], "paths,shapes"),
+    ("", ""), ("paths", "paths"), ("texts, paths", "paths,texts"),
+    (["shapes", "paths", "shapes"], "paths,shapes"),
     (("TEXTS",), "texts"), ([], "")])
 def test_the_setting_is_a_list_or_its_words(given_, kept):
     assert validate_setting("redact", given_) == kept
 
 
-@pytest.mark.parametrize("wrong", ["prompts", ["paths", "all"], True, 3, None, {"paths": 1, "x": 2}])
+@pytest.mark.parametrize("wrong", ["prompts", ["paths", "all"], True, 3, None,
+                                   {"paths": 1, "x": 2}])
 def test_another_word_is_refused_with_those_that_there_are(wrong):
     with pytest.raises(lz.errors.ConfigError, match="paths, shapes, texts"):
         validate_setting("redact", wrong)
@@ -55,7 +59,8 @@ def test_a_policy_file_may_write_it_as_a_list(tmp_path):
     path = tmp_path / "policy.yaml"
     path.write_text("version: 1\nsettings:\n  redact: [paths, shapes]\n")
     lz.load_config(path)
-    assert lz.get_config()["settings"]["redact"] == "paths,shapes" and redaction.active() == {"paths", "shapes"}
+    assert (lz.get_config()["settings"]["redact"] == "paths,shapes"
+            and redaction.active() == {"paths", "shapes"})
     lz.load_config(None)
     assert redaction.active() == frozenset()
 
@@ -75,11 +80,13 @@ def test_the_default_hides_nothing_but_secrets():
     "hf_hunter2hunter2hunter2", "ghp_hunter2hunter2hunter2", "sk-hunter2hunter2hunter2"])
 def test_a_password_or_token_is_never_shown(secret):
     shown = redaction.text(f"failed: {secret} was refused")
-    assert "hunter2" not in shown and shown.startswith("failed: ") and shown.endswith(" was refused")
+    assert ("hunter2" not in shown and shown.startswith("failed: ")
+            and shown.endswith(" was refused"))
 
 
 @pytest.mark.parametrize("plain", [
-    "tokens=128 per call", "flash_attn.v2", "a token of 5", "https://example.com/docs", "kernel sk_small", "user@host"])
+    "tokens=128 per call", "flash_attn.v2", "a token of 5", "https://example.com/docs",
+    "kernel sk_small", "user@host"])
 def test_what_is_no_secret_stays(plain):
     assert redaction.text(plain) == plain
 
@@ -87,13 +94,15 @@ def test_what_is_no_secret_stays(plain):
 # paths
 
 @pytest.mark.parametrize("path", [
-    "/home/me/model.bin", "~/models/x", "/srv/a-b/c_d.e", r"C:\Users\me\file", "C:/Users/me", r"\\server\share\x",
-    "'/home/my user/a file'", '"/data/with space/x"', "postgresql://db.example:5432/perf", "conf/prod/policy.yaml",
+    "/home/me/model.bin", "~/models/x", "/srv/a-b/c_d.e", r"C:\Users\me\file", "C:/Users/me",
+    r"\\server\share\x", "'/home/my user/a file'", '"/data/with space/x"',
+    "postgresql://db.example:5432/perf", "conf/prod/policy.yaml",
     "file=/etc/passwd"])
 def test_a_path_is_hidden(hide, path):
     hide("paths")
     shown = redaction.text(f"cannot open {path}: no such file")
-    assert not any(part in shown for part in ("me", "model", "srv", "server", "data/", "db.example", "prod", "passwd"))
+    assert not any(part in shown for part in ("me", "model", "srv", "server", "data/", "db.example",
+                                              "prod", "passwd"))
     assert "<path>" in shown and shown.endswith(": no such file")
 
 
@@ -103,7 +112,8 @@ def test_a_home_with_a_space_is_hidden_whole(hide, monkeypatch):
     assert redaction.text("wrote /home/Jane Doe/x/y.json now") == "wrote <path> now"
 
 
-@pytest.mark.parametrize("plain", ["bfloat16/float16 only", "1/16 of it", "and/or", "a / b", "torch.sdpa", "2 x 3",
+@pytest.mark.parametrize("plain", ["bfloat16/float16 only", "1/16 of it", "and/or", "a / b",
+                                   "torch.sdpa", "2 x 3",
                                    "kernels of torch 2.13.0+cpu", "~5 us"])
 def test_what_is_no_path_stays(hide, plain):
     hide("paths")
@@ -112,7 +122,8 @@ def test_what_is_no_path_stays(hide, plain):
 
 # shapes and texts
 
-@pytest.mark.parametrize("shape", ["(3, 4096)", "[1, 2, 3]", "torch.Size([7, 9])", "1x32x128", "hidden=4096",
+@pytest.mark.parametrize("shape", ["(3, 4096)", "[1, 2, 3]", "torch.Size([7, 9])", "1x32x128",
+                                   "hidden=4096",
                                    "got 4096", "batch = 77"])
 def test_a_shape_is_hidden(hide, shape):
     hide("shapes")
@@ -120,7 +131,8 @@ def test_a_shape_is_hidden(hide, shape):
     assert not any(c.isdigit() for c in shown) and "<shape>" in shown
 
 
-@pytest.mark.parametrize("plain", ["candidates=12", "epoch=4", "microseconds=12.5", "sm_90", "torch 2.13.0", "3 calls"])
+@pytest.mark.parametrize("plain", ["candidates=12", "epoch=4", "microseconds=12.5", "sm_90",
+                                   "torch 2.13.0", "3 calls"])
 def test_a_count_of_our_own_is_no_shape(hide, plain):
     hide("shapes")
     assert redaction.text(plain) == plain
@@ -134,7 +146,8 @@ def test_quoted_words_are_hidden(hide):
 
 def test_data_keeps_its_form(hide):
     hide("paths", "shapes")
-    found = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True, "d": [1.5, 2]})
+    found = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True,
+                            "d": [1.5, 2]})
     assert found == {"a": ["<path>", 1, None], "b": {"<path>": "<shape>"}, "c": True, "d": [1.5, 2]}
 
 
@@ -143,18 +156,22 @@ def test_data_keeps_its_form(hide):
 def test_events_are_hidden_before_anyone_sees_them(hide, happened, caplog):
     hide(*REDACTIONS)
     with caplog.at_level(logging.DEBUG, "layerzero"):
-        events.emit(StoreTrouble(store="/home/me/perf.sqlite", problem="disk /dev/sda1 is full", action="in memory"))
-        events.emit(KernelRefused("rms_norm", "lib.a", "cpu hidden=4096", Reason(Code.KERNEL_FAILED, None, "boom")))
+        events.emit(StoreTrouble(store="/home/me/perf.sqlite", problem="disk /dev/sda1 is full",
+                                 action="in memory"))
+        events.emit(KernelRefused("rms_norm", "lib.a", "cpu hidden=4096",
+                                  Reason(Code.KERNEL_FAILED, None, "boom")))
         events.emit(Fallback("rms_norm", "lib.a", "lib.b", Reason(
             Code.KERNEL_FAILED, None, "RuntimeError: cannot take 'my prompt' from /home/me/x")))
-        events.emit(PlanMissed("rms_norm", "lib.a", Reason(Code.PLAN_BUCKET_MISS, "abc", "rms_norm hidden=4096")))
+        events.emit(PlanMissed("rms_norm", "lib.a",
+                               Reason(Code.PLAN_BUCKET_MISS, "abc", "rms_norm hidden=4096")))
         events.emit(Learned("rms_norm", "lib.a", kind="float32 hidden=4096"))
         events.emit(Selected("rms_norm", "lib.a", 3, 10.0, rejected=(
             Rejected("lib.b", (Reason(Code.SHAPE_UNSUPPORTED, "<= 64", 4096, "hidden"),)),)))
     everything = caplog.text + json.dumps([e.to_json() for e in happened]) + repr(happened)
     assert not any(word in everything for word in ("/home", "/dev", "4096", "prompt", "sda1"))
     fallback = of(Fallback, happened)[0]
-    assert fallback.reason.got == "RuntimeError: <text>" and fallback.reason.code is Code.KERNEL_FAILED
+    assert (fallback.reason.got == "RuntimeError: <text>"
+            and fallback.reason.code is Code.KERNEL_FAILED)
     assert (fallback.kernel, fallback.served_by) == ("lib.a", "lib.b")
     assert "lib.b: SHAPE_UNSUPPORTED" in caplog.text               # codes are for everyone
 
@@ -172,7 +189,8 @@ def test_a_real_fault_is_told_without_its_words(hide, happened, caplog):
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.rms_norm(rows())
     assert of(Fallback, happened)[0].kernel == "fake.first" and "fake.first" in caplog.text
-    assert "prompt" not in caplog.text and "/home" not in caplog.text and "prompt" not in repr(happened)
+    assert ("prompt" not in caplog.text and "/home" not in caplog.text
+            and "prompt" not in repr(happened))
     assert not any("prompt" in repr(event) for _, event in events.recent())
 
 
@@ -224,8 +242,10 @@ def test_no_text_breaks_it_and_twice_is_once(text):
             redaction.use("")
 
 
-@pytest.mark.timeout(120)                                           # what is quadratic takes far longer
-@pytest.mark.parametrize("unit", ["a", "/", "a/", "(1,", "1x", "'", "://", "a=1 ", "\\", " ", "~/", "pass", "1, ", "é"])
+# what is quadratic takes far longer
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("unit", ["a", "/", "a/", "(1,", "1x", "'", "://", "a=1 ", "\\", " ", "~/",
+                                  "pass", "1, ", "é"])
 def test_a_long_text_is_no_trouble(hide, unit):
     hide(*REDACTIONS)
     assert isinstance(redaction.text(unit * (1_000_000 // len(unit))), str)

@@ -28,7 +28,8 @@ from layerzero.spec.rules import at_most, dtypes, off
 from layerzero.world import snapshot as worlds
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plugin"
-fresh = (f"scale_shift_{n}" for n in itertools.count())    # torch keeps a name and its schema for good
+# torch keeps a name and its schema for good
+fresh = (f"scale_shift_{n}" for n in itertools.count())
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_an_op_from_outside_has_everything_that_our_own_have(scale_shift, path):
             torch.testing.assert_close(run(**values), op.reference(**values))
     plan = lz.explain(op.name, **call)
     assert plan.kernel == "example.addcmul" and plan.from_cache
-    assert plan.facts["hidden"] == 8 and plan.facts["rows"] == 3 and plan.facts["shift.dtype"] == "float32"
+    assert (plan.facts["hidden"] == 8 and plan.facts["rows"] == 3
+            and plan.facts["shift.dtype"] == "float32")
     assert lz.which(getattr(lz, op.name), **call) == "example.addcmul"
     assert lz.stats().calls[op.name]["example.addcmul"] == 2 * len(op.cases)
     assert [row.id for row in lz.list_kernels(op.name)] == ["example.addcmul"]
@@ -95,8 +97,10 @@ def test_an_op_from_outside_checks_its_calls(scale_shift):
     call = scale_shift.inputs()
     run = getattr(lz, scale_shift.name)
     run(**call)
-    for changes, code in (({"scale": torch.ones(9)}, Code.DIM_MISMATCH), ({"x": 3}, Code.WRONG_TYPE),
-                          ({"gain": "much"}, Code.WRONG_TYPE), ({"scale": torch.ones(8).half()}, Code.MIXED_DTYPES)):
+    for changes, code in (({"scale": torch.ones(9)}, Code.DIM_MISMATCH),
+                          ({"x": 3}, Code.WRONG_TYPE),
+                          ({"gain": "much"}, Code.WRONG_TYPE),
+                          ({"scale": torch.ones(8).half()}, Code.MIXED_DTYPES)):
         with pytest.raises(InvalidCall, match=f"lz.{scale_shift.name}") as caught:
             run(**{**call, **changes})
         assert caught.value.codes == (code,)
@@ -150,15 +154,19 @@ def test_an_op_that_returns_several_tensors(world):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
-@pytest.mark.parametrize("names", [("B", "T"), ("K", "P"), ("grad", "entry"), ("fault", "spread"), ("dtype", "home"),
-                                   ("out", "was"), ("d_n", "t1"), ("call", "key_of"), ("s_x", "k_scale")])
+@pytest.mark.parametrize("names", [("B", "T"), ("K", "P"), ("grad", "entry"), ("fault", "spread"),
+                                   ("dtype", "home"), ("out", "was"), ("d_n", "t1"),
+                                   ("call", "key_of"), ("s_x", "k_scale")])
 def test_parameters_may_be_called_anything(world, names):
     """Also what the generated code might call its own."""
     scope = {}
-    exec(f"def reference({names[0]}: Tensor, {names[1]}: float = 2.0) -> Tensor:\n    return {names[0]} * {names[1]}",
-         {"Tensor": torch.Tensor}, scope)
-    op = lz.Op(name=f"named_{next(fresh)}", family="pointwise", reference=scope["reference"], meta=scope["reference"],
-               inputs=lambda: {}, cases=({},), tolerance=lz.Tolerance({"float32": (0, 0)}), shapes={names[0]: "n m"},
+    exec(
+        f"def reference({names[0]}: Tensor, {names[1]}: float = 2.0) -> Tensor:\n    return "
+        f"{names[0]} * {names[1]}",
+        {"Tensor": torch.Tensor}, scope)
+    op = lz.Op(name=f"named_{next(fresh)}", family="pointwise", reference=scope["reference"],
+               meta=scope["reference"], inputs=lambda: {}, cases=({},),
+               tolerance=lz.Tolerance({"float32": (0, 0)}), shapes={names[0]: "n m"},
                returns=("n m",))
     run = lz.register(op)
     lz.register(lz.Kernel("named.plain", op, lambda: scope["reference"],
@@ -166,7 +174,8 @@ def test_parameters_may_be_called_anything(world, names):
     x = torch.randn(2, 3)
     for fn in (run, dispatcher_of(op.name).python_call):
         for _ in range(3):
-            assert torch.equal(fn(x), x * 2) and torch.equal(fn(**{names[0]: x, names[1]: 1.5}), x * 1.5)
+            assert (torch.equal(fn(x), x * 2)
+                    and torch.equal(fn(**{names[0]: x, names[1]: 1.5}), x * 1.5))
         with pytest.raises(NoKernelFoundError):
             fn(x, 3.5)
 
@@ -180,7 +189,8 @@ def test_a_kernel_from_outside_serves(world, happened, path):
         calls.append(eps)
         return x * 2
 
-    lz.register(kernel("mine.doubled", doubled, requires=(dtypes("float32"), at_most("hidden", 32))))
+    lz.register(kernel("mine.doubled", doubled,
+                       requires=(dtypes("float32"), at_most("hidden", 32))))
     run = path_of("rms_norm", path)
     assert torch.equal(run(rows()), rows() * 2) and torch.equal(run(rows(), eps=0.5), rows() * 2)
     assert calls == [1e-6, 0.5]
@@ -207,7 +217,8 @@ def test_a_rule_of_a_kernel_from_outside_splits_the_key(world):
     found.ensure_world()
 
     def keys():
-        return [found.key_of(*found.order_arguments((torch.zeros(n, 8),), {})) for n in (33, 40, 41, 48)]
+        return [found.key_of(*found.order_arguments((torch.zeros(n, 8),), {}))
+                for n in (33, 40, 41, 48)]
 
     assert len(set(keys())) == 1
     lz.register(kernel("mine.few", lambda x: x, requires=(at_most("rows", 40),)))
@@ -225,7 +236,8 @@ def test_a_direct_call_picks_arguments_constants_and_results(world, path):
     run = path_of("rms_norm", path)
     for item, want in ((0, lambda x: x * 3), (1, lambda x: x + 0.5)):
         lz.register(lz.Kernel("mine.direct", RMS_NORM, lambda item=item: lz.kernels.direct(
-            library, lz.kernels.Const(3), "x", shift="eps", mode=lz.kernels.Const("fast"), item=item),
+            library, lz.kernels.Const(3), "x", shift="eps", mode=lz.kernels.Const("fast"),
+            item=item),
             prior=1e6, less_work="a test"))
         for _ in range(2):
             assert torch.equal(run(rows(), eps=0.5), want(rows()))
@@ -259,7 +271,8 @@ def test_a_bad_id_is_refused(name):
 def test_a_duplicate_is_refused(world):
     lz.register(kernel("mine.once", lambda x: x))
     before = worlds.current()
-    with pytest.raises(RegistrationError, match=r"'mine.once'.*already registered by lz.register\(\)"):
+    with pytest.raises(RegistrationError,
+                       match=r"'mine.once'.*already registered by lz.register\(\)"):
         lz.register(kernel("mine.once", lambda x: x))
     with pytest.raises(RegistrationError, match=r"'torch.sdpa'.*already registered by layerzero"):
         lz.register(kernel("torch.sdpa", lambda x: x))
@@ -270,15 +283,18 @@ def test_a_duplicate_is_refused(world):
 
 def test_a_kernel_of_an_unknown_op_is_refused(world, example):
     before = worlds.current()
-    with pytest.raises(RegistrationError, match=r"'example.addcmul'.*'scale_shift'.*not registered.*attention"):
+    with pytest.raises(RegistrationError,
+                       match=r"'example.addcmul'.*'scale_shift'.*not registered.*attention"):
         lz.register(example[1][0])
-    with pytest.raises(RegistrationError, match=r"another op called 'rms_norm'.*lz.op\('rms_norm'\)"):
+    with pytest.raises(RegistrationError,
+                       match=r"another op called 'rms_norm'.*lz.op\('rms_norm'\)"):
         lz.register(kernel("mine.other", lambda x: x, op=dataclasses.replace(RMS_NORM)))
     assert worlds.current() is before
 
 
 @pytest.mark.parametrize(("fact", "near"), [
-    ("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides", "x.stride_last"), ("divice", "device")])
+    ("hidde", "hidden"), ("wieght.dtype", "weight.dtype"), ("x.strides", "x.stride_last"),
+    ("divice", "device")])
 def test_an_unknown_fact_is_refused_and_the_nearest_named(fact, near):
     with pytest.raises(SpecError, match=rf"'mine.typo'.*{fact}.*did you mean '{near}'"):
         kernel("mine.typo", lambda x: x, requires=(at_most(fact, 3),))
@@ -293,8 +309,10 @@ def test_an_unknown_fact_deep_inside_a_rule_is_refused():
 
 @pytest.mark.parametrize(("run", "said"), [
     (lambda x, axis: x, "wants a parameter 'axis'; lz.rms_norm has x, weight, eps"),
-    (lambda *args: args[0], r"takes \*args or \*\*kwargs"), (lambda x, **rest: x, r"takes \*args or \*\*kwargs"),
-    (lz.kernels.direct(torch.rms_norm, "x", "axis"), "wants 'axis'; lz.rms_norm has x, weight, eps")])
+    (lambda *args: args[0], r"takes \*args or \*\*kwargs"),
+    (lambda x, **rest: x, r"takes \*args or \*\*kwargs"),
+    (lz.kernels.direct(torch.rms_norm, "x", "axis"),
+     "wants 'axis'; lz.rms_norm has x, weight, eps")])
 def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, run, said):
     lz.register(kernel("mine.wrong", run))
     torch.testing.assert_close(lz.rms_norm(rows()), RMS_NORM.reference(rows()))
@@ -333,7 +351,8 @@ def test_an_op_whose_name_torch_knows_otherwise_is_refused_whole(world, example)
     def reference(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    other = dataclasses.replace(op, reference=reference, meta=reference, shapes={"x": "*rows hidden"}, same_dtype=(),
+    other = dataclasses.replace(op, reference=reference, meta=reference,
+                                shapes={"x": "*rows hidden"}, same_dtype=(),
                                 differentiable=("x",))
     with pytest.raises(RegistrationError, match=f"{op.name}.*another name"):
         lz.register(other)
@@ -341,7 +360,8 @@ def test_an_op_whose_name_torch_knows_otherwise_is_refused_whole(world, example)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"cases": ()}, "no cases"), ({"family": "norm", "shapes": {"x": "*rows width", "scale": "width", "shift": "width"},
+    ({"cases": ()}, "no cases"),
+    ({"family": "norm", "shapes": {"x": "*rows width", "scale": "width", "shift": "width"},
                                    "exact": (), "flops": "1", "bytes": "1"}, "must declare hidden"),
     ({"derived": {"half": "hidden / 2"}}, "hidden / 2"), ({"flops": "rows * hiden"}, "hiden")])
 def test_an_op_that_lacks_something_is_refused(example, changes, said):
@@ -378,5 +398,6 @@ def test_attention_takes_kernels_from_outside_too(world, path):
         torch.testing.assert_close(run(q, k, v), v.mean(2, keepdim=True).expand_as(v))
         swapped = run(*(t.transpose(1, 2) for t in (q, k, v)), layout="bshd")
         torch.testing.assert_close(swapped.transpose(1, 2), v.mean(2, keepdim=True).expand_as(v))
-    torch.testing.assert_close(run(q, k, v, is_causal=True), ATTENTION.reference(q, k, v, is_causal=True), rtol=1e-4,
+    torch.testing.assert_close(run(q, k, v, is_causal=True),
+                               ATTENTION.reference(q, k, v, is_causal=True), rtol=1e-4,
                                atol=1e-5)

@@ -1,4 +1,6 @@
-"""Who decides: a call, a block, the program, the environment, the file, in that order; and until when."""
+"""Who decides: a call, a block, the program, the environment, the file, in that order; and until
+when.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,19 @@ import time
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, normed, of, path_of, python, qkv, register, rows, wait_for
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    normed,
+    of,
+    path_of,
+    python,
+    qkv,
+    register,
+    rows,
+    wait_for,
+)
 
 import layerzero as lz
 from layerzero.spec.event import PolicyRejected
@@ -68,7 +82,8 @@ def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
             print(e)
         print(lz.doctor().ok)
         """, LAYERZERO_STRICT_MOD="1", LAYERZERO_CACHE_SIZE="many")
-    assert "did you mean 'LAYERZERO_STRICT_MODE'" in said and "cache_size must be a whole number" in said
+    assert ("did you mean 'LAYERZERO_STRICT_MODE'" in said
+            and "cache_size must be a whole number" in said)
     assert said.splitlines()[-1] == "False"
 
 
@@ -162,7 +177,8 @@ def test_a_lock_to_what_cannot_serve_raises_and_is_not_bent():
     (lambda: lz.configure(cache_sise=3), "did you mean 'cache_size'"),
     (lambda: lz.configure(cache_size="large"), "must be a whole number >= 1, got 'large'"),
     (lambda: lz.configure(strict_mode=True, seconds=-1), "seconds= must be > 0"),
-    (lambda: lz.configure(rules=(lz.PolicyRule.of("deny", "torch.*", "atention"),)), "did you mean 'attention'"),
+    (lambda: lz.configure(rules=(lz.PolicyRule.of("deny", "torch.*", "atention"),)),
+     "did you mean 'attention'"),
     (lambda: lz.PolicyRule.of("forbid", "torch.*"), "unknown action"),
     (lambda: lz.load_config("/nonexistent/policy.yaml"), "wanted a policy file; cannot read it"),
 ])
@@ -284,7 +300,8 @@ def test_disabled_leaves_torchs_own_default(path):
     with lz.disabled():
         torch.testing.assert_close(call(rows()), normed(rows()))
         plan = lz.explain("rms_norm", rows())
-        assert plan.kernel == TORCH and [r.code for r in plan.why_not("fake.one")] == [Code.LZ_DISABLED]
+        assert (plan.kernel == TORCH and [r.code for r in plan.why_not("fake.one")]
+                == [Code.LZ_DISABLED])
         q, k, v = qkv()
         assert lz.which("attention", q, k, v) == "torch.sdpa"
     assert fake.calls == 0
@@ -305,7 +322,8 @@ def test_what_is_configured_for_a_time_ends_by_itself(path):
     call(rows())
     assert fake.calls == 0 and settings("memory_headroom")[0] == 5
     wait_for(lambda: not settings("disabled")[0])
-    assert settings("memory_headroom") == (10**9, "programmatic")       # what held before holds again
+    # what held before holds again
+    assert settings("memory_headroom") == (10**9, "programmatic")
     call(rows())
     assert fake.calls == 1
 
@@ -350,7 +368,8 @@ def test_a_file_is_read_again_when_it_changes(tmp_path, path, happened):
     lz.load_config(file)
     call(rows())
     assert fake.calls == 0
-    assert [r.message for r in lz.explain("rms_norm", rows()).why_not("fake.one")] == ["denied by policy.yaml:3"]
+    assert [r.message for r in lz.explain("rms_norm", rows()).why_not("fake.one")] == [
+        "denied by policy.yaml:3"]
     file.write_text("settings: {policy_poll: 0.02, breaker_threshold: 7}\n")
     wait_for(lambda: settings("breaker_threshold") == (7, "file"))           # by the clock
     call(rows())
@@ -362,14 +381,17 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
     lz.load_config(file)
-    file.write_text("settings: {policy_poll: 0.02, strict_mod: true}\nrules:\n  - denny: fake.one\n")
+    file.write_text(
+        "settings: {policy_poll: 0.02, strict_mod: true}\nrules:\n  - denny: fake.one\n")
     wait_for(lambda: of(PolicyRejected, happened))
     time.sleep(0.1)
     (event,) = of(PolicyRejected, happened)
-    assert "policy.yaml:1" in event.error and "strict_mode" in event.error and "policy.yaml:3" in event.error
+    assert ("policy.yaml:1" in event.error and "strict_mode" in event.error
+            and "policy.yaml:3" in event.error)
     assert "policy_rejected" in caplog.text
     call(rows())
-    assert fake.calls == 0 and settings("strict_mode") == (False, "default")     # not half of it either
+    # not half of it either
+    assert fake.calls == 0 and settings("strict_mode") == (False, "default")
     file.unlink()
     wait_for(lambda: len(of(PolicyRejected, happened)) == 2)
     call(rows())
@@ -384,7 +406,8 @@ def test_reload_looks_now_and_a_file_may_be_let_go(tmp_path):
     file = tmp_path / "policy.yaml"
     file.write_text("settings: {policy_poll: 0, breaker_threshold: 7}\n")
     lz.load_config(file)
-    assert settings("breaker_threshold") == (7, "file") and lz.get_config()["policy_file"] == str(file)
+    assert (settings("breaker_threshold") == (7, "file")
+            and lz.get_config()["policy_file"] == str(file))
     file.write_text("settings: {policy_poll: 0, breaker_threshold: 77}\n")
     time.sleep(0.05)
     assert settings("breaker_threshold")[0] == 7           # nobody looks
@@ -400,7 +423,8 @@ def test_a_broken_file_given_by_hand_is_refused_and_changes_nothing(tmp_path):
     bad.write_text("settings: {breaker_threshold: 0}\n")
     lz.load_config(good)
     before = worlds.current()
-    with pytest.raises(lz.errors.ConfigError, match=r"bad.yaml:1: breaker_threshold must be a whole number >= 1"):
+    with pytest.raises(lz.errors.ConfigError,
+                       match=r"bad.yaml:1: breaker_threshold must be a whole number >= 1"):
         lz.load_config(bad)
     assert worlds.current() is before and settings("breaker_threshold") == (7, "file")
 

@@ -1,4 +1,6 @@
-"""Subscribers that misbehave: whatever they raise, call or wait for, no caller and no thread of ours pays for it."""
+"""Subscribers that misbehave: whatever they raise, call or wait for, no caller and no thread of
+ours pays for it.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,13 @@ def raising(error):
 
 
 SINKS = {
-    "SystemExit": raising(SystemExit(1)), "sys.exit": leave, "KeyboardInterrupt": raising(KeyboardInterrupt()),
-    "GeneratorExit": raising(GeneratorExit()), "panic": raising(Panic("called `unwrap()` on a None value")),
-    "recursion": recurse, "memory": raising(MemoryError()), "assertion": raising(AssertionError("no")),
-    "stop": raising(StopIteration()), "unprintable": raising(type("Odd", (Exception,), {"__str__": recurse})()),
+    "SystemExit": raising(SystemExit(1)), "sys.exit": leave,
+    "KeyboardInterrupt": raising(KeyboardInterrupt()),
+    "GeneratorExit": raising(GeneratorExit()),
+    "panic": raising(Panic("called `unwrap()` on a None value")),
+    "recursion": recurse, "memory": raising(MemoryError()),
+    "assertion": raising(AssertionError("no")), "stop": raising(StopIteration()),
+    "unprintable": raising(type("Odd", (Exception,), {"__str__": recurse})()),
 }
 
 
@@ -70,7 +75,8 @@ def test_no_exception_reaches_a_caller(hostile):
 def test_the_clock_goes_on(hostile):
     register(Fake("fake.first", fault=RuntimeError("boom")), Fake("fake.second", prior=1e5))
     lz.configure(breaker_threshold=1, breaker_cooldown=0.05)
-    for _ in range(2):                         # a thread that died the first time would not see the second
+    # a thread that died the first time would not see the second
+    for _ in range(2):
         lz.rms_norm(rows())
         wait_for(lambda: health_of("fake.first").state == "half_open")
         lz.rms_norm(rows())                    # fails again: twice the time
@@ -82,11 +88,13 @@ def test_the_learning_worker_goes_on(hostile, tmp_path):
     lz.configure(learn=True, perfdb=str(tmp_path / "perf.sqlite"))
     try:
         register(Fake("fake.first"), Fake("fake.second", prior=9e5))
-        for hidden in (32, 64):                # two kinds: the second is learned by a worker that lived on
+        # two kinds: the second is learned by a worker that lived on
+        for hidden in (32, 64):
             for _ in range(300):
                 lz.rms_norm(rows(hidden=hidden))
             assert learning.flush(30.0)
-        assert learning.status().learned + learning.status().unclear + learning.status().learning >= 2
+        assert (learning.status().learned + learning.status().unclear + learning.status().learning
+                >= 2)
     finally:
         lz.configure(learn=False)
         learning.reset()
@@ -156,7 +164,8 @@ def test_a_subscriber_that_calls_is_not_told_of_its_own_calls(happened):
 
 def test_a_subscriber_of_a_choice_may_make_the_same_call():
     x, results = rows(), []
-    stop = lz.subscribe(lambda event: results.append(lz.rms_norm(x)) if isinstance(event, Selected) else None)
+    stop = lz.subscribe(lambda event: results.append(lz.rms_norm(x)) if isinstance(event, Selected)
+                        else None)
     lz.clear_cache()
     lz.rms_norm(x)
     stop()
@@ -179,8 +188,10 @@ def test_a_subscriber_that_blocks_holds_up_its_caller_and_nobody_else():
         first.start()
         assert inside.wait(10)
         done = []
-        same = threading.Thread(target=lambda: (done.append(lz.rms_norm(x)), lz.configure(strict_mode=False)))
-        same.start()                           # the very call that is being told of, and a new world
+        same = threading.Thread(target=lambda: (done.append(lz.rms_norm(x)),
+                                                lz.configure(strict_mode=False)))
+        # the very call that is being told of, and a new world
+        same.start()
         same.join(10)
         assert len(done) == 1 and not same.is_alive() and first.is_alive()
     finally:
@@ -306,7 +317,8 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
         lz.rms_norm(rows())
         policy.write_text("version: 1\nsettings: {cache_size: what}\n")
         wait_for(lambda: any(kind.__name__ == "PolicyRejected" for kind in told))
-        bad = lz.Kernel("fake.unloadable", lz.op("rms_norm"), lambda: __import__("nowhere_at_all"), prior=1e9,
+        bad = lz.Kernel("fake.unloadable", lz.op("rms_norm"), lambda: __import__("nowhere_at_all"),
+                        prior=1e9,
                         less_work="none")
         lz.register(bad)
         lz.rms_norm(rows(hidden=24))
@@ -330,5 +342,6 @@ def test_many_lines_of_one_kind_are_not_all_logged(caplog):
         for _ in range(200):
             lz.rms_norm(rows())
     assert 1 <= sum("fallback" in line for line in caplog.messages) < 100
-    assert sum(n for (name, _, kernel), n in events.counts().items() if kernel == "fake.first" and name == "fallback") \
+    assert sum(n for (name, _, kernel), n in events.counts().items() if kernel == "fake.first"
+               and name == "fallback") \
         == 200                                 # every one is counted

@@ -1,4 +1,6 @@
-"""What is unregistered is gone: nothing of it is kept alive, remembered, or held against what comes after it."""
+"""What is unregistered is gone: nothing of it is kept alive, remembered, or held against what comes
+after it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 def traces(fake: Fake) -> dict[str, weakref.ref]:
-    """Weak references to the kernel, to the function that was loaded for it, and to what both hold on to."""
+    """Weak references to the kernel, to the function that was loaded for it, and to what both hold
+    on to.
+    """
     return {"kernel": weakref.ref(fake.kernel), "run": weakref.ref(incidents.loaded(fake.kernel)),
             "fake": weakref.ref(fake)}
 
@@ -35,7 +39,8 @@ def assert_gone(found: dict[str, weakref.ref]) -> None:
     for _ in range(3):
         gc.collect()
     alive = [name for name, reference in found.items() if reference() is not None]
-    assert not alive, [type(r).__name__ + " " + str(r)[:200] for r in gc.get_referrers(found[alive[0]]())]
+    assert not alive, [type(r).__name__ + " " + str(r)[:200]
+                       for r in gc.get_referrers(found[alive[0]]())]
 
 
 def remembers(name: str) -> list[str]:
@@ -45,8 +50,9 @@ def remembers(name: str) -> list[str]:
         "loaded": incidents._loaded, "loading": incidents._loading, "faults": incidents._faults,
         "probes": dispatch._probes, "health": world.health, "refused": world.refused,
         "unloadable": world.unloadable, "warmed": world.warmed, "certified": world.certified,
-        "origins": world.catalog.origins, "learned kinds": learning._kinds, "closed kinds": learning._closed,
-        "asked to compile": compiling._requested, "forms": compiling._forms,
+        "origins": world.catalog.origins, "learned kinds": learning._kinds,
+        "closed kinds": learning._closed, "asked to compile": compiling._requested,
+        "forms": compiling._forms,
         "bindings": [key for d in dispatchers.values() for key in d._bindings],
         "entries": [e.plan.kernel for d in dispatchers.values() for e in d.cache.table.values()],
         "measurements": {m.kernel for m in world.perf.rows} if hasattr(world.perf, "rows") else (),
@@ -57,7 +63,8 @@ def remembers(name: str) -> list[str]:
 def test_a_kernel_that_served_calls_is_freed(path):
     fake, x = Fake(), rows()
     register(fake)
-    call = dispatcher_of("rms_norm").public if path == "native" else dispatcher_of("rms_norm").python_call
+    call = (dispatcher_of("rms_norm").public if path == "native"
+            else dispatcher_of("rms_norm").python_call)
     for _ in range(3):
         torch.testing.assert_close(call(x), normed(x))
         call(rows(hidden=8), policy={"cache_ttl": 5.0})
@@ -129,7 +136,8 @@ def test_a_call_that_began_before_holds_nothing_against_a_kernel_that_is_gone():
 def test_an_op_is_freed_with_its_kernels():
     if "torch._dynamo" in sys.modules:         # which keeps the functions of operations it has seen
         alone = f"{__file__}::test_an_op_is_freed_with_its_kernels"
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", alone],
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                               alone],
                               capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout[-3000:]
         return
@@ -140,9 +148,11 @@ def test_an_op_is_freed_with_its_kernels():
     x = rows()
     torch.testing.assert_close(lz.scaled_for_test(x), normed(x))
     assert fake.calls == 1
-    found = traces(fake) | {"dispatcher": weakref.ref(dispatchers["scaled_for_test"]), "op": weakref.ref(op)}
+    found = traces(fake) | {"dispatcher": weakref.ref(dispatchers["scaled_for_test"]),
+                            "op": weakref.ref(op)}
     lz.unregister("scaled_for_test")
-    assert "scaled_for_test" not in dispatchers and "scaled_for_test" not in worlds.current().catalog.ops
+    assert ("scaled_for_test" not in dispatchers
+            and "scaled_for_test" not in worlds.current().catalog.ops)
     assert remembers("scaled_for_test") == [] and remembers("fake.scaled") == []
     del fake, op
     assert_gone(found)
@@ -172,7 +182,8 @@ def test_what_was_learned_about_is_freed(tmp_path):
 
 def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     go, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set() or (go.wait(30) and None))
+    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set()
+                        or (go.wait(30) and None))
     found = dispatcher_of("rms_norm")
     blocking, waiting = Fake("fake.blocks", jit=True), Fake("fake.waits", jit=True)
     register(blocking, waiting)
@@ -210,8 +221,9 @@ def test_registering_and_unregistering_for_ever_costs_nothing():
     def size() -> int:
         gc.collect()
         return sum(len(gc.get_referents(d)) for d in (
-            incidents._loaded, incidents._loading, incidents._faults, dispatch._probes, compiling._requested,
-            learning._closed, *(found._bindings for found in dispatchers.values())))
+            incidents._loaded, incidents._loading, incidents._faults, dispatch._probes,
+            compiling._requested, learning._closed,
+            *(found._bindings for found in dispatchers.values())))
 
     def once(i: int) -> None:
         fake = Fake(f"fake.number{i}", fault=RuntimeError("boom") if i % 2 else None)

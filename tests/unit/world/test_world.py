@@ -1,4 +1,6 @@
-"""One immutable world: what publishing does, what registering refuses, and that no choice outlives its world."""
+"""One immutable world: what publishing does, what registering refuses, and that no choice outlives
+its world.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def test_a_change_makes_a_new_world_and_leaves_the_old_one_as_it_was():
     assert new.epoch == old.epoch + 2
     assert not old.policy.setting("strict_mode") and new.policy.setting("strict_mode")
     assert "fake.one" not in old.catalog.by_id and "fake.one" in new.catalog.by_id
-    assert old.plan(RMS_NORM, dict(lz.explain("rms_norm", rows()).facts)).kernel != "fake.one"    # it still answers
+    # it still answers
+    assert old.plan(RMS_NORM, dict(lz.explain("rms_norm", rows()).facts)).kernel != "fake.one"
 
 
 def test_to_return_the_same_world_is_to_publish_nothing(happened):
@@ -103,7 +106,9 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
 
 
 def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
-    """An op that was never used takes over the world in force; one that is published just then comes after it."""
+    """An op that was never used takes over the world in force; one that is published just then
+    comes after it.
+    """
     found = dispatcher_of("layer_norm")
     install, publisher = found.install, threading.Thread(target=lz.clear_cache)
 
@@ -137,7 +142,8 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
         while not stop.is_set():
             try:
                 for x in (q, odd):
-                    torch.testing.assert_close(call(x, x, x), ATTENTION.reference(x, x, x), rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(call(x, x, x), ATTENTION.reference(x, x, x),
+                                               rtol=1e-4, atol=1e-5)
             except BaseException as e:
                 errors.append(e)
                 return
@@ -157,10 +163,13 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: lz.Kernel("nodot", RMS_NORM, lambda: None), "must look like 'backend.name'"),
     (lambda: lz.Kernel("fake.k", RMS_NORM, lambda: None, prior=0), "prior must be > 0"),
-    (lambda: lz.Kernel("fake.k", RMS_NORM, lambda: None, requires=(at_most("hiden", 4),)), "did you mean 'hidden'"),
-    (lambda: lz.register(lz.Kernel("torch.rms_norm", RMS_NORM, lambda: None)), "already registered by"),
+    (lambda: lz.Kernel("fake.k", RMS_NORM, lambda: None, requires=(at_most("hiden", 4),)),
+     "did you mean 'hidden'"),
+    (lambda: lz.register(lz.Kernel("torch.rms_norm", RMS_NORM, lambda: None)),
+     "already registered by"),
     (lambda: lz.register(lz.Kernel("fake.k", _op("rms_norm"), lambda: None)), "another op called"),
-    (lambda: lz.register(lz.Kernel("fake.k", _op("unheard_of"), lambda: None)), "not registered; known ops"),
+    (lambda: lz.register(lz.Kernel("fake.k", _op("unheard_of"), lambda: None)),
+     "not registered; known ops"),
     (lambda: lz.register(replace(RMS_NORM)), "already registered"),
     (lambda: lz.register(_op("rms_norm")), "already registered|give the new one another name"),
     (lambda: lz.register(3), "takes an Op or a Kernel, got int"),
@@ -174,7 +183,8 @@ def test_what_does_not_fit_is_refused_by_name(make, words):
 
 
 @pytest.mark.parametrize("run", [
-    lambda x, foreign: x, lambda *args: args[0], lambda **named: named["x"]], ids=["foreign", "*args", "**named"])
+    lambda x, foreign: x, lambda *args: args[0], lambda **named: named["x"]],
+                         ids=["foreign", "*args", "**named"])
 def test_a_kernel_that_wants_what_the_op_does_not_have_never_runs(run):
     lz.register(lz.Kernel("fake.k", RMS_NORM, lambda: run, prior=1e6, less_work="a test"))
     x = rows()
@@ -189,8 +199,9 @@ def _reference(x: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
 
 
 def _op(name: str) -> Op:
-    return Op(name=name, family="other", reference=_reference, meta=_reference, inputs=lambda: {"x": rows()},
-              cases=({},), tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={"x": "*rows hidden"},
+    return Op(name=name, family="other", reference=_reference, meta=_reference,
+              inputs=lambda: {"x": rows()}, cases=({},),
+              tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={"x": "*rows hidden"},
               returns=("*rows hidden",))
 
 
@@ -206,7 +217,8 @@ def test_an_op_of_the_callers_own(path):
         torch.testing.assert_close(call(rows(), bias=2.0), rows() + 2.0)
     assert lz.which("shifted", rows()) == "mine.shifted"
     lz.unregister("shifted")
-    assert "shifted" not in worlds.current().catalog.ops and "mine.shifted" not in worlds.current().catalog.by_id
+    assert ("shifted" not in worlds.current().catalog.ops
+            and "mine.shifted" not in worlds.current().catalog.by_id)
     with pytest.raises(AttributeError, match="shifted"):
         _ = lz.shifted
 
@@ -225,7 +237,8 @@ def test_an_op_may_come_back_as_another():
 def test_a_kernel_may_come_back_as_another(path):
     call, x = path_of(RMS_NORM, path), rows()
     for factor in (2, 3):
-        lz.register(lz.Kernel("mine.k", RMS_NORM, lambda factor=factor: lambda x: x * factor, prior=1e6,
+        lz.register(lz.Kernel("mine.k", RMS_NORM, lambda factor=factor: lambda x: x * factor,
+                              prior=1e6,
                               less_work="a test"))
         assert torch.equal(call(x), x * factor)
         lz.unregister("mine.k")

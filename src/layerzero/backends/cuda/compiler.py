@@ -36,7 +36,8 @@ from ...spec.sealed import SealedFolder
 
 _log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent
-OPTIONS = ("--std=c++17", "--device-as-default-execution-space")               # lambdas are device code too
+# lambdas are device code too
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 MAJORS = ("13", "12")                          # of CUDA, if torch does not say which
 Macros = tuple[tuple[str, int], ...]
 
@@ -58,7 +59,8 @@ def nvrtc_path() -> str:
     there is none."""
     majors = (torch.version.cuda.partition(".")[0],) if torch.version.cuda else MAJORS
     wheels = importlib.util.find_spec("nvidia")
-    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))] or ["/usr/local/cuda"]
+    homes = ([home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+             or ["/usr/local/cuda"])
     folders = [Path(torch.__file__).parent / "lib",
                *(lib for base in (wheels and wheels.submodule_search_locations) or ()
                  for lib in sorted(Path(base).glob("*/lib"))),
@@ -78,7 +80,8 @@ def nvrtc_path() -> str:
 
 def ready() -> bool | Reason:
     """Returns whether kernels can be compiled here, without loading anything."""
-    return bool(nvrtc_path()) or Reason(Code.NOT_INSTALLED, "nvidia-cuda-nvrtc (the library NVRTC, libnvrtc)")
+    return (bool(nvrtc_path())
+            or Reason(Code.NOT_INSTALLED, "nvidia-cuda-nvrtc (the library NVRTC, libnvrtc)"))
 
 
 @lru_cache(maxsize=None)
@@ -86,16 +89,18 @@ def nvrtc() -> tuple[Any, str]:
     """Returns (the library, its version); raises ImportError with a remedy if there is none."""
     path = nvrtc_path()
     if not path:
-        raise ImportError("LayerZero's CUDA kernels are compiled by NVRTC, and libnvrtc was not found; install the "
-                          "package nvidia-cuda-nvrtc, or set CUDA_HOME to where CUDA is")
+        raise ImportError(
+            "LayerZero's CUDA kernels are compiled by NVRTC, and libnvrtc was not found; install "
+            "the package nvidia-cuda-nvrtc, or set CUDA_HOME to where CUDA is")
     try:
         if os.path.isabs(path):                # NVRTC opens it by name, so it must be loaded before
             for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
                 ctypes.CDLL(str(builtins))
         library = ctypes.CDLL(path)
     except OSError as e:
-        raise ImportError(f"NVRTC does not load ({e}); install the nvidia-cuda-nvrtc that belongs to this torch "
-                          f"(CUDA {torch.version.cuda})") from e
+        raise ImportError(
+            f"NVRTC does not load ({e}); install the nvidia-cuda-nvrtc that belongs to this torch "
+            f"(CUDA {torch.version.cuda})") from e
     library.nvrtcGetErrorString.restype = c_char_p
     major, minor = c_int(), c_int()
     library.nvrtcVersion(byref(major), byref(minor))
@@ -115,13 +120,16 @@ def architecture(sm: int) -> str:
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
     """Returns the machine code of a file of this folder; from disk if any process compiled it
     before."""
-    text, headers = (FOLDER / source).read_bytes(), {p.name: p.read_bytes() for p in sorted(FOLDER.glob("*.h"))}
-    options = (f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{name}={value}" for name, value in macros))
+    text, headers = (FOLDER / source).read_bytes(), {p.name: p.read_bytes()
+                                                     for p in sorted(FOLDER.glob("*.h"))}
+    options = (f"--gpu-architecture={arch}", *OPTIONS,
+               *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
     digest = hashlib.sha256("\0".join((version, *options)).encode())
     for part in (text, *headers.values()):
         digest.update(hashlib.sha256(part).digest())
-    store, name = SealedFolder(cache_dir(), "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
+    store, name = SealedFolder(cache_dir(),
+                               "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
     with _compiling:                           # waiting threads find it on disk
         image = _read_cached(store, name)
         if image is None:
@@ -145,17 +153,20 @@ def _write_cache(store: SealedFolder, name: str, image: bytes) -> None:
     try:
         store.write(image, name)
     except (OSError, DataError) as e:
-        warn_caller(f"cannot keep {store.path(name)}: {e.strerror if isinstance(e, OSError) else e}. The kernel works "
-                    "and will be compiled again in the next process; set LAYERZERO_CACHE_DIR to a folder that can be "
-                    "written", RuntimeWarning)
+        warn_caller(
+            f"cannot keep {store.path(name)}: {e.strerror if isinstance(e, OSError) else e}. The "
+            "kernel works and will be compiled again in the next process; set LAYERZERO_CACHE_DIR "
+            "to a folder that can be written", RuntimeWarning)
 
 
-def _compile(name: str, text: bytes, headers: Mapping[str, bytes], options: tuple[str, ...]) -> bytes:
+def _compile(name: str, text: bytes, headers: Mapping[str, bytes],
+             options: tuple[str, ...]) -> bytes:
     library, version = nvrtc()
     program, size = c_void_p(), c_size_t()
     header_count = len(headers)
     _check(library, library.nvrtcCreateProgram(
-        byref(program), text, name.encode(), header_count, (c_char_p * header_count)(*headers.values()),
+        byref(program), text, name.encode(), header_count,
+        (c_char_p * header_count)(*headers.values()),
         (c_char_p * header_count)(*map(str.encode, headers))), name)
     try:
         option_array = (c_char_p * len(options))(*map(str.encode, options))
@@ -163,7 +174,8 @@ def _compile(name: str, text: bytes, headers: Mapping[str, bytes], options: tupl
             library.nvrtcGetProgramLogSize(program, byref(size))
             log = (c_char * size.value)()
             library.nvrtcGetProgramLog(program, log)
-            raise ConfigError(_compile_error(name, version, options, log.value.decode(errors="replace")))
+            raise ConfigError(_compile_error(name, version, options,
+                                             log.value.decode(errors="replace")))
         _check(library, library.nvrtcGetCUBINSize(program, byref(size)), name)
         image = (c_char * size.value)()
         _check(library, library.nvrtcGetCUBIN(program, image), name)
@@ -176,17 +188,20 @@ def _compile_error(name: str, version: str, options: tuple[str, ...], log: str) 
     """Returns the error message; its first line, which is all that a plan shows, has the first
     error."""
     lines = [line.strip() for line in log.strip().splitlines() if line.strip()]
-    first = next((line for line in lines if "error" in line), lines[0] if lines else "no word of why")
-    return (f"{name} did not compile with NVRTC {version}: {first}\n  options: {' '.join(options)}\n  "
-            + "\n  ".join(lines[:40])
-            + "\nLayerZero works without this kernel. If the architecture is what is refused, install a torch with a "
-            "newer CUDA; else report this text")
+    first = next((line for line in lines if "error" in line), lines[0] if lines
+                 else "no word of why")
+    return (
+        f"{name} did not compile with NVRTC {version}: {first}\n  options: {' '.join(options)}\n  "
+        + "\n  ".join(lines[:40])
+        + "\nLayerZero works without this kernel. If the architecture is what is refused, install "
+        "a torch with a newer CUDA; else report this text")
 
 
 def _check(library: Any, code: int, name: str) -> None:
     if code:
-        raise ConfigError(f"NVRTC did not take {name}: {library.nvrtcGetErrorString(code).decode()}; install the "
-                          f"nvidia-cuda-nvrtc that belongs to this torch (CUDA {torch.version.cuda})")
+        raise ConfigError(
+            f"NVRTC did not take {name}: {library.nvrtcGetErrorString(code).decode()}; install the "
+            f"nvidia-cuda-nvrtc that belongs to this torch (CUDA {torch.version.cuda})")
 
 
 # The driver
@@ -200,9 +215,9 @@ class Attribute(Structure):
 class LaunchConfig(Structure):
     """CUlaunchConfig."""
 
-    _fields_ = (("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint), ("block_x", c_uint), ("block_y", c_uint),
-                ("block_z", c_uint), ("shared", c_uint), ("stream", c_void_p), ("attributes", POINTER(Attribute)),
-                ("attribute_count", c_uint))
+    _fields_ = (("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint), ("block_x", c_uint),
+                ("block_y", c_uint), ("block_z", c_uint), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", POINTER(Attribute)), ("attribute_count", c_uint))
 
 
 @lru_cache(maxsize=None)
@@ -210,8 +225,9 @@ def driver() -> Any:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
-        raise ImportError(f"LayerZero's CUDA kernels are launched through NVIDIA's driver, which does not load ({e}); "
-                          "install it") from e
+        raise ImportError(
+            "LayerZero's CUDA kernels are launched through NVIDIA's driver, which does not load "
+            f"({e}); install it") from e
     library.cuModuleLoadData.argtypes = (POINTER(c_void_p), c_char_p)
     library.cuModuleGetFunction.argtypes = (POINTER(c_void_p), c_void_p, c_char_p)
     library.cuFuncSetAttribute.argtypes = (c_void_p, c_int, c_int)
@@ -229,7 +245,8 @@ def failure(code: int, action: str) -> RuntimeError:
 
 
 def describe_error(code: int, name: bytes | None, text: bytes | None, action: str) -> str:
-    return f"CUDA error: {(text or b'unknown').decode()} ({(name or str(code).encode()).decode()}) {action}"
+    return (f"CUDA error: {(text or b'unknown').decode()} "
+            f"({(name or str(code).encode()).decode()}) {action}")
 
 
 @contextmanager
@@ -249,7 +266,8 @@ def ensure_context(device: int) -> None:
     if not driver().cuCtxGetCurrent(byref(context)) and context.value:
         return
     handle = c_int()
-    code = driver().cuDeviceGet(byref(handle), device) or driver().cuDevicePrimaryCtxRetain(byref(context), handle)
+    code = (driver().cuDeviceGet(byref(handle), device)
+            or driver().cuDevicePrimaryCtxRetain(byref(context), handle))
     code = code or driver().cuCtxSetCurrent(context)
     if code:
         raise failure(code, f"entering the context of cuda:{device}")
@@ -278,7 +296,8 @@ def machine_of(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine()
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Machine(torch.cuda.get_device_properties(index).multi_processor_count, limits_of(index).shared)
+    return Machine(torch.cuda.get_device_properties(index).multi_processor_count,
+                   limits_of(index).shared)
 
 
 def device_of(params: bytes, device: int) -> int:
@@ -286,7 +305,8 @@ def device_of(params: bytes, device: int) -> int:
     ensure_context(device)
     ordinal = c_int(device)
     pointer = int.from_bytes(params[:8], "little")
-    return device if driver().cuPointerGetAttribute(byref(ordinal), DEVICE_ORDINAL, pointer) else ordinal.value
+    return (device if driver().cuPointerGetAttribute(byref(ordinal), DEVICE_ORDINAL, pointer)
+            else ordinal.value)
 
 
 _device_count = lru_cache(maxsize=None)(torch.cuda.device_count)
@@ -313,7 +333,8 @@ class _Slot:
 class CompiledCuda:
     """One kernel, compiled and loaded on each device on its first launch there."""
 
-    def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int, cluster: int) -> None:
+    def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int,
+                 cluster: int) -> None:
         self.source, self.name, self.macros = source, name, macros
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self._functions: dict[int, c_void_p] = {}
@@ -322,18 +343,21 @@ class CompiledCuda:
 
     def launch(self, grid: tuple[int, int, int], layout: Struct, *values: Any,
                varying: tuple[Varying, ...] = ()) -> None:
-        """Launches on torch's current stream. `values`: of the kernel's struct `layout`, which begins
-        with a pointer; a tensor or None for a pointer. `varying`: which of them may differ in a
+        """Launches on torch's current stream. `values`: of the kernel's struct `layout`, which
+        begins with a pointer; a tensor or None for a pointer. `varying`: which of them may differ
+        in a
         replay."""
-        params = layout.pack(*[0 if v is None else v.data_ptr() if isinstance(v, Tensor) else v for v in values])
+        params = layout.pack(*[0 if v is None else v.data_ptr() if isinstance(v, Tensor) else v
+                               for v in values])
         device = self.start(grid, params)
         watcher = replay.watcher()
         if watcher is not None:
             address, function = self.handle(device)
             pointers = tuple((i, v) for i, v in enumerate(values) if isinstance(v, Tensor))
-            watcher.launched(replay.Launch(address, function, grid, self.threads, self.shared, self.cluster, params,
-                                           (0,), replay.fields_of(layout.format), pointers, varying, self._launch_error,
-                                           kept=self))
+            watcher.launched(replay.Launch(address, function, grid, self.threads, self.shared,
+                                           self.cluster, params, (0,),
+                                           replay.fields_of(layout.format), pointers, varying,
+                                           self._launch_error, kept=self))
 
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
         """Launches and returns the device."""
@@ -368,8 +392,9 @@ class CompiledCuda:
         reasons = grid_problems(grid, limits_of(device)) if code == INVALID_VALUE else ()
         if reasons:
             return LaunchRefused.of(f"{self.source}:{self.name}", reasons)
-        return failure(code, f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, {self.shared} "
-                       f"bytes of shared memory, clusters of {self.cluster}")
+        return failure(code,
+                       f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, "
+                       f"{self.shared} bytes of shared memory, clusters of {self.cluster}")
 
     def _slot(self, device: int) -> _Slot:
         ensure_context(device)
@@ -378,7 +403,8 @@ class CompiledCuda:
             if function is None:
                 function = self._functions[device] = self._load(device)
         slots = self._thread_local.__dict__.setdefault("slots", {})
-        slot: _Slot = slots.setdefault(device, _Slot(function, self.threads, self.shared, self.cluster))
+        slot: _Slot = slots.setdefault(device,
+                                       _Slot(function, self.threads, self.shared, self.cluster))
         return slot
 
     def _load(self, device: int) -> c_void_p:
@@ -404,7 +430,8 @@ class CompiledCuda:
 
 
 @lru_cache(maxsize=None)
-def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0, cluster: int = 1) -> CompiledCuda:
+def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0,
+           cluster: int = 1) -> CompiledCuda:
     """Returns the kernel `name` of `source` with these macros, for blocks of `threads` threads and
     `shared` bytes of shared memory, in clusters of `cluster` blocks along x."""
     return CompiledCuda(source, name, macros, threads, shared, cluster)

@@ -22,20 +22,24 @@ STAGES = {"int4": 5, "int8": 8, "fp8_e4m3": 8}             # the fastest on an H
 # Bits that are combined with those of codes, in both halves: exponents of 16 for int4, of 128 and
 # -128 for int8, and the sign bit for fp8. See gemv.cu.
 CODE_BITS = {("int4", torch.bfloat16): (0x41804180, 0), ("int4", torch.float16): (0x4C004C00, 0),
-             ("int8", torch.bfloat16): (0x43004300, 0xC300C300), ("int8", torch.float16): (0x58005800, 0xD800D800),
-             ("fp8_e4m3", torch.bfloat16): (0, 0x80008000), ("fp8_e4m3", torch.float16): (0, 0x80008000)}
+             ("int8", torch.bfloat16): (0x43004300, 0xC300C300),
+             ("int8", torch.float16): (0x58005800, 0xD800D800),
+             ("fp8_e4m3", torch.bfloat16): (0, 0x80008000),
+             ("fp8_e4m3", torch.float16): (0, 0x80008000)}
 
 _PARAMS = struct.Struct("@6Pq9i2I")
 
 
 class Config(NamedTuple):
     warps: int
-    parts: int                 # warps that split the inputs; the others have other rows of the weight
+    # warps that split the inputs; the others have other rows of the weight
+    parts: int
     stages: int                # blocks of the weight (1 KiB, or 2 if tall) in flight per warp
     split: int = 1             # thread blocks that split the inputs
     blocks: int = 1            # thread blocks per multiprocessor
     tall: int = 1              # 16 rows of the weight in a tile, or twice that
-    slots: int = 0             # tiles between reductions over the warps, a multiple of warps / parts; 0: as many as fit
+    # tiles between reductions over the warps, a multiple of warps / parts; 0: as many as fit
+    slots: int = 0
 
 
 class Shape(NamedTuple):
@@ -85,7 +89,8 @@ class Shape(NamedTuple):
         """Returns the pieces of a row of scales and of zeros, and the number of tiles whose pieces
         are kept."""
         shortest = self.blocks // cfg.split // cfg.parts
-        return (self.pieces(cfg, self.scale_size) if self.group else 0, self.pieces(cfg, 1) if self.zeros else 0,
+        return (self.pieces(cfg, self.scale_size) if self.group else 0, self.pieces(cfg, 1)
+                if self.zeros else 0,
                 -(-cfg.stages // shortest) + 1)
 
     def shared(self, cfg: Config) -> int:
@@ -104,8 +109,10 @@ def with_slots(shape: Shape, cfg: Config, machine: Machine) -> Config:
         return cfg
     teams, tiles = cfg.warps // cfg.parts, -(-shape.n // (16 * cfg.tall))
     most = max(1, 2 * cfg.parts // cfg.tall)               # one thread per row of the weight
-    turns = min(most, -(-tiles // clusters(tiles, cfg.split, cfg.blocks, machine.processors) // teams))
-    while turns > 1 and shape.shared(cfg._replace(slots=turns * teams)) > machine.shared // cfg.blocks:
+    turns = min(most,
+                -(-tiles // clusters(tiles, cfg.split, cfg.blocks, machine.processors) // teams))
+    while (turns > 1 and shape.shared(cfg._replace(slots=turns * teams)) > machine.shared
+           // cfg.blocks):
         turns -= 1
     return cfg._replace(slots=turns * teams)
 
@@ -127,7 +134,8 @@ def config(shape: Shape, machine: Machine) -> Config:
 
 def _config(shape: Shape, tiles: int, split: int, machine: Machine) -> Config:
     warps = 16 if shape.columns <= 2 and shape.format == "int4" else 8
-    parts = 1                                              # eight blocks or more each, so that scales fill a sector
+    # eight blocks or more each, so that scales fill a sector
+    parts = 1
     while parts < warps and parts * 16 * split <= shape.blocks:
         parts *= 2
     each = -(-tiles // clusters(tiles, split, 1, machine.processors))
@@ -152,14 +160,17 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine, chosen: Config | None) -> Launch:
+def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine,
+             chosen: Config | None) -> Launch:
     cfg = with_slots(shape, chosen or config(shape, machine), machine)
-    macros = (("BF16", int(dtype == torch.bfloat16)), ("FORMAT", FORMATS.index(shape.format)), ("ROWS", shape.rows),
-              ("GROUP", shape.group), ("ZEROS", int(shape.zeros)), ("SCALES", SCALES[scales]), ("WARPS", cfg.warps),
-              ("PARTS", cfg.parts), ("TALL", cfg.tall), ("STAGES", cfg.stages), ("SLOTS", cfg.slots),
-              ("SPLIT", cfg.split), ("BLOCKS", cfg.blocks))
+    macros = (("BF16", int(dtype == torch.bfloat16)), ("FORMAT", FORMATS.index(shape.format)),
+              ("ROWS", shape.rows), ("GROUP", shape.group), ("ZEROS", int(shape.zeros)),
+              ("SCALES", SCALES[scales]), ("WARPS", cfg.warps),
+              ("PARTS", cfg.parts), ("TALL", cfg.tall), ("STAGES", cfg.stages),
+              ("SLOTS", cfg.slots), ("SPLIT", cfg.split), ("BLOCKS", cfg.blocks))
     run = compiler.kernel("gemv.cu", "gemv", macros, cfg.warps * 32, shape.shared(cfg), cfg.split)
-    cluster_count = clusters(-(-shape.n // (16 * cfg.tall)), cfg.split, cfg.blocks, machine.processors)
+    cluster_count = clusters(-(-shape.n // (16 * cfg.tall)), cfg.split, cfg.blocks,
+                             machine.processors)
     return Launch(run, (cluster_count * cfg.split, 1, 1), shape.lines(cfg))
 
 
@@ -170,7 +181,8 @@ def _pad_to_16_bytes(t: Tensor) -> Tensor:
     return torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 16))
 
 
-def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, format: str,
+def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+           format: str,
            group_size: int, chosen: Config | None = None) -> Tensor:
     """`chosen` overrides the configuration of gemv.cu, for benchmarks."""
     k, n = x.shape[-1], weight.shape[0]
@@ -183,7 +195,8 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias
     if chosen is None and planes.is_supported(rows, k, format, group):
         planes.launch(out, flat, weight, scales, zeros, bias, group)
         return out
-    shape = Shape(1 << (rows - 1).bit_length(), n, k, format, group, scales.element_size(), zeros is not None)
+    shape = Shape(1 << (rows - 1).bit_length(), n, k, format, group, scales.element_size(),
+                  zeros is not None)
     prepared = _prepare(shape, x.dtype, scales.dtype, compiler.machine_of(x.device), chosen)
     scales, zeros = _pad_to_16_bytes(scales), None if zeros is None else _pad_to_16_bytes(zeros)
     prepared.run.launch(prepared.grid, _PARAMS, flat, weight, scales, zeros, bias, out,

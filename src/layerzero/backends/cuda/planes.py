@@ -14,7 +14,8 @@ from . import compiler
 from .compiler import Machine
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MAX_WARPS, MAX_PAIRS_PER_WARP = 16, 2             # per multiprocessor; pairs of blocks whose planes fit into registers
+# per multiprocessor; pairs of blocks whose planes fit into registers
+MAX_WARPS, MAX_PAIRS_PER_WARP = 16, 2
 MAX_SPLIT = 8                  # cluster size
 MAX_SLOTS = 32
 
@@ -26,7 +27,8 @@ class Config(NamedTuple):
     own: int = 1               # pairs of blocks of 128 inputs per warp
     split: int = 1             # thread blocks that split the inputs
     blocks: int = 1            # thread blocks per multiprocessor
-    slots: int = 0             # tiles between reductions over the warps; 0: all of a thread block, up to MAX_SLOTS
+    # tiles between reductions over the warps; 0: all of a thread block, up to MAX_SLOTS
+    slots: int = 0
 
     @property
     def pairs(self) -> int:
@@ -35,7 +37,8 @@ class Config(NamedTuple):
     @property
     def shared(self) -> int:
         places, pitch = self.slots * 16, 20 if self.warps > 8 else 12 if self.warps > 4 else 4
-        return self.warps * self.own * 1024 + places * pitch * 4 + (places * 4 if self.split > 1 else 0)
+        return self.warps * self.own * 1024 + places * pitch * 4 + (places * 4 if self.split > 1
+                                                                    else 0)
 
 
 class Shape(NamedTuple):
@@ -60,15 +63,18 @@ def clusters(tiles: int, split: int, blocks: int, processors: int) -> int:
 
 
 def is_supported(rows: int, k: int, format: str, group: int) -> bool:
-    return rows == 1 and format == "int4" and group % 128 == 0 and k <= 256 * MAX_WARPS * MAX_PAIRS_PER_WARP * MAX_SPLIT
+    return (rows == 1 and format == "int4" and group % 128 == 0
+            and k <= 256 * MAX_WARPS * MAX_PAIRS_PER_WARP * MAX_SPLIT)
 
 
 @lru_cache(maxsize=4096)
 def config(shape: Shape, machine: Machine) -> Config:
     pairs, split = -(-shape.k // 256), 1
     # The planes of x stay in registers, and no multiprocessor should be idle.
-    while pairs > MAX_WARPS * MAX_PAIRS_PER_WARP * split or (2 * split * shape.tiles <= machine.processors
-                                                      and pairs >= 8 * split and split < MAX_SPLIT):
+    while (pairs > MAX_WARPS * MAX_PAIRS_PER_WARP * split
+           or (2 * split * shape.tiles <= machine.processors
+                                                       and pairs >= 8 * split
+               and split < MAX_SPLIT)):
         split *= 2
     own = -(-pairs // (MAX_WARPS * split))
     warps = -(-pairs // (own * split))
@@ -88,20 +94,26 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine, chosen: Config | None) -> Launch:
+def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Machine,
+             chosen: Config | None) -> Launch:
     cfg = with_slots(shape, chosen or config(shape, machine), machine)
-    macros = (("BF16", int(dtype == torch.bfloat16)), ("GROUP", shape.group), ("ZEROS", int(shape.zeros)),
-              ("SCALES", SCALES[scales]), ("WARPS", cfg.warps), ("COUNT", cfg.own), ("SPLIT", cfg.split),
-              ("WHOLE", int(cfg.pairs * 256 == shape.k)), ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
+    macros = (("BF16", int(dtype == torch.bfloat16)), ("GROUP", shape.group),
+              ("ZEROS", int(shape.zeros)), ("SCALES", SCALES[scales]), ("WARPS", cfg.warps),
+              ("COUNT", cfg.own), ("SPLIT", cfg.split), ("WHOLE", int(cfg.pairs * 256 == shape.k)),
+              ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
     run = compiler.kernel("planes.cu", "planes", macros, cfg.warps * 32, cfg.shared, cfg.split)
-    return Launch(run, (clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors) * cfg.split, 1, 1))
+    return Launch(run, (clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors)
+                        * cfg.split, 1, 1))
 
 
-def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,
+           bias: Tensor | None,
            group: int, chosen: Config | None = None) -> None:
     """Writes to `out`. `x`: a row, aligned to 16 bytes. `group`: as in Shape. `chosen` is for
     benchmarks."""
     n, k = weight.shape[0], x.shape[-1]
-    prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype, compiler.machine_of(x.device),
+    prepared = _prepare(Shape(n, k, group, zeros is not None), x.dtype, scales.dtype,
+                        compiler.machine_of(x.device),
                         chosen)
-    prepared.run.launch(prepared.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k, scales.shape[1])
+    prepared.run.launch(prepared.grid, _PARAMS, x, weight, scales, zeros, bias, out, n, k,
+                        scales.shape[1])

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.formulas.sampling import GOLDEN, Penalties, apply_penalties, mix_int, random_numbers, scalar_or_column
+from ...ops.formulas.sampling import (
+    GOLDEN,
+    Penalties,
+    apply_penalties,
+    mix_int,
+    random_numbers,
+    scalar_or_column,
+)
 from . import compiler
 
 PIECE = 4                  # tokens per read of a thread
@@ -19,7 +26,8 @@ SHARED_BYTES = 227 << 10   # bytes of shared memory per block on Hopper
 _WORD = (1 << 64) - 1
 _PARAMS = struct.Struct("@11PqQ2d7if")
 _HALF = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KINDS = {torch.float32: 1, torch.float64: 2, torch.float16: 3, torch.bfloat16: 4, torch.int32: 5, torch.int64: 6}
+_KINDS = {torch.float32: 1, torch.float64: 2, torch.float16: 3, torch.bfloat16: 4, torch.int32: 5,
+          torch.int64: 6}
 
 
 class Config(NamedTuple):
@@ -49,7 +57,8 @@ def config(batch: int, vocab: int, device: torch.device) -> Config:
     has some thousand tokens, and to keep most of a row in shared memory."""
     machine, cluster = compiler.machine_of(device), 1
     while cluster < MAX_BLOCKS and (cluster << 16 < vocab
-                                    or (2 * cluster * batch <= machine.processors and cluster << 12 < vocab)):
+                                    or (2 * cluster * batch <= machine.processors
+                                        and cluster << 12 < vocab)):
         cluster *= 2
     return Config(cluster, room=min(SHARED_BYTES, machine.shared))
 
@@ -68,13 +77,15 @@ def _plan(half: int, probs: bool, vocab: int, cfg: Config) -> tuple[Any, int, in
     fixed, step = 80 * warps + 2816 + 8 * listed, threads * 16
     over = max(0, steps - (room - fixed) // step)
     macros = (("THREADS", threads), ("HALF", half), ("PROBS", int(probs)), ("LIST", listed))
-    kernel = compiler.kernel("sample.cu", "sample", macros, threads, fixed + (steps - over) * step, cluster)
+    kernel = compiler.kernel("sample.cu", "sample", macros, threads, fixed + (steps - over) * step,
+                             cluster)
     return kernel, steps, over, steps // over if over else steps + 1
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, word: int, from_probs: bool,
-           rows: Rows = NO_ROWS, weights: bool = True, logprobs: bool = False, chosen: Config | None = None,
-           ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, word: int,
+           from_probs: bool, rows: Rows = NO_ROWS, weights: bool = True, logprobs: bool = False,
+           chosen: Config | None = None, ) -> tuple[Tensor, Tensor | None, Tensor | None,
+                                                    Tensor | None]:
     """Returns (token, its weight, the total weight of the kept tokens, log-probability) of each
     row."""
     batch, vocab = logits.shape
@@ -97,26 +108,29 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         scaling, scale = (1, _reciprocal(temperature)) if logits.is_cuda else (2, temperature)
     row_tensors = [None if t is None else t.contiguous() for t in rows]
     kinds = sum(_KINDS[t.dtype] << 4 * i for i, t in enumerate(row_tensors) if t is not None)
-    kernel.launch((batch * cfg.cluster, 1, 1), _PARAMS, logits, *row_tensors, token, weight, total, logprob,
-                  logits.stride(0) * logits.element_size(), word & _WORD, top_p, min_p, vocab, min(top_k, vocab), steps,
-                  over, every, kinds, scaling, scale)
+    kernel.launch((batch * cfg.cluster, 1, 1), _PARAMS, logits, *row_tensors, token, weight, total,
+                  logprob, logits.stride(0) * logits.element_size(), word & _WORD, top_p, min_p,
+                  vocab, min(top_k, vocab), steps, over, every, kinds, scaling, scale)
     return token, weight, total, logprob
 
 
 def sample(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
-    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-    history: Tensor | None = None, token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
-    top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None, min_p_rows: Tensor | None = None,
-    repetition_penalty_rows: Tensor | None = None, presence_penalty_rows: Tensor | None = None,
-    frequency_penalty_rows: Tensor | None = None, uniforms: Tensor | None = None, seed: int | None = None,
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, *, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0, history: Tensor | None = None,
+    token_counts: Tensor | None = None, temperature_rows: Tensor | None = None,
+    top_k_rows: Tensor | None = None, top_p_rows: Tensor | None = None,
+    min_p_rows: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
+    presence_penalty_rows: Tensor | None = None, frequency_penalty_rows: Tensor | None = None,
+    uniforms: Tensor | None = None, seed: int | None = None,
     seed_rows: Tensor | None = None, offset: int = 0, generator: torch.Generator | None = None,
     from_probs: bool = False, return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     word = offset * GOLDEN
     if uniforms is None and seed_rows is None:
         if seed is None:
-            uniforms = random_numbers(len(logits), 1, logits.device, None, None, None, offset, generator)
+            uniforms = random_numbers(len(logits), 1, logits.device, None, None, None, offset,
+                                      generator)
         else:
             word = mix_int(mix_int(seed) + word) + GOLDEN
     if history is not None or token_counts is not None:
@@ -124,8 +138,10 @@ def sample(
             scalar_or_column(repetition_penalty, repetition_penalty_rows),
             scalar_or_column(presence_penalty, presence_penalty_rows),
             scalar_or_column(frequency_penalty, frequency_penalty_rows)))
-    rows = Rows(uniforms, None if uniforms is not None else seed_rows, temperature_rows, top_k_rows, top_p_rows,
+    rows = Rows(uniforms, None if uniforms is not None else seed_rows, temperature_rows, top_k_rows,
+                top_p_rows,
                 min_p_rows)
-    token, _, _, logprob = choose(logits, temperature, top_k, top_p, min_p, word, from_probs, rows, False,
+    token, _, _, logprob = choose(logits, temperature, top_k, top_p, min_p, word, from_probs, rows,
+                                  False,
                                   return_logprobs)
     return token if logprob is None else (token, logprob)

@@ -13,7 +13,8 @@ from ...spec.reason import Code, Reason
 
 LN2 = 0.6931471805599453                       # its log-sum-exps are in base 2
 HEAD_DIMS = (64, 128, 256)                     # that its attention is instantiated and tested for
-HARDWARE: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.plain_tensors())
+HARDWARE: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80),
+                                     r.plain_tensors())
 HALF = r.dtypes("float16", "bfloat16")
 
 
@@ -30,18 +31,23 @@ def ready() -> bool | Reason:
 def compiled() -> tuple[str, ...]:
     """Returns the modules in FlashInfer's cache and in the package; others are compiled when first
     called."""
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
-    return tuple(sorted({path.stem for path in (*base.glob("*/*/cached_ops/*/*.so"), *_packaged_modules())}))
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE")
+                or Path.home()) / ".cache" / "flashinfer"
+    return (
+        tuple(sorted({path.stem for path in (*base.glob("*/*/cached_ops/*/*.so"),
+                                             *_packaged_modules())})))
 
 
 def _packaged_modules() -> list[Path]:
     """Returns the modules that the package contains."""
     spec = importlib.util.find_spec("flashinfer")
     folders = (spec.submodule_search_locations if spec else None) or ()
-    return [module for folder in folders for module in (Path(folder) / "data" / "aot").glob("*/*.so")]
+    return [module for folder in folders
+            for module in (Path(folder) / "data" / "aot").glob("*/*.so")]
 
 
-LIBRARY: dict[str, Any] = {"package": "flashinfer", "distribution": "flashinfer-python", "version": ">=0.7,<0.8",
-                           "torch": ">=2.8", "jit": True, "differentiable": False, "traceable": False,
-                           "untested": True, "built": ready}
+LIBRARY: dict[str, Any] = {"package": "flashinfer", "distribution": "flashinfer-python",
+                           "version": ">=0.7,<0.8", "torch": ">=2.8", "jit": True,
+                           "differentiable": False, "traceable": False, "untested": True,
+                           "built": ready}
 TESTED: dict[str, Any] = {**LIBRARY, "untested": False}     # contract tests passed on an H200

@@ -58,7 +58,8 @@ class Plans:
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
 
-    def get(self, config: Any, tensors: tuple[Tensor, ...], plan: Callable[[Any], Tensor | None]) -> _Plan:
+    def get(self, config: Any, tensors: tuple[Tensor, ...],
+            plan: Callable[[Any], Tensor | None]) -> _Plan:
         """Returns the plan for this configuration and these tensors; `plan(wrapper)` plans and
         returns dead rows."""
         key = (config, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
@@ -74,7 +75,8 @@ class Plans:
         wrapper = self._make(self._workspace) if cached is None else cached.wrapper
         dead = plan(wrapper)
         self.planned += 1
-        self._plans[key] = planned = _Plan(wrapper, tuple(weakref.ref(t.untyped_storage()) for t in tensors),
+        self._plans[key] = planned = _Plan(wrapper,
+                                           tuple(weakref.ref(t.untyped_storage()) for t in tensors),
                                            versions or (), dead)
         return planned
 
@@ -108,10 +110,12 @@ class Csr(NamedTuple):
     dead: Tensor | None                        # (tokens,): which queries see no key
 
 
-def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None, page_size: int,
+def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor,
+           cu_seqlens_q: Tensor | None, page_size: int,
            is_causal: bool, max_seqlen_q: int | None = None) -> Csr:
     """Returns the page table in CSR form, without unused entries."""
-    sequences = read_spans(op, tokens, block_table, context_lens, cu_seqlens_q, page_size, max_seqlen_q)
+    sequences = read_spans(op, tokens, block_table, context_lens, cu_seqlens_q, page_size,
+                           max_seqlen_q)
     lengths = torch.tensor([s.length for s in sequences], dtype=torch.int32)
     starts = torch.tensor([0, *(s.last for s in sequences)], dtype=torch.int32)
     counts = (lengths + page_size - 1) // page_size
@@ -119,13 +123,15 @@ def to_csr(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_s
     used = torch.arange(block_table.shape[1]) < counts[:, None]
     indices = block_table[used.to(block_table.device)].to(torch.int32)
     dead_rows = [n for s in sequences for n in range(s.first, s.last if s.length == 0 else
-                                                     max(s.first, s.last - s.length) if is_causal else s.first)]
+                                                     max(s.first, s.last - s.length) if is_causal
+                                                     else s.first)]
     dead = None
     if dead_rows:
         dead = torch.zeros(tokens, dtype=torch.bool)
         dead[dead_rows] = True
         dead = dead.to(block_table.device)
-    return Csr(starts, indptr, indices, lengths, lengths - (counts - 1).clamp(min=0) * page_size, dead)
+    return Csr(starts, indptr, indices, lengths, lengths - (counts - 1).clamp(min=0) * page_size,
+               dead)
 
 
 def _finish(result: Any, dead: Tensor | None, return_lse: bool, factor: float) -> Any:
@@ -145,13 +151,16 @@ def _paged(library: str) -> Callable[..., Any]:
     "fa3"."""
     import flashinfer
 
-    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-            cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *,
-            window_left: int = -1, softcap: float = 0.0, max_seqlen_q: int | None = None, return_lse: bool = False,
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, softcap: float = 0.0,
+            max_seqlen_q: int | None = None, return_lse: bool = False,
             kv_layout: str = "NHD") -> Any:
         tokens, heads, head_dim = query.shape
-        page_size, kv_heads = key_cache.shape[1:3] if kv_layout == "NHD" else (key_cache.shape[2], key_cache.shape[1])
-        tensor_cores = library == "decode" and heads // kv_heads >= 4        # use tensor cores: as fast, or faster
+        page_size, kv_heads = (key_cache.shape[1:3] if kv_layout == "NHD"
+                               else (key_cache.shape[2], key_cache.shape[1]))
+        # use tensor cores: as fast, or faster
+        tensor_cores = library == "decode" and heads // kv_heads >= 4
         config = {"window_left": window_left, "logits_soft_cap": softcap, "sm_scale": scale,
                   "q_data_type": query.dtype, "kv_data_type": key_cache.dtype}
 
@@ -159,20 +168,24 @@ def _paged(library: str) -> Callable[..., Any]:
             if library == "decode":
                 return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout,
                                                                      use_tensor_cores=tensor_cores)
-            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=library)
+            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout,
+                                                                  backend=library)
 
         def plan(wrapper: Any) -> Tensor | None:
-            table = to_csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q, page_size, is_causal,
+            table = to_csr("paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
+                           page_size, is_causal,
                            max_seqlen_q)
             if library == "decode":
-                wrapper.plan(table.indptr, table.indices, table.last, heads, kv_heads, head_dim, page_size, **config)
+                wrapper.plan(table.indptr, table.indices, table.last, heads, kv_heads, head_dim,
+                             page_size, **config)
             else:
-                wrapper.plan(table.starts_q, table.indptr, table.indices, table.last, heads, kv_heads, head_dim,
-                             page_size, causal=is_causal, **config)
+                wrapper.plan(table.starts_q, table.indptr, table.indices, table.last, heads,
+                             kv_heads, head_dim, page_size, causal=is_causal, **config)
             return table.dead
 
         plans = _plans_of((library, kv_layout, tensor_cores), query.device, make)
-        tensors = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
+        tensors = ((block_table, context_lens) if cu_seqlens_q is None
+                   else (block_table, context_lens, cu_seqlens_q))
         with plans.lock:
             shape = (tokens, heads, kv_heads, head_dim, page_size)
             planned = plans.get((*shape, is_causal, *config.values()), tensors, plan)
@@ -199,18 +212,21 @@ def _paged_xqa() -> Callable[..., Any]:
     length."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache as xqa
 
-    workspaces: dict[tuple[Any, ...], Tensor] = {}     # per device and stream; its semaphores return to zero
+    # per device and stream; its semaphores return to zero
+    workspaces: dict[tuple[Any, ...], Tensor] = {}
 
-    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-            is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
-            max_seqlen_q: int | None = None, kv_layout: str = "NHD") -> Tensor:
+    def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+            context_lens: Tensor, is_causal: bool = False, scale: float | None = None, *,
+            window_left: int = -1, max_seqlen_q: int | None = None,
+            kv_layout: str = "NHD") -> Tensor:
         key = (query.device, torch.cuda.current_stream(query.device).stream_id)
         if key not in workspaces:
             workspaces[key] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=query.device)
         page_size = key_cache.shape[1 if kv_layout == "NHD" else 2]
-        out: Tensor = xqa(query, (key_cache, value_cache), workspaces[key], block_table, context_lens,
-                          block_table.shape[1] * page_size, query.shape[-1] ** -0.5 if scale is None else scale, 1.0,
-                          window_left=window_left, kv_layout=kv_layout)
+        out: Tensor = xqa(query, (key_cache, value_cache), workspaces[key], block_table,
+                          context_lens, block_table.shape[1] * page_size, query.shape[-1] ** -0.5
+                          if scale is None else scale, 1.0, window_left=window_left,
+                          kv_layout=kv_layout)
         return out.masked_fill_((context_lens == 0)[:, None, None], 0.0)
 
     return run
@@ -219,30 +235,34 @@ def _paged_xqa() -> Callable[..., Any]:
 def _ragged(library: str) -> Callable[..., Any]:
     import flashinfer
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-            max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+            max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0) -> Tensor:
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
 
         def make(workspace: Tensor) -> Any:
-            return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=library)
+            return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD",
+                                                                   backend=library)
 
         def plan(wrapper: Any) -> Tensor | None:
             starts_q, starts_k = cu_seqlens_q.cpu(), cu_seqlens_k.cpu()
             wrapper.plan(starts_q, starts_k, heads, kv_heads, head_dim, head_dim, causal=is_causal,
-                         window_left=window_left, logits_soft_cap=softcap, sm_scale=scale, q_data_type=query.dtype,
-                         kv_data_type=key.dtype)
+                         window_left=window_left, logits_soft_cap=softcap, sm_scale=scale,
+                         q_data_type=query.dtype, kv_data_type=key.dtype)
             lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
             dead_counts = torch.where(lengths_k == 0, lengths_q,
                                       (lengths_q - lengths_k).clamp(min=0) if is_causal else 0)
             if not bool(dead_counts.any()):
                 return None
-            position = torch.arange(query.shape[0]) - starts_q[:-1].repeat_interleave(lengths_q)  # in its sequence
+            # in its sequence
+            position = torch.arange(query.shape[0]) - starts_q[:-1].repeat_interleave(lengths_q)
             return (position < dead_counts.repeat_interleave(lengths_q)).to(query.device)
 
         plans = _plans_of(("ragged", library), query.device, make)
         with plans.lock:
-            planned = plans.get((heads, kv_heads, head_dim, is_causal, window_left, softcap, scale, query.dtype),
+            planned = plans.get((heads, kv_heads, head_dim, is_causal, window_left, softcap, scale,
+                                 query.dtype),
                                 (cu_seqlens_q, cu_seqlens_k), plan)
             result = planned.wrapper.run(query, key, value)
         out: Tensor = _finish(result, planned.dead, False, 1.0)
@@ -263,28 +283,33 @@ def _mla(library: str) -> Callable[..., Any]:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
     def run(q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *, scale: float,
-            max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
+            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
+            scale: float, max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
         tokens, heads, width = q_nope.shape
         config = {"num_heads": heads, "head_dim_ckv": width, "head_dim_kpe": q_pe.shape[2],
-                  "page_size": ckv_cache.shape[1], "causal": is_causal, "sm_scale": scale, "q_data_type": q_nope.dtype,
-                  "kv_data_type": ckv_cache.dtype, "lse_mode": "basee" if return_lse else "none"}
+                  "page_size": ckv_cache.shape[1], "causal": is_causal, "sm_scale": scale,
+                  "q_data_type": q_nope.dtype, "kv_data_type": ckv_cache.dtype, "lse_mode": "basee"
+                  if return_lse else "none"}
 
         def make(workspace: Tensor) -> Any:
             return BatchMLAPagedAttentionWrapper(workspace, backend=library)
 
         def plan(wrapper: Any) -> Tensor | None:
-            table = to_csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q, ckv_cache.shape[1],
+            table = to_csr("mla_paged_attention", tokens, block_table, context_lens, cu_seqlens_q,
+                           ckv_cache.shape[1],
                            is_causal, max_seqlen_q)
-            wrapper.plan(metadata=MLAPlanMetadata.csr(table.starts_q, table.indptr, table.indices, table.lengths),
+            wrapper.plan(metadata=MLAPlanMetadata.csr(table.starts_q, table.indptr, table.indices,
+                                                      table.lengths),
                          query_layout="split", kv_cache_layout="split", **config)
             return table.dead
 
         plans = _plans_of(("mla", library), q_nope.device, make)
-        tensors = (block_table, context_lens) if cu_seqlens_q is None else (block_table, context_lens, cu_seqlens_q)
+        tensors = ((block_table, context_lens) if cu_seqlens_q is None
+                   else (block_table, context_lens, cu_seqlens_q))
         with plans.lock:
             planned = plans.get((tokens, *config.values()), tensors, plan)
-            result = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache), return_lse=return_lse,
+            result = planned.wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv_cache, kpe_cache),
+                                         return_lse=return_lse,
                                          return_lse_base_on_e=return_lse)
         return _finish(result, planned.dead, return_lse, 1.0)
 
@@ -304,7 +329,8 @@ HOPPER = r.generations("hopper")
 
 def _cache_rules(*names: str) -> tuple[r.Condition, ...]:
     """Returns the rules for a cache in the query's dtype, read 16 bytes at a time."""
-    return (*(r.when(r.equals("dtype", d), r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+    return (*(r.when(r.equals("dtype", d),
+                     r.one_of(f"{n}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
               for n in names for d in ("float16", "bfloat16")),
             *(r.unit_stride(n, repair=False) for n in names), *(r.aligned(n, 16) for n in names))
 
@@ -315,49 +341,64 @@ NOT_EMPTY: tuple[r.Condition, ...] = (
 PAGED: tuple[r.Condition, ...] = (
     *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("key_cache", "value_cache"),
     r.absent("key_scale.dtype", Code.SCALE_LAYOUT_MISMATCH),
-    r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"), r.aligned("query", 16),
-    r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+    r.absent("value_scale.dtype", Code.SCALE_LAYOUT_MISMATCH), r.unit_stride("query"),
+    r.aligned("query", 16), r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID),
+    r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
     r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 DECODE = r.absent("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
 PREFILL = r.present("cu_seqlens_q.dtype", Code.SEQ_LEN_UNSUPPORTED)
 BOTTOM_RIGHT = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 RAGGED: tuple[r.Condition, ...] = (
-    *HARDWARE, HALF, r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
-    r.at_least("tokens_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID), r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
-    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
+    *HARDWARE, HALF, r.at_least("batch", 1, Code.EMPTY_INPUT),
+    r.at_least("tokens_q", 1, Code.EMPTY_INPUT), r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
+    r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
+    r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID),
+    r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
+    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+    r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
     r.any_of(r.off("is_causal"), BOTTOM_RIGHT), r.when(r.at_least("window_left", 0), BOTTOM_RIGHT),
     r.any_of(r.equals("window_right", -1), r.on("is_causal", Code.WINDOW_UNSUPPORTED)),
     r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"),
-    *(r.unit_stride(n) for n in ("query", "key", "value")), *(r.aligned(n, 16) for n in ("query", "key", "value")))
+    *(r.unit_stride(n) for n in ("query", "key", "value")),
+    *(r.aligned(n, 16) for n in ("query", "key", "value")))
 LATENT: tuple[r.Condition, ...] = (
     *HARDWARE, HALF, *NOT_EMPTY, *_cache_rules("ckv_cache", "kpe_cache"), r.unit_stride("q_nope"),
     r.unit_stride("q_pe"),
-    r.aligned("q_nope", 16), r.aligned("q_pe", 16), r.one_of("head_dim_ckv", 128, 256, 512, code=Code.HEAD_DIM_INVALID),
+    r.aligned("q_nope", 16), r.aligned("q_pe", 16),
+    r.one_of("head_dim_ckv", 128, 256, 512, code=Code.HEAD_DIM_INVALID),
     r.equals("head_dim_kpe", 64, Code.HEAD_DIM_INVALID), r.at_least("heads", 1, Code.EMPTY_INPUT),
     r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
 
 _PLANNED: dict[str, Any] = {**TESTED, "graph_safe": False, "workspace": str(WORKSPACE),
-                            "note": "plans on the host, once for the same unchanged lengths and pages"}
+                            "note":
+                                "plans on the host, once for the same unchanged lengths and pages"}
 BOTH = ("NHD", "HND")
 
 KERNELS = (
-    Kernel("flashinfer.paged_decode", paged_attention, _paged_decode, (*PAGED, DECODE), variants=BOTH, prior=9.0,
+    Kernel("flashinfer.paged_decode", paged_attention, _paged_decode, (*PAGED, DECODE),
+           variants=BOTH, prior=9.0,
            overhead_us=60.0, **_PLANNED),
     Kernel("flashinfer.paged_xqa", paged_attention, _paged_xqa, (
-        *PAGED, DECODE, HOPPER, r.one_of("page_size", 16, 32, 64, 128, code=Code.PAGE_SIZE_UNSUPPORTED),
+        *PAGED, DECODE, HOPPER,
+        r.one_of("page_size", 16, 32, 64, 128, code=Code.PAGE_SIZE_UNSUPPORTED),
         r.at_most("group", 32), r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
         r.off("return_lse", Code.LSE_UNSUPPORTED), r.dtypes("int32", of="block_table.dtype"),
-        r.dtypes("int32", of="context_lens.dtype"), r.unit_stride("block_table")), variants=BOTH, prior=9.0,
-        overhead_us=40.0, workspace=str(WORKSPACE), **TESTED, note="reads lengths and pages on the device: no plan"),
-    Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL), variants=BOTH,
-           prior=9.0, overhead_us=60.0, **_PLANNED),
-    Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3, (*PAGED, PREFILL, HOPPER),
-           variants=BOTH, prior=14.0, overhead_us=60.0, **_PLANNED),
-    Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0, overhead_us=60.0, **_PLANNED),
-    Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0, overhead_us=60.0,
+        r.dtypes("int32", of="context_lens.dtype"), r.unit_stride("block_table")), variants=BOTH,
+           prior=9.0,
+        overhead_us=40.0, workspace=str(WORKSPACE), **TESTED,
+           note="reads lengths and pages on the device: no plan"),
+    Kernel("flashinfer.paged_prefill_fa2", paged_attention, _paged_prefill_fa2, (*PAGED, PREFILL),
+           variants=BOTH, prior=9.0, overhead_us=60.0, **_PLANNED),
+    Kernel("flashinfer.paged_prefill_fa3", paged_attention, _paged_prefill_fa3,
+           (*PAGED, PREFILL, HOPPER), variants=BOTH, prior=14.0, overhead_us=60.0, **_PLANNED),
+    Kernel("flashinfer.varlen_fa2", varlen_attention, _varlen_fa2, RAGGED, prior=10.0,
+           overhead_us=60.0, **_PLANNED),
+    Kernel("flashinfer.varlen_fa3", varlen_attention, _varlen_fa3, (*RAGGED, HOPPER), prior=15.0,
+           overhead_us=60.0,
            **_PLANNED),
-    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0, **_PLANNED),
-    Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0, overhead_us=60.0,
+    Kernel("flashinfer.mla_fa2", mla_paged_attention, _mla_fa2, LATENT, prior=6.0, overhead_us=60.0,
+           **_PLANNED),
+    Kernel("flashinfer.mla_fa3", mla_paged_attention, _mla_fa3, (*LATENT, HOPPER), prior=9.0,
+           overhead_us=60.0,
            **_PLANNED),
 )

@@ -30,7 +30,8 @@ from . import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}      # as kernels.cpp numbers them
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
-               "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}    # for a gated one, the activation of the gate
+               # for a gated one, the activation of the gate
+               "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}
 FLOATS = ("float32", "bfloat16", "float16")
 CPU_RULES: tuple[r.Condition, ...] = (r.device("cpu"), r.dtypes(*FLOATS), r.plain_tensors())
 MAX_SMALL_HEAD_ROWS = 6
@@ -41,8 +42,9 @@ def _attention_decode() -> Callable[..., Any]:
     decode = build.module().attention_decode
     empty, threads = torch.empty, torch.get_num_threads
 
-    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-            causal_align: str | None = None, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
+            window_right: int = -1, softcap: float = 0.0,
             return_lse: bool = False) -> Any:
         sizes, key_sizes = query.shape, key.shape
         batch, heads, seq_q, dim = sizes
@@ -54,7 +56,8 @@ def _attention_decode() -> Callable[..., Any]:
                None if lse is None else lse.data_ptr(), sizes, key_sizes, dim_v,
                query.stride(), key.stride(), value.stride(),
                key_sizes[2] - seq_q if causal_align == "bottom_right" else 0, window_left,
-               0 if is_causal else window_right, dim ** -0.5 if scale is None else scale, softcap, threads())
+               0 if is_causal else window_right, dim ** -0.5 if scale is None else scale, softcap,
+               threads())
         return out if lse is None else (out, lse)
 
     return run
@@ -71,14 +74,15 @@ def _rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
     empty, threads = torch.empty, torch.get_num_threads
 
-    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    def run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
+            offset: float = 0.0) -> Tensor:
         shape, dtype = x.shape, x.dtype
         out = empty(shape, dtype=dtype)
         x, step = _rows(x)
         hidden = shape[-1]
         norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), None,
-             None if weight is None else weight.data_ptr(), out.data_ptr(), 0, out.numel() // hidden, hidden, step, 0,
-             eps, offset, threads())
+             None if weight is None else weight.data_ptr(), out.data_ptr(), 0,
+             out.numel() // hidden, hidden, step, 0, eps, offset, threads())
         return out
 
     return run
@@ -88,14 +92,16 @@ def _add_rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
     empty, threads = torch.empty, torch.get_num_threads
 
-    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, residual: Tensor, weight: Tensor | None = None,
+            eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         shape, dtype = x.shape, x.dtype
         out, total = empty(shape, dtype=dtype), empty(shape, dtype=dtype)
         (x, step), (residual, residual_step) = _rows(x), _rows(residual)
         hidden = shape[-1]
-        norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), residual.data_ptr(),
-             None if weight is None else weight.data_ptr(), out.data_ptr(), total.data_ptr(), out.numel() // hidden,
-             hidden, step, residual_step, eps, 0.0, threads())
+        norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(),
+             residual.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),
+             total.data_ptr(), out.numel() // hidden, hidden, step, residual_step, eps, 0.0,
+             threads())
         return out, total
 
     return run
@@ -105,8 +111,9 @@ def _rope() -> Callable[..., Any]:
     rotate = build.module().rope
     empty, threads, int64 = torch.empty, torch.get_num_threads, torch.int64
 
-    def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-            style: str, layout: str = "bhsd", rotary_dim: int | None = None) -> Any:
+    def run(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+            position_ids: Tensor | None = None, *, style: str, layout: str = "bhsd",
+            rotary_dim: int | None = None) -> Any:
         dtype = q.dtype
         to_q = empty(q.shape, dtype=dtype)
         to_k = None if k is None else empty(k.shape, dtype=dtype)
@@ -114,19 +121,21 @@ def _rope() -> Callable[..., Any]:
             k.data_ptr(), to_k.data_ptr(), k.shape, k.stride())
         positions, half = cos.shape[-2:]
         # A table with a batch of 1 is shared.
-        cos_batch, sin_batch = (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0 for t in (cos, sin))
+        cos_batch, sin_batch = (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0
+                                for t in (cos, sin))
         ids = (None, False, 0, 0) if position_ids is None else (
             position_ids.data_ptr(), position_ids.dtype is int64,
             position_ids.stride(0) if position_ids.dim() == 2 and position_ids.shape[0] > 1 else 0,
             position_ids.stride(-1))
         out_of_range = rotate(
-            DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(), q.data_ptr(),
-            to_q.data_ptr(), q.shape, q.stride(), *keys, cos.data_ptr(), sin.data_ptr(), positions, half, cos_batch,
-            cos.stride(-2), sin_batch, sin.stride(-2), *ids, threads())
+            DTYPES[dtype], DTYPES[cos.dtype], layout == "bshd", style == "interleaved", q.dim(),
+            q.data_ptr(), to_q.data_ptr(), q.shape, q.stride(), *keys, cos.data_ptr(),
+            sin.data_ptr(), positions, half, cos_batch, cos.stride(-2), sin_batch, sin.stride(-2),
+            *ids, threads())
         if out_of_range is not None:
             raise InvalidCall.of("rope", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos", out_of_range,
-                "position_ids"))
+                Code.VALUE_OUT_OF_RANGE, f"between 0 and {positions - 1}, the last row of cos",
+                out_of_range, "position_ids"))
         return to_q if to_k is None else (to_q, to_k)
 
     return run
@@ -135,14 +144,15 @@ def _rope() -> Callable[..., Any]:
 def _linear() -> Callable[..., Any]:
     product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+            activation: str | None = None) -> Tensor:
         outputs, inputs = weight.shape
         dtype = x.dtype
         out = empty((*x.shape[:-1], outputs), dtype=dtype)
         x, step = _rows(x)
-        product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-                out.data_ptr(), out.numel() // outputs, inputs, outputs, step, weight.stride(0),
-                ACTIVATIONS[activation], threads())
+        product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None
+                else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs, outputs, step,
+                weight.stride(0), ACTIVATIONS[activation], threads())
         return out
 
     return run
@@ -152,8 +162,8 @@ def _mlp() -> Callable[..., Any]:
     product, empty, threads = build.module().feed_forward, torch.empty, torch.get_num_threads
 
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
-            weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
-            bias_down: Tensor | None = None) -> Tensor:
+            weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+            bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
         outputs, inner = weight_down.shape
         dtype, hidden = x.dtype, x.shape[-1]
         out = empty((*x.shape[:-1], outputs), dtype=dtype)
@@ -162,11 +172,13 @@ def _mlp() -> Callable[..., Any]:
             weight_in, weight_up = weight_in[:inner], weight_in[inner:]
             if bias_in is not None:
                 bias_in, bias_up = bias_in[:inner], bias_in[inner:]
-        product(DTYPES[dtype], x.data_ptr(), weight_in.data_ptr(), None if weight_up is None else weight_up.data_ptr(),
-                None if bias_in is None else bias_in.data_ptr(), None if bias_up is None else bias_up.data_ptr(),
-                weight_down.data_ptr(), None if bias_down is None else bias_down.data_ptr(), out.data_ptr(),
-                out.numel() // outputs, hidden, inner, outputs, step, weight_in.stride(0),
-                0 if weight_up is None else weight_up.stride(0), weight_down.stride(0), ACTIVATIONS[activation],
+        product(DTYPES[dtype], x.data_ptr(), weight_in.data_ptr(), None if weight_up is None
+                else weight_up.data_ptr(), None if bias_in is None else bias_in.data_ptr(),
+                None if bias_up is None else bias_up.data_ptr(),
+                weight_down.data_ptr(), None if bias_down is None else bias_down.data_ptr(),
+                out.data_ptr(), out.numel() // outputs, hidden, inner, outputs, step,
+                weight_in.stride(0), 0 if weight_up is None else weight_up.stride(0),
+                weight_down.stride(0), ACTIVATIONS[activation],
                 threads())
         return out
 
@@ -176,22 +188,26 @@ def _mlp() -> Callable[..., Any]:
 def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: r.Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
             less_work: str = "") -> Kernel:
-    return Kernel(f"native.{name or op.name}", op, load, (*CPU_RULES, *requires), package="layerzero.backends.native",
-                  distribution="layerzero", prior=prior, overhead_us=overhead_us, variants=variants,
-                  differentiable=False, traceable=False, note=note, built=build.is_built, less_work=less_work)
+    return Kernel(f"native.{name or op.name}", op, load, (*CPU_RULES, *requires),
+                  package="layerzero.backends.native", distribution="layerzero", prior=prior,
+                  overhead_us=overhead_us, variants=variants, differentiable=False, traceable=False,
+                  note=note, built=build.is_built, less_work=less_work)
 
 
 WEIGHT_RULES: tuple[r.Condition, ...] = (
     r.unit_stride("weight"), r.one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED))
 TABLE_RULES: tuple[r.Condition, ...] = (
     r.unit_stride("cos"), r.unit_stride("sin"), r.dtypes(*FLOATS, of="cos.dtype"),
-    *(r.when(r.equals("cos.dtype", d), r.equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED)) for d in FLOATS))
+    *(r.when(r.equals("cos.dtype", d), r.equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED))
+      for d in FLOATS))
 
 DECODE_RULES: tuple[r.Condition, ...] = (
-    r.at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
-    r.at_least("head_dim", 1, Code.EMPTY_INPUT), r.at_least("head_dim_v", 1, Code.EMPTY_INPUT),
+    r.at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED),
+    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_least("head_dim", 1, Code.EMPTY_INPUT),
+    r.at_least("head_dim_v", 1, Code.EMPTY_INPUT),
     r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"),
-    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED), r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+    r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
 ONE_PASS = "one pass over memory, where torch runs a kernel for each step of the formula"
@@ -205,7 +221,8 @@ MLP_RULES: tuple[r.Condition, ...] = (
     r.unit_stride("x"), r.at_least("out", 1, Code.EMPTY_INPUT),
     *(r.unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")),
     *(r.unit_stride(b) for b in ("bias_in", "bias_up", "bias_down")))
-WIDENED = "half types are widened in registers, or once for all rows, where torch computes an element at a time"
+WIDENED = ("half types are widened in registers, or once for all rows, where torch computes an "
+           "element at a time")
 
 KERNELS = (
     _kernel(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR_RULES, name="linear_vector",
@@ -214,8 +231,10 @@ KERNELS = (
             less_work="activation and product of gate and up where they are computed"),
     # The estimate of torch's time does not include its slow half types, so these overheads are set
     # below its own.
-    _kernel(linear, _linear, 24.0, 1.0, *r.slow_half_matmul(), *LINEAR_RULES, name="linear_half", less_work=WIDENED),
-    _kernel(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half", less_work=WIDENED),
+    _kernel(linear, _linear, 24.0, 1.0, *r.slow_half_matmul(), *LINEAR_RULES, name="linear_half",
+            less_work=WIDENED),
+    _kernel(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half",
+            less_work=WIDENED),
     _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
             r.any_of(r.at_most("seq_q", MAX_SMALL_HEAD_ROWS), r.at_least("head_dim", 65)),
             name="attention_decode", variants=("bhsd",),
@@ -229,13 +248,17 @@ KERNELS = (
             note="for more query rows of small heads"),
     # Without shared KV heads torch reads no more and ranks first; this serves what it does not
     # support.
-    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.equals("group", 1), name="attention_decode_mha",
+    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.equals("group", 1),
+            name="attention_decode_mha",
             variants=("bhsd",), note="for as many KV heads as query heads"),
-    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(), name="attention_decode_half",
+    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
+            name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
     _kernel(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
-    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"), *WEIGHT_RULES,
+    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),
+            *WEIGHT_RULES,
             less_work=ONE_PASS),
-    _kernel(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES, less_work=ONE_PASS,
+    _kernel(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES,
+            less_work=ONE_PASS,
             note="a token's angles are read once for all its heads"),
 )

@@ -26,9 +26,11 @@ from ...spec.sealed import SealedFolder
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
 PART = toolchain.BuildPart("the CPU kernels", "its own CPU kernels", "them")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
+         "-fno-math-errno",
          "-fno-trapping-math", "-w")
-_STABLE_ABI = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+_STABLE_ABI = (sys.implementation.name == "cpython"
+               and not sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def library_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -58,7 +60,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    features = next((line for line in lines if re.match(r"(flags|Features)\b", line)), platform.processor())
+    features = next((line for line in lines if re.match(r"(flags|Features)\b", line)),
+                    platform.processor())
     return hashlib.sha256(features.encode()).hexdigest()
 
 
@@ -74,7 +77,8 @@ def module() -> ModuleType:
     except FileNotFoundError as e:
         raise ImportError("LayerZero's own CPU kernels are not built; run: lz build") from e
     except (ImportError, DataError) as e:
-        raise ImportError(f"LayerZero's own CPU kernels do not load ({e}); run: lz build --force") from e
+        raise ImportError(
+            f"LayerZero's own CPU kernels do not load ({e}); run: lz build --force") from e
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
@@ -87,9 +91,11 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
 
 def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> None:
     object_file, library = folder / "kernels.o", folder / "kernels.so"
-    native = "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64") else "-march=native"
+    native = ("-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64")
+              else "-march=native")
     abi = ["-DPy_LIMITED_API=0x030A0000"] if _STABLE_ABI else []
-    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c", str(SOURCE), "-o",
+    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c",
+                str(SOURCE), "-o",
                 str(object_file)]
     link = [*compiler, "-shared", str(object_file), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
@@ -110,5 +116,6 @@ def loaded_openmp() -> str:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return ""
-    paths = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
+    paths = {line.split(maxsplit=5)[-1] for line in lines
+             if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
     return min(paths, default="")

@@ -117,18 +117,20 @@ def _quantized_linear_double() -> Callable[..., Any]:
     return partial(_quantized_linear(), programs=2.0)
 
 
-def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
+def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: float,
+            overhead_us: float,
             *requires: r.Condition, **more: Any) -> Kernel:
-    return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires), package="triton", prior=prior,
-                  overhead_us=overhead_us, differentiable=False, traceable=False, jit=True,
-                  **{"replayable": True, **more})
+    return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
+                  package="triton", prior=prior, overhead_us=overhead_us, differentiable=False,
+                  traceable=False, jit=True, **{"replayable": True, **more})
 
 
 def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
     """At most 64 query rows per KV head, with the group rounded up to a power of two; a rule reads
     one fact."""
     return (r.at_most(tokens, 64, Code.SEQ_LEN_UNSUPPORTED), r.at_most("group", 64),
-            *(r.when(r.at_least("group", 64 // (2 * most) + 1), r.at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
+            *(r.when(r.at_least("group", 64 // (2 * most) + 1),
+                     r.at_most(tokens, most, Code.SEQ_LEN_UNSUPPORTED))
               for most in (32, 16, 8, 4, 2, 1)))
 
 
@@ -154,8 +156,9 @@ SMALL_SHARED = "16384"         # for reductions and layout conversions only
 
 POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
 HEAD_RULES: tuple[r.Condition, ...] = (
-    r.at_least("head_dim", 1, Code.EMPTY_INPUT), r.at_most("head_dim", 256), r.at_most("head_dim_v", 256),
-    r.at_least("head_dim_v", 1, Code.EMPTY_INPUT), r.at_most("kv_heads", MAX_GRID), r.at_most("batch", MAX_GRID))
+    r.at_least("head_dim", 1, Code.EMPTY_INPUT), r.at_most("head_dim", 256),
+    r.at_most("head_dim_v", 256), r.at_least("head_dim_v", 1, Code.EMPTY_INPUT),
+    r.at_most("kv_heads", MAX_GRID), r.at_most("batch", MAX_GRID))
 
 
 def _cache_rules(name: str) -> tuple[r.Condition, ...]:
@@ -164,9 +167,11 @@ def _cache_rules(name: str) -> tuple[r.Condition, ...]:
     return (r.unit_stride(name, repair=False),
             r.when(r.equals("dtype", "float16"), r.one_of(f"{name}.dtype", "float16", *small,
                                                           code=Code.KV_CACHE_DTYPE_MISMATCH)),
-            r.when(r.equals("dtype", "bfloat16"), r.one_of(f"{name}.dtype", "bfloat16", "float16", *small,
+            r.when(r.equals("dtype", "bfloat16"),
+                   r.one_of(f"{name}.dtype", "bfloat16", "float16", *small,
                                                            code=Code.KV_CACHE_DTYPE_MISMATCH)),
-            r.any_of(r.one_of(f"{name}.dtype", "float16", "bfloat16", "float8_e5m2", "int8"), r.sm(at_least=89)))
+            r.any_of(r.one_of(f"{name}.dtype", "float16", "bfloat16", "float8_e5m2", "int8"),
+                     r.sm(at_least=89)))
 
 
 NORM: tuple[r.Condition, ...] = (
@@ -179,29 +184,36 @@ FEW_ROWS: tuple[r.Condition, ...] = (HALF, r.at_least("rows", 1, Code.EMPTY_INPU
 DEFAULTS = (
     _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"),
             *HEAD_RULES, POSITIVE_SCALE,
-            r.at_most("group", 16),              # with more heads per KV head, merging the parts takes too long
+            # with more heads per KV head, merging the parts takes too long
+            r.at_most("group", 16),
             r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
             r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"),
             r.unit_stride("key"), r.unit_stride("value"),
             r.unit_stride("alibi_slopes"), r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
             r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
             workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("seq_q"),
-            note="reads each key and value once for all query heads and tokens that share it; one launch"),
-    _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF, *_few_rows("max_seqlen_q"),
-            *HEAD_RULES, POSITIVE_SCALE, r.at_least("batch", 1, Code.EMPTY_INPUT),
-            r.any_of(r.absent("cu_seqlens_q.dtype"), r.present("max_seqlen_q", Code.MISSING_METADATA)),
+            note="reads each key and value once for all query heads and tokens that share it; one "
+                 "launch"),
+    _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF,
+            *_few_rows("max_seqlen_q"), *HEAD_RULES, POSITIVE_SCALE,
+            r.at_least("batch", 1, Code.EMPTY_INPUT),
+            r.any_of(r.absent("cu_seqlens_q.dtype"),
+                     r.present("max_seqlen_q", Code.MISSING_METADATA)),
             r.unit_stride("query"), *_cache_rules("key_cache"), *_cache_rules("value_cache"),
             r.unit_stride("block_table"),
             r.unit_stride("context_lens"), r.unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
-            workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("max_seqlen_q"),
+            workspace="264 * 4 * 64 * (head_dim_v + 1)",
+            shared_memory=_decode_shared("max_seqlen_q"),
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
-    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM, r.unit_stride("residual"),
-            shared_memory="1024", less_work="one pass for sum and norm"),
-    _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW_ROWS, r.unit_stride("weight"), r.absent("activation"),
-            r.at_least("in_features", 16), r.at_least("out_features", 1, Code.EMPTY_INPUT),
+    _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM,
+            r.unit_stride("residual"), shared_memory="1024", less_work="one pass for sum and norm"),
+    _kernel("linear_gemv", linear, _linear, 1.2, 14.0, *FEW_ROWS, r.unit_stride("weight"),
+            r.absent("activation"), r.at_least("in_features", 16),
+            r.at_least("out_features", 1, Code.EMPTY_INPUT),
             shared_memory=GEMV_SHARED,
-            note="for as few rows as a decode step has: reading the weight is all the time there is"),
+            note="for as few rows as a decode step has: reading the weight is all the time there "
+                 "is"),
     _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW_ROWS,
             r.equals("activations", "none"), r.contiguous("weight_q"), r.aligned("weight_q", 16),
             r.contiguous("scales"),
@@ -209,34 +221,44 @@ DEFAULTS = (
             r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
             r.one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
             r.any_of(r.one_of("format", "int8", "int4"), r.sm(at_least=89)),
-            shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized weight"),
-    _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, r.unit_stride("logits"), r.at_most("vocab", 1 << 20),
-            r.at_most("batch", MAX_GRID), r.at_most("top_k", 1024), r.absent("temperature_rows.dtype"),
-            r.absent("top_k_rows.dtype"), r.absent("top_p_rows.dtype"), r.absent("min_p_rows.dtype"),
+            shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized "
+                                                 "weight"),
+    _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, r.unit_stride("logits"),
+            r.at_most("vocab", 1 << 20), r.at_most("batch", MAX_GRID), r.at_most("top_k", 1024),
+            r.absent("temperature_rows.dtype"), r.absent("top_k_rows.dtype"),
+            r.absent("top_p_rows.dtype"), r.absent("min_p_rows.dtype"),
             r.differs("temperature", 0.0), workspace="batch * (49152 + vocab // 64)",
             shared_memory=SMALL_SHARED,
             less_work="finds where top-k and top-p cut without a sort"),
-    _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, r.unit_stride("q"), r.unit_stride("k"), r.unit_stride("cos"),
-            r.unit_stride("sin"), r.at_most("heads", MAX_GRID), r.at_most("half", 1024), variants=("bhsd", "bshd"),
+    _kernel("rope", rope, _rope, 6.0, 12.0, FLOATS, r.unit_stride("q"), r.unit_stride("k"),
+            r.unit_stride("cos"), r.unit_stride("sin"), r.at_most("heads", MAX_GRID),
+            r.at_most("half", 1024), variants=("bhsd", "bshd"),
             shared_memory=SMALL_SHARED,
             less_work="q and k in one pass, where torch runs a kernel for each step of the formula",
             note="an id outside the table gives NaN"),
     _kernel("mlp", mlp, _mlp, 1.1, 20.0, FLOATS, r.at_most("rows", MAX_GRID),
-            r.one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"), workspace="3 * itemsize * rows * inner",
-            less_work="activation and product between the matrix products in one pass", replayable=False),
-    _kernel("quantize", quantize, _quantize, 6.0, 12.0, FLOATS, r.unit_stride("x"), r.on("symmetric"),
+            r.one_of("activation", "swiglu", "geglu", "geglu_tanh", "reglu"),
+            workspace="3 * itemsize * rows * inner",
+            less_work="activation and product between the matrix products in one pass",
+            replayable=False),
+    _kernel("quantize", quantize, _quantize, 6.0, 12.0, FLOATS, r.unit_stride("x"),
+            r.on("symmetric"),
             r.one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             r.one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),
-            r.any_of(r.equals("granularity", "block"), r.at_most("width", 1 << 15)), r.at_most("block_size", 4096),
+            r.any_of(r.equals("granularity", "block"), r.at_most("width", 1 << 15)),
+            r.at_most("block_size", 4096),
             r.at_most("block_rows", 256),
-            r.one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH), r.absent("zeros.dtype"),
+            r.one_of("scales.dtype", None, "float32", code=Code.SCALE_LAYOUT_MISMATCH),
+            r.absent("zeros.dtype"),
             r.absent("global_scale.dtype"),
-            less_work="one pass, where torch runs a kernel for each step of the formula", shared_memory=SMALL_SHARED),
+            less_work="one pass, where torch runs a kernel for each step of the formula",
+            shared_memory=SMALL_SHARED),
 )
 
 # Ranked after the defaults if nothing was measured.
 PROGRAM_VARIANTS: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] = (
-    ("triton.attention_decode", "half", _attention_half), ("triton.attention_decode", "double", _attention_double),
+    ("triton.attention_decode", "half", _attention_half),
+    ("triton.attention_decode", "double", _attention_double),
     ("triton.paged_attention_decode", "half", _paged_attention_half),
     ("triton.paged_attention_decode", "double", _paged_attention_double),
     ("triton.linear_gemv", "half", _linear_half), ("triton.linear_gemv", "double", _linear_double),

@@ -20,11 +20,14 @@ from torch import Tensor
 from ...spec.replay import MOST, Grid, Launch, Varying, expand_format, fields_of, places_of
 
 # Types in a Triton signature -> codes of the struct module; pointers begin with a star.
-CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
-         "u64": "Q", "fp32": "f", "fp64": "d"}
-MAX_SCRATCH = 2                               # pointers: global scratch since Triton 3.3, a profiler's since 3.5
-ALIGNED = 16                                   # Triton specializes on whether a number is a multiple of this
-UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "tensordesc_meta")
+CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
+         "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
+# pointers: global scratch since Triton 3.3, a profiler's since 3.5
+MAX_SCRATCH = 2
+# Triton specializes on whether a number is a multiple of this
+ALIGNED = 16
+UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size",
+           "tensordesc_meta")
 
 
 @lru_cache(maxsize=None)
@@ -59,19 +62,25 @@ def launch(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: t
     return describe(fn, compiled, grid, args, varying, hooks, sizes)
 
 
-def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: tuple[Varying, ...],
+def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...],
+             varying: tuple[Varying, ...],
              hooks: tuple[list[Any], ...], sizes: tuple[int, ...]) -> Launch | str:
     """Like `launch`, for a function with parameters of these sizes."""
-    passed = [(i, p, str(compiled.src.signature.get(p.name, ""))) for i, p in enumerate(fn.params[:len(args)])]
-    passed = [(i, p, kind) for i, p, kind in passed if kind != "constexpr"]    # such as a number that is 1
+    passed = [(i, p, str(compiled.src.signature.get(p.name, "")))
+              for i, p in enumerate(fn.params[:len(args)])]
+    # such as a number that is 1
+    passed = [(i, p, kind) for i, p, kind in passed if kind != "constexpr"]
     codes = ["P" if kind.startswith("*") else CODES.get(kind, "") for _, _, kind in passed]
     scratch = len(sizes) - len(codes)
     format = "@" + "".join(codes) + "P" * scratch
-    if "" in codes or not 0 <= scratch <= MAX_SCRATCH or tuple(map(struct.calcsize, expand_format(format))) != sizes:
-        return f"parameters of {sizes} bytes are not those of the signature {[kind for _, _, kind in passed]}"
+    if ("" in codes or not 0 <= scratch <= MAX_SCRATCH
+        or tuple(map(struct.calcsize, expand_format(format))) != sizes):
+        return (f"parameters of {sizes} bytes are not those of the signature "
+                f"{[kind for _, _, kind in passed]}")
     values = [args[i] for i, _, _ in passed]
     try:
-        params = struct.pack(format, *[v.data_ptr() if isinstance(v, Tensor) else v for v in values], *[0] * scratch)
+        params = struct.pack(format, *[v.data_ptr() if isinstance(v, Tensor) else v
+                                       for v in values], *[0] * scratch)
     except (struct.error, OverflowError) as e:
         return f"its numbers do not fit their types: {e}"
     fields = fields_of(format)
@@ -79,8 +88,8 @@ def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying:
     free = tuple(bounded for v in varying if (bounded := _bound(v, fn, args, field_of)) is not None)
     return Launch(
         ctypes.cast(driver().cuLaunchKernelEx, c_void_p).value or 0, compiled.function, grid,
-        compiled.metadata.num_warps * 32, compiled.metadata.shared, 1, params, places_of(fields), fields,
-        tuple((field, v) for field, v in enumerate(values) if isinstance(v, Tensor)), free,
+        compiled.metadata.num_warps * 32, compiled.metadata.shared, 1, params, places_of(fields),
+        fields, tuple((field, v) for field, v in enumerate(values) if isinstance(v, Tensor)), free,
         launch_error, hooks, compiled)
 
 

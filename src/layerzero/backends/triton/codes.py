@@ -39,7 +39,8 @@ def _e4m3(x):
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    nearest = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20  # three bits of mantissa, ties to even
+    # three bits of mantissa, ties to even
+    nearest = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     code = tl.where(magnitude < 0x3C800000, _round(tl.abs(x) * 512.0).to(tl.int32), nearest - 960)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -47,8 +48,9 @@ def _e4m3(x):
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
     x_ptr, out_ptr, scales_ptr, rows, width, groups, x_row, x_batch, out_batch, scales_batch,
-    INT8: tl.constexpr, LARGEST: tl.constexpr, INVERSE: tl.constexpr, GIVEN: tl.constexpr, SHARED: tl.constexpr,
-    SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr, ROWS_POW: tl.constexpr,
+    INT8: tl.constexpr, LARGEST: tl.constexpr, INVERSE: tl.constexpr, GIVEN: tl.constexpr,
+    SHARED: tl.constexpr, SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr,
+    ROWS_POW: tl.constexpr,
 ):
     """Quantizes blocks of SIZE columns and ROWS rows, or one scale per row. Grid: blocks of rows,
     groups, batch."""
@@ -56,8 +58,10 @@ def quantize_kernel(
     inner = tl.arange(0, ROWS_POW)
     row = (block * ROWS + inner).to(tl.int64)
     column = group * SIZE + tl.arange(0, SIZE_POW)
-    inside = ((row < rows) & (inner < ROWS))[:, None] & ((column < width) & (tl.arange(0, SIZE_POW) < SIZE))[None, :]
-    x = tl.load(x_ptr + batch * x_batch + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = ((row < rows) & (inner < ROWS))[:, None] & ((column < width)
+                                                         & (tl.arange(0, SIZE_POW) < SIZE))[None, :]
+    x = tl.load(x_ptr + batch * x_batch + row[:, None] * x_row + column[None, :], mask=inside,
+                other=0.0).to(tl.float32)
     scale_ptr = scales_ptr + batch * scales_batch + group
     if GIVEN:
         if SHARED:
@@ -66,7 +70,8 @@ def quantize_kernel(
             scale = tl.load(scale_ptr + row * groups, mask=row < rows, other=1.0)
     else:
         magnitude = tl.abs(x)
-        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)   # without NaN and infinity
+        # without NaN and infinity
+        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
         if SHARED:
             amax = tl.max(amax, 0) + tl.zeros((ROWS_POW,), tl.float32)
         # torch multiplies by the reciprocal of a constant on a GPU, and divides on the CPU.
@@ -81,7 +86,8 @@ def quantize_kernel(
         code = _round(tl.where(ratio == ratio, bounded, 0.0)).to(tl.int8)
     else:
         code = tl.where(ratio == ratio, _e4m3(bounded), 0x7F).to(tl.uint8)     # NaN stays NaN
-    tl.store(out_ptr + batch * out_batch + row[:, None] * width + column[None, :], code, mask=inside)
+    tl.store(out_ptr + batch * out_batch + row[:, None] * width + column[None, :], code,
+             mask=inside)
 
 
 _launch = Launcher(quantize_kernel)
@@ -92,13 +98,14 @@ def _inverse(largest: float) -> float:
     return float(1.0 / torch.tensor(largest))                                  # in float32
 
 
-def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *, block_rows: int = 1,
+def quantize(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0, *,
+             block_rows: int = 1,
              scales: Tensor | None = None) -> Any:
     return encode(x, format, granularity, block_size, block_rows, scales)
 
 
-def encode(x: Tensor, format: str, granularity: str | None, block_size: int, block_rows: int, scales: Tensor | None,
-           tile: int = TILE, warps: int = 4) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, format: str, granularity: str | None, block_size: int, block_rows: int,
+           scales: Tensor | None, tile: int = TILE, warps: int = 4) -> tuple[Tensor, Tensor]:
     fmt = FORMATS[format]
     grain = granularity or fmt.granularity
     width = x.shape[-1]
@@ -108,13 +115,15 @@ def encode(x: Tensor, format: str, granularity: str | None, block_size: int, blo
         check_given_scales(x, grain, block_size, block_rows, scales, None, None)
         scales = scales.clone()
     else:
-        scales = torch.empty(scale_shape(x.shape, grain, block_size, block_rows), dtype=fmt.scale, device=x.device)
+        scales = torch.empty(scale_shape(x.shape, grain, block_size, block_rows), dtype=fmt.scale,
+                             device=x.device)
     codes = torch.empty(x.shape, dtype=fmt.storage, device=x.device)
     if not codes.numel():
         return codes, scales
     size_pow = triton.next_power_of_2(min(block_size, width))
     shared = grain == "block" and block_rows > 1 and x.dim() > 1
-    if shared:                                     # blocks of several rows do not cross batch entries
+    # blocks of several rows do not cross batch entries
+    if shared:
         flat = x.reshape(-1, x.shape[-2], width)
         batch, rows, _ = flat.shape
         block_height = block_rows
@@ -124,9 +133,10 @@ def encode(x: Tensor, format: str, granularity: str | None, block_size: int, blo
         block_height = max(1, min(tile // size_pow, triton.next_power_of_2(rows)))
     groups = scales.shape[-1]
     _launch((-(-rows // block_height), groups, batch), (
-        flat, codes if format == "int8" else codes.view(torch.uint8), scales, rows, width, groups, flat.stride(1),
-        flat.stride(0), rows * width, -(-rows // block_height) * groups if shared else 0), {
-        "INT8": format == "int8", "LARGEST": fmt.largest, "INVERSE": _inverse(fmt.largest) if x.is_cuda else 0.0,
+        flat, codes if format == "int8" else codes.view(torch.uint8), scales, rows, width, groups,
+        flat.stride(1), flat.stride(0), rows * width, -(-rows // block_height) * groups if shared
+        else 0), { "INT8": format == "int8", "LARGEST": fmt.largest,
+                  "INVERSE": _inverse(fmt.largest) if x.is_cuda else 0.0,
         "GIVEN": has_scales, "SHARED": shared, "SIZE": min(block_size, width), "SIZE_POW": size_pow,
         "ROWS": block_height,
         "ROWS_POW": triton.next_power_of_2(block_height), "num_warps": warps})

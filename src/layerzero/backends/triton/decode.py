@@ -68,7 +68,8 @@ def config(rows: int, kv_rows: int, tiles_of_64: int, stage_bytes_of_64: int, pa
     fit = (shared - beside) // (stage_bytes_of_64 * (block_n // 64))
     stages = max(1, min(4 if block_n == 64 and not paged else 3, fit))
     tiles = max(1, tiles_of_64 * 64 // block_n)
-    splits = max(int(4 * programs) if paged else 1, min(int(processors * programs) // kv_rows, MAX_SPLITS))
+    splits = max(int(4 * programs) if paged else 1,
+                 min(int(processors * programs) // kv_rows, MAX_SPLITS))
     return Config(block_n, warps, stages, min(splits, tiles))
 
 
@@ -89,11 +90,13 @@ def same_config_range(keys: int, reach: int, config_of: Callable[[int], Config])
 
 
 def launch(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...],
-    q_strides: tuple[int, int, int], k_strides: tuple[int, int, int], v_strides: tuple[int, int, int],
-    out_strides: tuple[int, int, int], lse_strides: tuple[int, int, int], scale: float, softcap: float, left: int,
-    right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None, lengths: Tensor | None = None,
-    starts: Tensor | None = None, page: int = 0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None,
+    shape: tuple[int, ...], q_strides: tuple[int, int, int], k_strides: tuple[int, int, int],
+    v_strides: tuple[int, int, int], out_strides: tuple[int, int, int],
+    lse_strides: tuple[int, int, int], scale: float, softcap: float, left: int,
+    right: int, bottom: bool, slopes: Tensor | None = None, table: Tensor | None = None,
+    lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     chosen: Config | None = None, programs: float = 1.0,
     growing: Callable[[int, int], tuple[Varying, ...]] | None = None,
 ) -> None:
@@ -106,10 +109,12 @@ def launch(
     reach = -1 if left < 0 else left + max_queries + 63
     seen = keys if reach < 0 else min(keys, reach)
     sizes = key.element_size(), value.element_size()
-    stage, beside = stage_bytes(dim, dim_v, *sizes), bytes_beside_stages(rows, dim, dim_v, min(sizes) < 2)
+    stage, beside = stage_bytes(dim, dim_v, *sizes), bytes_beside_stages(rows, dim, dim_v,
+                                                                         min(sizes) < 2)
 
     def config_of(tiles: int) -> Config:
-        return chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device, programs, beside)
+        return (chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device,
+                                 programs, beside))
 
     cfg = config_of(-(-seen // 64))
     varying: tuple[Varying, ...] = ()
@@ -119,19 +124,24 @@ def launch(
     rows_pow = triton.next_power_of_2(group * max_queries)
     parts = stats = count = query                  # unused with one split
     if splits > 1:
-        parts = torch.empty(batch * heads * max_queries * splits * dim_v, dtype=torch.float32, device=query.device)
-        stats = torch.empty(batch * heads * max_queries * splits, dtype=torch.float32, device=query.device)
+        parts = torch.empty(batch * heads * max_queries * splits * dim_v, dtype=torch.float32,
+                            device=query.device)
+        stats = torch.empty(batch * heads * max_queries * splits, dtype=torch.float32,
+                            device=query.device)
         count = counters(query.device, batch * kv_heads)
     _launch((splits, kv_heads, batch), (
-        query, key, value, out, query if lse is None else lse, parts, stats, count, query if table is None else table,
-        query if lengths is None else lengths, query if starts is None else starts,
-        query if slopes is None else slopes, query if k_scale is None else k_scale,
-        query if v_scale is None else v_scale,
-        *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, 0 if table is None else table.stride(0),
-        _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right, keys, max_queries, splits), {
-        "GROUP": group, "ROWS": rows, "BLOCK_N": cfg.block_n, "DIM": dim, "DIM_V": dim_v,
-        "DIM_POW": max(16, triton.next_power_of_2(dim)), "DIM_V_POW": max(16, triton.next_power_of_2(dim_v)),
-        "PAGE": page, "LENGTHS": lengths is not None, "STARTS": starts is not None, "K_SCALE": k_scale is not None,
+        query, key, value, out, query if lse is None else lse, parts, stats, count,
+        query if table is None else table, query if lengths is None else lengths,
+        query if starts is None else starts, query if slopes is None else slopes,
+        query if k_scale is None else k_scale, query if v_scale is None else v_scale,
+        *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, 0 if table is None
+        else table.stride(0), _per_head(k_scale), _per_head(v_scale), scale, softcap, left, right,
+        keys, max_queries, splits), { "GROUP": group, "ROWS": rows, "BLOCK_N": cfg.block_n,
+                                     "DIM": dim, "DIM_V": dim_v,
+        "DIM_POW": max(16, triton.next_power_of_2(dim)),
+                                     "DIM_V_POW": max(16, triton.next_power_of_2(dim_v)),
+        "PAGE": page, "LENGTHS": lengths is not None, "STARTS": starts is not None,
+                                     "K_SCALE": k_scale is not None,
         "V_SCALE": v_scale is not None, "BOTTOM": bottom, "LEFT": left >= 0, "RIGHT": right >= 0,
         "ALIBI": slopes is not None, "SOFTCAP": softcap > 0.0, "LSE": lse is not None,
         "SPLITS": splits_pow, "USED": rows_pow,
@@ -145,18 +155,20 @@ def _per_head(scale: Tensor | None) -> int:
 
 
 def attention_decode(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, *,
-    causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", programs: float = 1.0,
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    *, causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+    alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
+    layout: str = "bhsd", programs: float = 1.0,
 ) -> Any:
-    return dense(query, key, value, is_causal, scale, causal_align, window_left, window_right, alibi_slopes, softcap,
-                 return_lse, layout, None, programs)
+    return dense(query, key, value, is_causal, scale, causal_align, window_left, window_right,
+                 alibi_slopes, softcap, return_lse, layout, None, programs)
 
 
 def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
-    causal_align: str | None = None, window_left: int = -1, window_right: int = -1, alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0, return_lse: bool = False, layout: str = "bhsd", chosen: Config | None = None,
+    causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+    alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
+    layout: str = "bhsd", chosen: Config | None = None,
     programs: float = 1.0,
 ) -> Any:
     """`chosen` overrides the configuration, for benchmarks."""
@@ -165,14 +177,17 @@ def dense(
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
     whole = key, value
     if key.stride(head) == 0 == value.stride(head) and heads * max_queries <= MAX_ROWS:
-        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)      # one expanded head: read it once
+        # one expanded head: read it once
+        key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)
     kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
     out = torch.empty((*sizes[:3], dim_v), dtype=query.dtype, device=query.device)
-    lse = torch.empty((batch, heads, max_queries), dtype=torch.float32, device=query.device) if return_lse else None
+    lse = (torch.empty((batch, heads, max_queries), dtype=torch.float32, device=query.device)
+           if return_lse else None)
     bottom = causal_align == "bottom_right"
     right = 0 if is_causal else window_right
     if bottom and max_queries == 1:
-        right = -1                                 # the query is at the last key: nothing is to its right
+        # the query is at the last key: nothing is to its right
+        right = -1
 
     def strides(t: Tensor) -> tuple[int, int, int]:
         return t.stride(0), t.stride(head), t.stride(seq)
@@ -182,33 +197,39 @@ def dense(
         tensors."""
         return (Varying(whole[0], "size", seq, FIELDS["keys"], low, high),
                 Varying(whole[1], "size", seq, -1, low, high),
-                *(Varying(t, "stride", axis, FIELDS[f"{name}_{axis_name}"], 1) for t, name in zip(whole, "kv")
+                *(Varying(t, "stride", axis, FIELDS[f"{name}_{axis_name}"], 1)
+                  for t, name in zip(whole, "kv")
                   for axis, axis_name in ((0, "batch"), (head, "head")) if t.stride(axis) > 0))
 
     launch(query, key, value, out, lse, (batch, heads, kv_heads, max_queries, keys, dim, dim_v),
            strides(query), strides(key),
            strides(value), strides(out), (heads * max_queries, max_queries,
                                           1), dim ** -0.5 if scale is None else scale, softcap,
-           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs, growing=growing)
+           window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs,
+           growing=growing)
     return out if lse is None else (out, lse)
 
 
 def paged_attention_decode(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, *, window_left: int = -1,
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", programs: float = 1.0,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
+    programs: float = 1.0,
 ) -> Any:
-    return paged(query, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, is_causal, scale, window_left,
-                 softcap, key_scale, value_scale, max_seqlen_q, return_lse, kv_layout, None, programs)
+    return paged(query, key_cache, value_cache, block_table, context_lens, cu_seqlens_q, is_causal,
+                 scale, window_left, softcap, key_scale, value_scale, max_seqlen_q, return_lse,
+                 kv_layout, None, programs)
 
 
 def paged(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = False, scale: float | None = None, window_left: int = -1,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
+    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, window_left: int = -1,
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
-    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD", chosen: Config | None = None,
-    programs: float = 1.0,
+    max_seqlen_q: int | None = None, return_lse: bool = False, kv_layout: str = "NHD",
+    chosen: Config | None = None, programs: float = 1.0,
 ) -> Any:
     tokens, heads, dim = query.shape
     slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -216,7 +237,8 @@ def paged(
     batch, pages = block_table.shape
     max_queries = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
     out = torch.empty((tokens, heads, dim_v), dtype=query.dtype, device=query.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse else None
+    lse = (torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse
+           else None)
     if max_queries and batch:
         # Without cu_seqlens_q each token is a batch entry; with it, it says where the queries of a
         # sequence begin.
@@ -229,12 +251,14 @@ def paged(
             return t.stride(0), t.stride(head), t.stride(slot)
 
         def growing(low: int, high: int) -> tuple[Varying, ...]:
-            return (Varying(block_table, "size", 1, FIELDS["keys"], -(-low // page), high // page, factor=page),
+            return (Varying(block_table, "size", 1, FIELDS["keys"], -(-low // page), high // page,
+                            factor=page),
                     Varying(block_table, "stride", 0, FIELDS["table_batch"], 1))
 
-        launch(query, key_cache, value_cache, out, lse, (batch, heads, kv_heads, max_queries, pages * page, dim, dim_v),
+        launch(query, key_cache, value_cache, out, lse,
+               (batch, heads, kv_heads, max_queries, pages * page, dim, dim_v),
                strides(query), pool(key_cache), pool(value_cache), strides(out),
-               (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap, window_left,
-               0 if is_causal and max_queries > 1 else -1, True, None, block_table, context_lens, cu_seqlens_q, page,
-               key_scale, value_scale, chosen, programs, growing)
+               (0 if packed else heads, 1, heads), dim ** -0.5 if scale is None else scale, softcap,
+               window_left, 0 if is_causal and max_queries > 1 else -1, True, None, block_table,
+               context_lens, cu_seqlens_q, page, key_scale, value_scale, chosen, programs, growing)
     return out if lse is None else (out, lse)

@@ -23,7 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """Loads the pages of the keys from `first` on; 0 for those past `end`."""
     key = first + tl.arange(0, BLOCK_N)
-    if PAGE > 0:  # noqa: SIM108  Triton wants one assignment for each
+    if PAGE > 0:                               # Triton wants one assignment for each
         page = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
     else:
         page = key.to(tl.int64)
@@ -32,10 +32,11 @@ def _pages(table_ptr, first, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _tile(
-    first, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token, v_token, k_page, v_page,
-    scale, softcap, left, right, dim, dim_v,
-    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    first, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token,
+    v_token, k_page, v_page, scale, softcap, left, right, dim, dim_v,
+    BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Processes the keys from `first` on: one step of the online softmax in base 2. MASKED: some
     are past `end`."""
@@ -47,7 +48,8 @@ def _tile(
     else:
         k_offset = key.to(tl.int64) * k_token
         v_offset = key.to(tl.int64) * v_token
-    k_ptrs, v_ptrs = k_ptr + k_offset[:, None] + dim[None, :], v_ptr + v_offset[:, None] + dim_v[None, :]
+    k_ptrs, v_ptrs = k_ptr + k_offset[:, None] + dim[None,
+                                                     :], v_ptr + v_offset[:, None] + dim_v[None, :]
     if MASKED or dim.shape[0] != DIM:
         k = tl.load(k_ptrs, mask=inside[:, None] & (dim[None, :] < DIM), other=0.0)
     else:
@@ -70,7 +72,8 @@ def _tile(
         scores = tl.where(seen, scores, float("-inf"))
     # A negative factor would reverse the order: the rules require a positive scale.
     new_max = tl.maximum(row_max, tl.max(scores, 0) * factor)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)                      # a row without visible keys so far
+    # a row without visible keys so far
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(scores * factor - safe_max[None, :])
     rescale = tl.exp2(row_max - safe_max)
     total = total * rescale + tl.sum(p, 0)
@@ -84,19 +87,20 @@ def _tile(
 
 @triton.jit(do_not_specialize=["left", "right", "keys", "max_queries", "splits"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, stat_ptr, count_ptr, table_ptr, lengths_ptr, starts_ptr,
-    slopes_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, stat_ptr, count_ptr, table_ptr, lengths_ptr,
+    starts_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    out_batch, out_head, out_token, lse_batch, lse_head, lse_token, table_batch, k_scale_head, v_scale_head,
-    scale, softcap, left, right, keys, max_queries, splits,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAGE: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
-    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr, USED: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    out_batch, out_head, out_token, lse_batch, lse_head, lse_token, table_batch, k_scale_head,
+    v_scale_head, scale, softcap, left, right, keys, max_queries, splits,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_V: tl.constexpr, DIM_POW: tl.constexpr, DIM_V_POW: tl.constexpr, PAGE: tl.constexpr,
+    LENGTHS: tl.constexpr, STARTS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr,
+    USED: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Attends to `keys` keys with at most `max_queries` queries per head. PAGE 0: dense K and V; else
-    a page table.
+    """Attends to `keys` keys with at most `max_queries` queries per head. PAGE 0: dense K and V;
+    else a page table.
 
     Query i is at key i + offset, where the offset is 0, or with BOTTOM such that the last query is
     at the last key.
@@ -138,7 +142,8 @@ def decode_kernel(
     split_keys = tl.cdiv(tl.cdiv(tl.maximum(highest - lowest, 0), BLOCK_N), splits) * BLOCK_N
     start = lowest + split * split_keys
     end = tl.minimum(start + split_keys, highest)
-    full = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N             # whole tiles end here
+    # whole tiles end here
+    full = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
     dim, dim_v = tl.arange(0, DIM_POW), tl.arange(0, DIM_V_POW)
 
     row = tl.arange(0, ROWS)                       # a query head of the group and a token
@@ -166,17 +171,17 @@ def decode_kernel(
     page = _pages(table_ptr, start, end, BLOCK_N, PAGE)
     for first in tl.range(start, full, BLOCK_N, num_stages=STAGES):
         acc, row_max, total = _tile(
-            first, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token, v_token, k_batch,
-            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
-            False)
+            first, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token,
+            v_token, k_batch, v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V,
+            PAGE, LEFT, RIGHT, ALIBI, SOFTCAP, False)
         page = _pages(table_ptr, first + BLOCK_N, end, BLOCK_N, PAGE)
     if full < end:
         # Loaded again: with the loop's last value results were wrong on an H200 with Triton 3.6.
         page = _pages(table_ptr, full, end, BLOCK_N, PAGE)
         acc, row_max, total = _tile(
-            full, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token, v_token, k_batch,
-            v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V, PAGE, LEFT, RIGHT, ALIBI, SOFTCAP,
-            True)
+            full, page, acc, row_max, total, q, k_ptr, v_ptr, position, slope, valid, end, k_token,
+            v_token, k_batch, v_batch, scale, softcap, left, right, dim, dim_v, BLOCK_N, DIM, DIM_V,
+            PAGE, LEFT, RIGHT, ALIBI, SOFTCAP, True)
 
     if SPLITS == 1:
         factor = tl.where(total > 0, v_scale / total, 0.0)
@@ -193,7 +198,8 @@ def decode_kernel(
         part_lse = tl.where(total > 0, row_max + tl.log2(total),
                             float("-inf"))         # log2 of the part's sum of exponentials
         tl.store(part_ptr + part_index * used * DIM_V + dim_v[:, None] * used + row[None, :],
-                 acc * tl.where(total > 0, 1.0 / total, 0.0)[None, :], mask=valid[None, :] & (dim_v[:, None] < DIM_V))
+                 acc * tl.where(total > 0, 1.0 / total, 0.0)[None, :],
+                 mask=valid[None, :] & (dim_v[:, None] < DIM_V))
         tl.store(stat_ptr + part_index * used + row, part_lse, mask=valid)
         tl.debug_barrier()  # all threads have stored their part before the counter is incremented
         done = tl.atomic_add(count_ptr + kv_row, 1, sem="acq_rel")
@@ -201,15 +207,16 @@ def decode_kernel(
             tl.store(count_ptr + kv_row, 0)
             _merge(out_ptr, lse_ptr, part_ptr + kv_row * splits * used * DIM_V,
                    stat_ptr + kv_row * splits * used, kv_head,
-                   tokens, used, splits, v_scale, out_head, out_token, lse_head, lse_token, GROUP, DIM_V, DIM_V_POW,
-                   LSE, SPLITS, USED, DEPTH)
+                   tokens, used, splits, v_scale, out_head, out_token, lse_head, lse_token, GROUP,
+                   DIM_V, DIM_V_POW, LSE, SPLITS, USED, DEPTH)
 
 
 @triton.jit
 def _merge(
-    out_ptr, lse_ptr, part_ptr, stat_ptr, kv_head, tokens, used, splits, v_scale, out_head, out_token, lse_head,
-    lse_token, GROUP: tl.constexpr, DIM_V: tl.constexpr, DIM_V_POW: tl.constexpr, LSE: tl.constexpr,
-    SPLITS: tl.constexpr, USED: tl.constexpr, DEPTH: tl.constexpr,
+    out_ptr, lse_ptr, part_ptr, stat_ptr, kv_head, tokens, used, splits, v_scale, out_head,
+    out_token, lse_head, lse_token, GROUP: tl.constexpr, DIM_V: tl.constexpr,
+    DIM_V_POW: tl.constexpr, LSE: tl.constexpr, SPLITS: tl.constexpr, USED: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Merges the parts of one KV head, weighted by their sums of exponentials.
 
@@ -228,8 +235,9 @@ def _merge(
     share *= tl.where(total > 0, v_scale / total, 0.0)[None, :]
     for begin in range(0, DIM_V_POW, DEPTH):
         d = begin + tl.arange(0, DEPTH)
-        part_values = tl.load(part_ptr + (part[:, None, None] * DIM_V + d[None, :, None]) * used + r[None, None, :],
-                              mask=part_mask[:, None, :] & (d < DIM_V)[None, :, None], other=0.0, cache_modifier=".cg")
+        part_values = tl.load(part_ptr + (part[:, None, None] * DIM_V + d[None, :, None]) * used
+                              + r[None, None, :], mask=part_mask[:, None, :]
+                              & (d < DIM_V)[None, :, None], other=0.0, cache_modifier=".cg")
         merged = tl.sum(part_values * share[:, None, :], 0)
         tl.store(out_ptr + (head * out_head + token * out_token)[None, :] + d[:, None],
                  merged.to(out_ptr.dtype.element_ty), mask=(d < DIM_V)[:, None] & valid[None, :])

@@ -26,13 +26,15 @@ def _activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def gate_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, inner, KIND: tl.constexpr,
+                BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     gate = tl.load(gate_ptr + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * inner + column, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * inner + column,
+             (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _launch = Launcher(gate_kernel)
@@ -44,15 +46,18 @@ def gate(gates: Tensor, ups: Tensor, activation: str, block: int = BLOCK, warps:
     out = torch.empty((rows, inner), dtype=gates.dtype, device=gates.device)
     if out.numel():
         block = min(block, triton.next_power_of_2(inner))
-        _launch((-(-inner // block), rows), (gates, ups, out, gates.stride(0), ups.stride(0), inner),
+        _launch((-(-inner // block), rows), (gates, ups, out, gates.stride(0), ups.stride(0),
+                                             inner),
                 {"KIND": KINDS[activation], "BLOCK": block, "num_warps": warps})
     return out
 
 
 def mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
-        weight_up: Tensor | None = None, bias_in: Tensor | None = None, bias_up: Tensor | None = None,
-        bias_down: Tensor | None = None) -> Tensor:
+        weight_up: Tensor | None = None, bias_in: Tensor | None = None,
+        bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     first = linear(flat, weight_in, bias_in)
-    gates, ups = first.chunk(2, -1) if weight_up is None else (first, linear(flat, weight_up, bias_up))
-    return linear(gate(gates, ups, activation), weight_down, bias_down).view(*x.shape[:-1], weight_down.shape[0])
+    gates, ups = (first.chunk(2, -1) if weight_up is None
+                  else (first, linear(flat, weight_up, bias_up)))
+    return linear(gate(gates, ups, activation), weight_down,
+                  bias_down).view(*x.shape[:-1], weight_down.shape[0])

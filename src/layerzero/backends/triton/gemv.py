@@ -38,20 +38,24 @@ def _load_x(x_ptr, column, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _add_two_products(word, x_low, x_high, total, ASM: tl.constexpr):
-    """Adds the products of two codes plus their offsets; the codes are in bits 15 to 18 and 19 to 22.
+    """Adds the products of two codes plus their offsets; the codes are in bits 15 to 18 and 19 to
+    22.
 
     On a GPU `and` and `or` are one lop3 instruction; the compiler would use two for two constants.
     """
     if ASM:
         low = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x78000, $2, 0xEA;", "=r,r,r", [word, tl.full(word.shape, 0x43800000, tl.int32)],
+            "lop3.b32 $0, $1, 0x78000, $2, 0xEA;", "=r,r,r",
+            [word, tl.full(word.shape, 0x43800000, tl.int32)],
             dtype=tl.int32, is_pure=True, pack=1)
         high = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x780000, $2, 0xEA;", "=r,r,r", [word, tl.full(word.shape, 0x41800000, tl.int32)],
+            "lop3.b32 $0, $1, 0x780000, $2, 0xEA;", "=r,r,r",
+            [word, tl.full(word.shape, 0x41800000, tl.int32)],
             dtype=tl.int32, is_pure=True, pack=1)
     else:
         low, high = (word & 0x78000) | 0x43800000, (word & 0x780000) | 0x41800000
-    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)        # 256 + n, 16 + n
+    # 256 + n, 16 + n
+    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     return total + low * x_low[None, :, :] + high * x_high[None, :, :]
 
 
@@ -72,7 +76,8 @@ def _load_eight(x_ptr, word, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _store_row(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+def _store_row(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: tl.constexpr,
+               BIAS: tl.constexpr):
     inside = row < n
     if BY_ROW:
         total *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)
@@ -84,13 +89,15 @@ def _store_row(total, row, n, scales_ptr, scale_row, bias_ptr, out_ptr, BY_ROW: 
 @triton.jit(do_not_specialize=["n"])
 def one_row_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, w_row, scale_row,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """For weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for the whole
     row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    source = tl.minimum(row, n - 1).to(tl.int64)           # rows past the end are clamped, and not stored
+    # rows past the end are clamped, and not stored
+    source = tl.minimum(row, n - 1).to(tl.int64)
     block: tl.constexpr = LANES * VEC
     even: tl.constexpr = K % block == 0
     lane = tl.arange(0, LANES)
@@ -101,7 +108,8 @@ def one_row_kernel(
         if even:
             w = tl.load(w_ptrs, eviction_policy="evict_first")
         else:
-            w = tl.load(w_ptrs, mask=(first + column)[None, :, :] < K, other=0.0, eviction_policy="evict_first")
+            w = tl.load(w_ptrs, mask=(first + column)[None, :, :] < K, other=0.0,
+                        eviction_policy="evict_first")
         x = _load_x(x_ptr, first + column, K, even)
         sums = tl.sum(w.to(tl.float32) * x[None, :, :], 2)
         if GROUP > 0 or ZEROS:
@@ -110,12 +118,15 @@ def one_row_kernel(
             if GROUP > 0:
                 scale_offset += ((first + lane * VEC) // GROUP)[None, :]
             if ZEROS:
-                zero = tl.load(zeros_ptr + scale_offset, mask=in_row[None, :], other=0).to(tl.float32)
+                zero = tl.load(zeros_ptr + scale_offset, mask=in_row[None, :],
+                               other=0).to(tl.float32)
                 sums -= zero * tl.sum(x, 1)[None, :]
             if GROUP > 0:
-                sums *= tl.load(scales_ptr + scale_offset, mask=in_row[None, :], other=0.0).to(tl.float32)
+                sums *= tl.load(scales_ptr + scale_offset, mask=in_row[None, :],
+                                other=0.0).to(tl.float32)
         total += sums
-    _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+    _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED
+               and GROUP == 0, BIAS)
 
 
 @triton.jit
@@ -143,13 +154,15 @@ def _load_int4(
         scale = tl.load(scales_ptr + scale_offset) if even else tl.load(scales_ptr + scale_offset,
                                                                         mask=in_row, other=0.0)
     if ZEROS:
-        zero = tl.load(zeros_ptr + scale_offset) if even else tl.load(zeros_ptr + scale_offset, mask=in_row, other=0)
+        zero = (tl.load(zeros_ptr + scale_offset) if even
+                else tl.load(zeros_ptr + scale_offset, mask=in_row, other=0))
     return w, scale, zero
 
 
 @triton.jit
 def _int4_products(
-    w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+    w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Returns (rows, quads), the sums of products of these words."""
     low, high = x0 + x2 + x4 + x6, x1 + x3 + x5 + x7
@@ -172,8 +185,8 @@ def _int4_products(
 @triton.jit(do_not_specialize=["n"])
 def one_row_int4_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, n, scale_row,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUADS: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, QUADS: tl.constexpr, ASM: tl.constexpr,
 ):
     """Eight codes per word, the first in the lowest bits. Programs take blocks of rows in turn."""
     words: tl.constexpr = K // 8
@@ -184,14 +197,16 @@ def one_row_int4_kernel(
     if words <= 4 * QUADS:                                 # all of x is kept in registers
         row = begin * BLOCK_N + inner
         # Rows past the end are clamped, and not stored.
-        w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
+        w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr,
+                                    tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
                                     GROUP, ZEROS, QUADS)
         x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, word, K, even)
-        for block in range(begin, blocks, step):           # the next block is loaded while this one is computed
+        # the next block is loaded while this one is computed
+        for block in range(begin, blocks, step):
             row = (block + step) * BLOCK_N + inner
             w_next, scale_next, zero_next = _load_int4(
-                w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K, GROUP, ZEROS,
-                QUADS)
+                w_ptr, scales_ptr, zeros_ptr, tl.minimum(row, n - 1).to(tl.int64), 0, scale_row, K,
+                GROUP, ZEROS, QUADS)
             part = _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
             _store_row(tl.sum(part, 1), block * BLOCK_N + inner, n, scales_ptr, scale_row, bias_ptr,
                        out_ptr, GROUP == 0,
@@ -203,11 +218,14 @@ def one_row_int4_kernel(
             source = tl.minimum(row, n - 1).to(tl.int64)
             total = tl.zeros((BLOCK_N, QUADS), tl.float32)
             for first in range(0, words, 4 * QUADS):
-                w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row, K, GROUP, ZEROS,
+                w, scale, zero = _load_int4(w_ptr, scales_ptr, zeros_ptr, source, first, scale_row,
+                                            K, GROUP, ZEROS,
                                             QUADS)
                 x0, x1, x2, x3, x4, x5, x6, x7 = _load_eight(x_ptr, first + word, K, even)
-                total += _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP, ZEROS, ASM)
-            _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr, GROUP == 0, BIAS)
+                total += _int4_products(w, scale, zero, x0, x1, x2, x3, x4, x5, x6, x7, GROUP,
+                                        ZEROS, ASM)
+            _store_row(tl.sum(total, 1), row, n, scales_ptr, scale_row, bias_ptr, out_ptr,
+                       GROUP == 0, BIAS)
 
 
 @triton.jit
@@ -218,10 +236,11 @@ def _scaled_dot(w, x, acc, scale):
 
 @triton.jit(do_not_specialize=["rows", "n", "splits"])
 def few_rows_kernel(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits, x_row, w_row,
-    scale_row,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    INT4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits,
+    x_row, w_row, scale_row,
+    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, INT4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """For four-bit codes BLOCK_K bytes at a time; low nibbles belong to even inputs, high ones to
     odd."""
@@ -244,15 +263,18 @@ def few_rows_kernel(
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         scale = tl.full((BLOCK_N,), 1.0, tl.float32)
         if GROUP > 0:
-            scale = tl.load(scales_ptr + source * scale_row + first * inputs_per_column // GROUP).to(tl.float32)
+            scale = tl.load(scales_ptr + source * scale_row + first * inputs_per_column
+                            // GROUP).to(tl.float32)
         if INT4:
             zero = tl.full((BLOCK_N,), 8.0, tl.float32)
         if ZEROS:
-            zero_offset = source * scale_row + (first * inputs_per_column // GROUP if GROUP > 0 else 0)
+            zero_offset = source * scale_row + (first * inputs_per_column // GROUP if GROUP > 0
+                                                else 0)
             zero = tl.load(zeros_ptr + zero_offset).to(tl.float32)
         if INT4:
             x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0)
-            low, high = (w & 15).to(tl.float32) - zero[:, None], (w >> 4).to(tl.float32) - zero[:, None]
+            low, high = (w & 15).to(tl.float32) - zero[:, None], (w >> 4).to(tl.float32) - zero[
+                :, None]
             acc = _scaled_dot(low.to(x.dtype), x, acc, scale)
             acc = _scaled_dot(high.to(x.dtype), x_odd, acc, scale)
         elif ZEROS:
@@ -270,12 +292,15 @@ def few_rows_kernel(
         if done == splits - 1:
             tl.store(count_ptr + block, 0)
             acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
-            for s in range(splits):                        # in order, so that the result is deterministic
+            # in order, so that the result is deterministic
+            for s in range(splits):
                 part = (tl.program_id(0).to(tl.int64) * splits + s) * BLOCK_N * ROWS
                 acc += tl.load(part_ptr + part + inner, cache_modifier=".cg")
-            _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+            _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED
+                        and GROUP == 0, BIAS)
     else:
-        _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED and GROUP == 0, BIAS)
+        _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED
+                    and GROUP == 0, BIAS)
 
 
 @triton.jit
@@ -290,7 +315,8 @@ def _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr,
              mask=inside[:, None] & (m[None, :] < rows))
 
 
-_one_row, _one_row_int4, _few_rows = Launcher(one_row_kernel), Launcher(one_row_int4_kernel), Launcher(few_rows_kernel)
+_one_row, _one_row_int4, _few_rows = Launcher(one_row_kernel), Launcher(
+    one_row_int4_kernel), Launcher(few_rows_kernel)
 
 
 class Config(NamedTuple):
@@ -298,7 +324,8 @@ class Config(NamedTuple):
     block_k: int               # one row: lanes of 16 bytes; few rows: columns of the weight
     warps: int
     stages: int
-    splits: int = 1            # of the inputs; one row of four-bit codes: programs per multiprocessor
+    # of the inputs; one row of four-bit codes: programs per multiprocessor
+    splits: int = 1
 
 
 def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device,
@@ -309,7 +336,8 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
     `programs` is a multiple of what was fastest on an H200, for tuning.
     """
     processors, _ = device_size(device)
-    if rows == 1 and int4:                                 # enough threads to hold all of x, if possible
+    # enough threads to hold all of x, if possible
+    if rows == 1 and int4:
         quads = max(128, triton.next_power_of_2(-(-width // 16)))
         quads = quads if quads <= 512 else 128
         return Config(2, quads, quads // 32, 1, max(1, int(512 // quads * programs)))
@@ -321,8 +349,9 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
     return Config(block_n, block_k, 4, 4, splits)
 
 
-def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None, bias: Tensor | None, format: str,
-           group_size: int, chosen: Config | None = None, programs: float = 1.0) -> Tensor:
+def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
+           bias: Tensor | None, format: str, group_size: int, chosen: Config | None = None,
+           programs: float = 1.0) -> Tensor:
     """`format`: that of the codes, or "" for a weight of floats."""
     k, n = x.shape[-1], weight.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
@@ -330,19 +359,24 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     rows = flat.shape[0]
     int4 = format == "int4"
     group = 0 if group_size >= k else group_size
-    optional_args = (x if scales is None else scales, x if zeros is None else zeros, x if bias is None else bias)
+    optional_args = (x if scales is None else scales, x if zeros is None else zeros,
+                     x if bias is None else bias)
     scale_row = 0 if scales is None else scales.stride(0)
     if not out.numel():
         return out
-    cfg = chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device, programs)
-    options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None, "BIAS": bias is not None,
-                               "BLOCK_N": cfg.block_n, "STAGES": cfg.stages, "num_warps": cfg.warps}
+    cfg = (chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device,
+                            programs))
+    options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None,
+                               "BIAS": bias is not None, "BLOCK_N": cfg.block_n,
+                               "STAGES": cfg.stages, "num_warps": cfg.warps}
     grid = (-(-n // cfg.block_n),)
     if rows == 1 and int4:
         programs = min(grid[0], cfg.splits * device_size(x.device)[0])
         del options["STAGES"]
-        _one_row_int4((programs,), (flat, weight.view(torch.int32), *optional_args, out, n, scale_row), {
-            **options, "ASM": x.is_cuda, "QUADS": min(cfg.block_k, triton.next_power_of_2(-(-k // 32)))})
+        _one_row_int4((programs,), (flat, weight.view(torch.int32), *optional_args, out, n,
+                                    scale_row), {
+            **options, "ASM": x.is_cuda,
+            "QUADS": min(cfg.block_k, triton.next_power_of_2(-(-k // 32)))})
     elif rows == 1:
         vec = 16 // weight.element_size()
         _one_row(grid, (flat, weight, *optional_args, out, n, weight.stride(0), scale_row), {
@@ -351,16 +385,19 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     else:
         parts = count = x
         if cfg.splits > 1:
-            parts = torch.empty(grid[0] * cfg.splits * cfg.block_n * MAX_ROWS, dtype=torch.float32, device=x.device)
+            parts = torch.empty(grid[0] * cfg.splits * cfg.block_n * MAX_ROWS, dtype=torch.float32,
+                                device=x.device)
             count = counters(x.device, grid[0])
         _few_rows((grid[0], cfg.splits), (
-            flat, weight, *optional_args, out, parts, count, rows, n, cfg.splits, flat.stride(0), weight.stride(0),
-            scale_row), {
-            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": cfg.block_k, "ROWS": MAX_ROWS})
+            flat, weight, *optional_args, out, parts, count, rows, n, cfg.splits, flat.stride(0),
+            weight.stride(0), scale_row), {
+            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": cfg.block_k,
+            "ROWS": MAX_ROWS})
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, programs: float = 1.0) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+           programs: float = 1.0) -> Tensor:
     return launch(x, weight, None, None, bias, "", 0, None, programs)
 
 

@@ -26,11 +26,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ...spec import codegen, replay
-from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, config_problems, grid_problems
+from ...spec.launch import (
+    LaunchLimits,
+    LaunchRefused,
+    block_problems,
+    config_problems,
+    grid_problems,
+)
 from ...spec.replay import Varying
 from . import bare
 
-MAX_EXACT_KEYS = 4096                              # exact argument tuples of a function; growing lengths add new ones
+# exact argument tuples of a function; growing lengths add new ones
+MAX_EXACT_KEYS = 4096
 INT32_END = 1 << 31
 
 
@@ -62,7 +69,8 @@ class _Ready(NamedTuple):
     compiled: Any                              # Triton's CompiledKernel
 
 
-listeners: list[Callable[[LoadedSpecialization], None]] = []    # called with every loaded specialization
+# called with every loaded specialization
+listeners: list[Callable[[LoadedSpecialization], None]] = []
 _listener_lock = threading.Lock()
 _limits: dict[int, LaunchLimits] = {}
 
@@ -87,7 +95,8 @@ class Launcher:
         self._hits = itertools.count()
         self._tick = self._hits.__next__
         self._made = {"compiled": 0, "disk": 0, "memory": 0}
-        self._runtime = _runtime_parameters(fn) if isinstance(fn, JITFunction) and torch.version.hip is None else -1
+        self._runtime = (_runtime_parameters(fn) if isinstance(fn, JITFunction)
+                         and torch.version.hip is None else -1)
 
     @property
     def counts(self) -> LaunchCounts:
@@ -95,8 +104,8 @@ class Launcher:
 
     def __call__(self, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any],
                  varying: tuple[Varying, ...] = ()) -> None:
-        """Launches with `args`, the run-time arguments in order, and `meta`, the constants, num_warps
-        and the like.
+        """Launches with `args`, the run-time arguments in order, and `meta`, the constants,
+        num_warps and the like.
 
         `varying`: which of `args`, by index, may differ in a replay.
         """
@@ -120,7 +129,8 @@ class Launcher:
             self._tick()
         size = len(grid)
         full = grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
-        ready.run(*full, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed, None, None, None,
+        ready.run(*full, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed,
+                  None, None, None,
                   *values, *ready.constants)
         if watcher is not None:
             hooks = hook_lists(self.fn)
@@ -145,7 +155,8 @@ class Launcher:
         self._exact[key] = ready
         return ready
 
-    def _compile(self, device: int, grid: Sequence[int], args: tuple[Any, ...], meta: Mapping[str, Any]) -> _Ready:
+    def _compile(self, device: int, grid: Sequence[int], args: tuple[Any, ...],
+                 meta: Mapping[str, Any]) -> _Ready:
         reasons = config_problems(meta, blocks_of(meta))
         if reasons:
             raise LaunchRefused.of(self.name, reasons)
@@ -153,18 +164,21 @@ class Launcher:
         start = time.perf_counter()
         with _compilations(cache_hits):
             compiled = self.fn.warmup(*args, grid=tuple(grid), **meta)
-        reasons = block_problems(compiled.metadata.num_warps, compiled.metadata.shared, limits_of(device))
+        reasons = block_problems(compiled.metadata.num_warps, compiled.metadata.shared,
+                                 limits_of(device))
         if reasons:
             raise LaunchRefused.of(self.name, reasons)
         compiled[(1, 1, 1)]                    # loads it without a launch
         cache = "memory" if not cache_hits else "disk" if cache_hits[-1] else "compiled"
         self._made[cache] += 1
-        event = LoadedSpecialization(self.name, cache, time.perf_counter() - start, compiled.metadata.shared,
+        event = LoadedSpecialization(self.name, cache, time.perf_counter() - start,
+                                     compiled.metadata.shared,
                          compiled.metadata.num_warps)
         for listener in listeners:
             listener(event)
         constants = tuple(meta.get(p.name, p.default) for p in self.fn.params[self._runtime:])
-        return _Ready(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
+        return _Ready(compiled.run, compiled.function, compiled.packed_metadata, constants,
+                      compiled)
 
     def _reader(self, types: tuple[type, ...]) -> Callable[..., Any] | None:
         """Generates a function of the arguments that returns (what their specialization depends on,
@@ -189,7 +203,8 @@ class Launcher:
                 return None
         lines.append(f"return ({', '.join(parts)},), ({', '.join(passed)},)")
         scope: dict[str, Any] = {}
-        source = f"def read({', '.join(names)}):\n    " + "\n    ".join(lines)     # depends on types alone
+        # depends on types alone
+        source = f"def read({', '.join(names)}):\n    " + "\n    ".join(lines)
         exec(codegen.compile(source, "launch read"), scope)
         return scope["read"]  # type: ignore[no-any-return]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from ...spec import replay
 
 COUNTERS_PER_STREAM = 1 << 16                  # counters of one stream
-CAPTURED_COUNTERS = 1 << 20    # of all captured calls of a device; beyond it a captured call zeroes its own
+# of all captured calls of a device; beyond it a captured call zeroes its own
+CAPTURED_COUNTERS = 1 << 20
 
 _lock = threading.Lock()
 _streams: dict[tuple[int, int], Tensor] = {}
@@ -30,7 +31,8 @@ def device_size(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 8, 1 << 20                      # the interpreter
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 96 << 10)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin",
+                                                     96 << 10)
 
 
 def counters(device: torch.device, count: int) -> Tensor:
@@ -47,8 +49,10 @@ def counters(device: torch.device, count: int) -> Tensor:
     zeros = _streams.get((index, stream))
     if zeros is None or zeros.numel() < count:
         with _lock:
-            if index not in _captured:         # allocated here, since a capture cannot allocate persistently
-                _captured[index] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device), 0
+            # allocated here, since a capture cannot allocate persistently
+            if index not in _captured:
+                _captured[index] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32,
+                                               device=device), 0
             zeros = torch.zeros(max(count, COUNTERS_PER_STREAM), dtype=torch.int32, device=device)
             _streams[index, stream] = zeros
             # Other streams may use them from now on. Only this stream is synchronised: another
@@ -65,4 +69,5 @@ def _captured_counters(index: int, device: torch.device, count: int) -> Tensor:
         if pool is not None and taken + count <= CAPTURED_COUNTERS:
             _captured[index] = pool, taken + count
             return pool[taken:taken + count]
-    return torch.zeros(count, dtype=torch.int32, device=device)            # a node of the graph zeroes them
+    # a node of the graph zeroes them
+    return torch.zeros(count, dtype=torch.int32, device=device)

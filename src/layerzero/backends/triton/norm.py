@@ -22,13 +22,14 @@ TILE = 4096                                    # elements of narrow rows per pro
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, x_row, residual_row, eps, offset,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr, RESIDUAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr,
+    RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
     whole: tl.constexpr = BLOCK == HIDDEN
     if WEIGHT:
-        weight = tl.load(weight_ptr + column, mask=column < HIDDEN, other=0.0).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + column, mask=column < HIDDEN,
+                         other=0.0).to(tl.float32) + offset
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, rows, step, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -43,7 +44,8 @@ def rms_norm_kernel(
                 y = tl.load(residual_ptr + row * residual_row + column, mask=inside, other=0.0)
         wide = x.to(tl.float32)
         if RESIDUAL:
-            x = (wide + y.to(tl.float32)).to(x.dtype)                          # rounded before it is normalised
+            # rounded before it is normalised
+            x = (wide + y.to(tl.float32)).to(x.dtype)
             tl.store(total_ptr + row * HIDDEN + column, x, mask=inside)
             wide = x.to(tl.float32)
         wide = wide * tl.rsqrt(tl.sum(wide * wide, 1) / HIDDEN + eps)[:, None]
@@ -78,16 +80,19 @@ def launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float
     other = flat if residual is None else residual.reshape(-1, hidden)
     tile, warps, programs, stages = chosen or config(flat.shape[0], hidden, x.device)
     _launch((programs,), (
-        flat, other, flat if weight is None else weight, out, total, flat.shape[0], flat.stride(0), other.stride(0),
-        eps, offset), {
-        "HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), "ROWS": tile, "WEIGHT": weight is not None,
-        "RESIDUAL": residual is not None, "STAGES": stages, "num_warps": warps})
+        flat, other, flat if weight is None else weight, out, total, flat.shape[0], flat.stride(0),
+        other.stride(0), eps, offset), {
+        "HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), "ROWS": tile,
+        "WEIGHT": weight is not None, "RESIDUAL": residual is not None, "STAGES": stages,
+        "num_warps": warps})
     return out, total
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+             offset: float = 0.0) -> Tensor:
     return launch(x, None, weight, eps, offset)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None,
+                 eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     return launch(x, residual, weight, eps, 0.0)

@@ -35,9 +35,9 @@ def _reciprocal(temperature: float) -> float:
     return float(1.0 / torch.tensor(temperature))              # in float32
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Tensor | None,
-           word: int, from_probs: bool, chunk: int = 0, tile: int = TILE, warps: int = 8,
-           narrowings: int = NARROWINGS) -> tuple[Tensor, Tensor, Tensor]:
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float,
+           uniform: Tensor | None, word: int, from_probs: bool, chunk: int = 0, tile: int = TILE,
+           warps: int = 8, narrowings: int = NARROWINGS) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (token, its weight, the total weight of the kept tokens) of each row."""
     batch, vocab = logits.shape
     device = logits.device
@@ -61,9 +61,11 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     floats = torch.empty(batch * (chunks + 1), dtype=torch.float32, device=device)
     peaks, parts = floats[:batch], floats[batch:]
     integers = torch.empty(batch * (5 + 8 * chunks), dtype=torch.int32, device=device)
-    whole, listed, part_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[5 * batch:]
+    whole, listed, part_counts = integers[:4 * batch], integers[4 * batch:5 * batch], integers[
+        5 * batch:]
     doubles = torch.empty(batch * (1 + 2 * tiles + 8 * chunks), dtype=torch.float64, device=device)
-    mass, sure, before, part_masses = doubles.split([batch, batch * tiles, batch * tiles, 8 * batch * chunks])
+    mass, sure, before, part_masses = doubles.split([batch, batch * tiles, batch * tiles,
+                                                     8 * batch * chunks])
     count = counters(device, batch)
     shared: dict[str, Any] = {"PROBS": from_probs, "CHUNK": chunk, "TILE": tile, "num_warps": warps}
     reading: dict[str, Any] = {**shared, "SCALE": scaled, "LIBDEVICE": logits.is_cuda}
@@ -76,25 +78,30 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         places = torch.empty(batch * MAX_LISTED, dtype=torch.int64, device=device)
         listing = torch.empty(batch * MAX_LISTED, dtype=torch.float32, device=device)
         for i in range(narrowings):
-            _narrow(grid, (logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab, divisor, top_k,
+            _narrow(grid, (logits, peaks, part_masses, part_counts, whole, mass, count, step, vocab,
+                           divisor, top_k,
                            top_p),
-                    {"FIRST": i == 0, "BY_COUNT": top_k > 0, "CHUNKS": triton.next_power_of_2(chunks), **reading})
+                    {"FIRST": i == 0, "BY_COUNT": top_k > 0,
+                     "CHUNKS": triton.next_power_of_2(chunks), **reading})
     _draw(grid, (logits, peaks, whole, mass, places, listing, listed, sure, before, count,
-                 logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor, top_k, top_p,
-                 min_p, word),
-          {"SEARCH": search, "TOP_K": top_k > 0, "TOP_P": by_mass, "MIN_P": min_p > 0.0, "SEEDED": uniform is None,
-           "TILES": triton.next_power_of_2(tiles), "AT_ONCE": max(16, 8192 // triton.next_power_of_2(tiles)),
+                 logits if uniform is None else uniform, token, chosen, total, step, vocab, divisor,
+                 top_k, top_p, min_p, word),
+          {"SEARCH": search, "TOP_K": top_k > 0, "TOP_P": by_mass, "MIN_P": min_p > 0.0,
+           "SEEDED": uniform is None, "TILES": triton.next_power_of_2(tiles),
+           "AT_ONCE": max(16, 8192 // triton.next_power_of_2(tiles)),
            **reading})
     return token, chosen, total
 
 
 def sample(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *,
-    repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-    history: Tensor | None = None, token_counts: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, *, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0, history: Tensor | None = None,
+    token_counts: Tensor | None = None, repetition_penalty_rows: Tensor | None = None,
     presence_penalty_rows: Tensor | None = None, frequency_penalty_rows: Tensor | None = None,
-    uniforms: Tensor | None = None, seed: int | None = None, seed_rows: Tensor | None = None, offset: int = 0,
-    generator: torch.Generator | None = None, from_probs: bool = False, return_logprobs: bool = False,
+    uniforms: Tensor | None = None, seed: int | None = None, seed_rows: Tensor | None = None,
+    offset: int = 0, generator: torch.Generator | None = None, from_probs: bool = False,
+    return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     uniform, word = None, 0
     if uniforms is None and seed is not None and seed_rows is None:
@@ -107,7 +114,8 @@ def sample(
             scalar_or_column(repetition_penalty, repetition_penalty_rows),
             scalar_or_column(presence_penalty, presence_penalty_rows),
             scalar_or_column(frequency_penalty, frequency_penalty_rows)))
-    token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word, from_probs)
+    token, chosen, total = choose(logits, temperature, top_k, top_p, min_p, uniform, word,
+                                  from_probs)
     if not return_logprobs:
         return token
     wide = torch.promote_types(logits.dtype, torch.float32)

@@ -4,9 +4,13 @@ A row is split into chunks, one program each, and every step is one launch over 
 program of a row to finish combines the results of all and stores the decision for the next launch.
 
 peak     the maximum, which scores are relative to
-narrow   the mass and the number of tokens above each of seven scores, which bracket the cut. Two or three of these
+narrow
+        the mass and the number of tokens above each of seven scores, which bracket the cut. Two or
+        three of these
          launches leave some hundred candidates of 128,000
-draw     collects the candidates, finds the exact cut among them, and draws the token: first its tile, then its place
+draw
+        collects the candidates, finds the exact cut among them, and draws the token: first its
+        tile, then its place
          in the tile
 
 Tokens rank by (score, id) as one integer, the place: the bits of floats of one sign are ordered
@@ -40,12 +44,14 @@ def _clean_values(value, PROBS: tl.constexpr):
 
 @triton.jit
 def _read_tokens(
-    logits_ptr, id, vocab, peak, divisor, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
+    logits_ptr, id, vocab, peak, divisor, PROBS: tl.constexpr, SCALE: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
 ):
     """Loads (rank key, weight) of the tokens `id`. Keys rise as scores fall; impossible tokens have
     the largest key."""
     inside = id < vocab
-    value = _clean_values(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS else float("-inf")), PROBS)
+    value = _clean_values(tl.load(logits_ptr + id, mask=inside, other=0.0 if PROBS
+                                  else float("-inf")), PROBS)
     if PROBS:
         return 0x7FFFFFFF - value.to(tl.int32, bitcast=True), value
     score = value - tl.maximum(peak, -3.4028234663852886e38)
@@ -84,7 +90,8 @@ def peak_kernel(
     tl.store(part_ptr + row * chunks + chunk, tl.max(maximum, 0))
     if _is_last(count_ptr, row, chunks):
         c = tl.arange(0, CHUNKS)
-        parts = tl.load(part_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(part_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"),
+                        cache_modifier=".cg")
         tl.store(peak_ptr + row, tl.max(parts, 0))
         tl.store(whole_ptr + row * 4, 0)
         tl.store(whole_ptr + row * 4 + 1, limit)
@@ -98,7 +105,8 @@ def _edge(J: tl.constexpr, lo, hi, peak, FIRST: tl.constexpr, PROBS: tl.constexp
     """Returns the key where the J-th of eight parts of [lo, hi) begins: first at typical cuts, then
     evenly spaced."""
     if FIRST:
-        depth = 0.25 * J * (J + 2)                 # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the maximum
+        # 0.75, 2, 3.75, 6, 8.75, 12, 15.75 below the maximum
+        depth = 0.25 * J * (J + 2)
         if PROBS:
             return 0x7FFFFFFF - (peak * tl.exp(-(peak * 0.0 + depth))).to(tl.int32, bitcast=True)
         return (peak * 0.0 + depth).to(tl.int32, bitcast=True)
@@ -127,7 +135,8 @@ def _add_before(key, weight, edge, mass, count, MASS: tl.constexpr):
 @triton.jit
 def _select_edge(n, e0, e1, e2, e3, e4, e5, e6):
     low = tl.where(n == 0, e0, tl.where(n == 1, e1, e2))
-    return tl.where(n < 3, low, tl.where(n == 3, e3, tl.where(n == 4, e4, tl.where(n == 5, e5, e6))))
+    return tl.where(n < 3, low,
+                    tl.where(n == 3, e3, tl.where(n == 4, e4, tl.where(n == 5, e5, e6))))
 
 
 @triton.jit
@@ -138,10 +147,10 @@ def _store_sums(mass_ptr, count_ptr, J: tl.constexpr, mass, count):
 
 @triton.jit(do_not_specialize=["top_k"])
 def narrow_kernel(
-    logits_ptr, peak_ptr, part_mass_ptr, part_count_ptr, whole_ptr, total_ptr, count_ptr, row_stride, vocab, divisor,
-    top_k, top_p: tl.float64,
-    FIRST: tl.constexpr, BY_COUNT: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, peak_ptr, part_mass_ptr, part_count_ptr, whole_ptr, total_ptr, count_ptr,
+    row_stride, vocab, divisor, top_k, top_p: tl.float64,
+    FIRST: tl.constexpr, BY_COUNT: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr,
+    LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):
     """Narrows [lo, hi) to the one of its eight parts that holds the cut, by number or by mass.
 
@@ -165,7 +174,8 @@ def narrow_kernel(
         # 3-D tiles (steps, threads, a vector of four), so that most of a sum is within a thread.
         threads: tl.constexpr = TILE // 4 if TILE <= 1024 else 256
         steps: tl.constexpr = TILE // (4 * threads)
-        inner = (tl.arange(0, steps)[:, None, None] * threads + tl.arange(0, threads)[None, :, None]) * 4 \
+        inner = (tl.arange(0, steps)[:, None, None] * threads
+                 + tl.arange(0, threads)[None, :, None]) * 4 \
             + tl.arange(0, 4)[None, None, :]
         none, zero = tl.zeros((threads,), tl.float64), tl.zeros((threads,), tl.int32)
         m0, m1, m2, m3, m4, m5, m6, m7 = none, none, none, none, none, none, none, none
@@ -183,7 +193,8 @@ def narrow_kernel(
             m5, c5 = _add_before(key, weight, e5, m5, c5, mass)
             m6, c6 = _add_before(key, weight, e6, m6, c6, mass)
             m7, c7 = _add_before(key, weight, e7, m7, c7, mass)
-        masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (row * chunks + chunk) * 8
+        masses, counts = part_mass_ptr + (row * chunks + chunk) * 8, part_count_ptr + (
+            row * chunks + chunk) * 8
         _store_sums(masses, counts, 0, m0, zero)
         _store_sums(masses, counts, 1, m1, c1)
         _store_sums(masses, counts, 2, m2, c2)
@@ -195,10 +206,13 @@ def narrow_kernel(
         if _is_last(count_ptr, row, chunks):
             j, n = tl.arange(0, 8), tl.arange(0, CHUNKS)
             offsets, valid = (row * chunks + n[:, None]) * 8 + j[None, :], n[:, None] < chunks
-            edge_masses = tl.sum(tl.load(part_mass_ptr + offsets, mask=valid, other=0.0, cache_modifier=".cg"), 0)
-            edge_counts = tl.sum(tl.load(part_count_ptr + offsets, mask=valid, other=0, cache_modifier=".cg"), 0)
+            edge_masses = tl.sum(tl.load(part_mass_ptr + offsets, mask=valid, other=0.0,
+                                         cache_modifier=".cg"), 0)
+            edge_counts = tl.sum(tl.load(part_count_ptr + offsets, mask=valid, other=0,
+                                         cache_modifier=".cg"), 0)
             if BY_COUNT:
-                cut = tl.sum(((edge_counts < top_k) & (j > 0)).to(tl.int32), 0)   # edges that are too early
+                # edges that are too early
+                cut = tl.sum(((edge_counts < top_k) & (j > 0)).to(tl.int32), 0)
                 last = cut
             else:
                 if FIRST:
@@ -206,20 +220,25 @@ def narrow_kernel(
                     tl.store(total_ptr + row, total)
                 else:
                     total = tl.load(total_ptr + row)
-                cut = tl.sum(((edge_masses < top_p * total * (1.0 - MASS_ERROR)) & (j > 0)).to(tl.int32), 0)
-                last = tl.sum(((edge_masses < top_p * total * (1.0 + MASS_ERROR)) & (j > 0)).to(tl.int32), 0)
-            tl.store(whole_ptr + row * 4, tl.where(cut == 0, lo, _select_edge(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
-            tl.store(whole_ptr + row * 4 + 1, tl.where(last == 7, hi, _select_edge(last, e1, e2, e3, e4, e5, e6, e7)))
+                cut = tl.sum(((edge_masses < top_p * total * (1.0 - MASS_ERROR))
+                              & (j > 0)).to(tl.int32), 0)
+                last = tl.sum(((edge_masses < top_p * total * (1.0 + MASS_ERROR))
+                               & (j > 0)).to(tl.int32), 0)
+            tl.store(whole_ptr + row * 4,
+                     tl.where(cut == 0, lo, _select_edge(cut - 1, e1, e2, e3, e4, e5, e6, e7)))
+            tl.store(whole_ptr + row * 4 + 1,
+                     tl.where(last == 7, hi, _select_edge(last, e1, e2, e3, e4, e5, e6, e7)))
             if cut > 0:
                 tl.store(whole_ptr + row * 4 + 2, tl.sum(tl.where(j == cut, edge_counts, 0), 0))
             if last < 7:
-                tl.store(whole_ptr + row * 4 + 3, tl.sum(tl.where(j == last + 1, edge_counts, 0), 0))
+                tl.store(whole_ptr + row * 4 + 3,
+                         tl.sum(tl.where(j == last + 1, edge_counts, 0), 0))
 
 
 @triton.jit
 def _last_kept(place, weight, valid, lo, hi, above, target):
-    """Returns the last place in [lo, hi) before which less than `target` lies, or one before the next
-    candidate.
+    """Returns the last place in [lo, hi) before which less than `target` lies, or one before the
+    next candidate.
 
     `above` is what lies before lo. Bisects [lo, hi) until one candidate is left.
     """
@@ -237,7 +256,8 @@ def _last_kept(place, weight, valid, lo, hi, above, target):
 @triton.jit
 def _cut_among_listed(
     list_ptr, weight_ptr, listed, by_tile, tile, begin, end, mass, total, top_k, top_p, least,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Returns (the last place kept, the mass of each tile) from the candidates. With TOP_K only
     candidates are kept."""
@@ -256,11 +276,13 @@ def _cut_among_listed(
     for first in range(0, listed, AT_ONCE):
         n = first + tl.arange(0, AT_ONCE)
         places = tl.load(list_ptr + n, mask=n < listed, other=0, cache_modifier=".cg")
-        weights = tl.load(weight_ptr + n, mask=n < listed, other=0.0, cache_modifier=".cg").to(tl.float64)
+        weights = tl.load(weight_ptr + n, mask=n < listed, other=0.0,
+                          cache_modifier=".cg").to(tl.float64)
         kept = places <= cut
         if MIN_P:
             kept = kept & (weights >= least)
-        in_tile = kept[:, None] & (((places & ID_MASK) // TILE).to(tl.int32)[:, None] == tile[None, :])
+        in_tile = kept[:, None] & (((places & ID_MASK) // TILE).to(tl.int32)[:, None]
+                                   == tile[None, :])
         by_tile += tl.sum(tl.where(in_tile, weights[:, None], 0.0), 0)
     return cut, by_tile
 
@@ -284,14 +306,15 @@ def _mass_of_tile(
 
 @triton.jit
 def _last_kept_in_row(
-    logits_ptr, vocab, peak, divisor, tiles, lo, hi, target, COUNT: tl.constexpr, PROBS: tl.constexpr,
-    SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, vocab, peak, divisor, tiles, lo, hi, target, COUNT: tl.constexpr,
+    PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
     while hi - lo > 1:
         middle = lo + (hi - lo) // 2
         reached = target * 0.0
         for n in range(tiles):
-            reached += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, middle - 1, target, COUNT, False, PROBS,
+            reached += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, middle - 1, target, COUNT,
+                                     False, PROBS,
                                       SCALE, LIBDEVICE, TILE)
         if reached < target:
             lo = middle
@@ -303,25 +326,27 @@ def _last_kept_in_row(
 @triton.jit
 def _cut_among_all(
     logits_ptr, vocab, peak, divisor, c, tiles, begin, end, total, top_k, top_p, least,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr,
-    LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PROBS: tl.constexpr,
+    SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, TILE: tl.constexpr,
 ):
     """Like _cut_among_listed, from the whole row, if thousands of scores are equal: slow, but
     always right."""
     cut = end - 1
     if TOP_K:
-        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, end, top_k.to(tl.float64), True,
-                                PROBS, SCALE, LIBDEVICE, TILE)
+        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, end,
+                                top_k.to(tl.float64), True, PROBS, SCALE, LIBDEVICE, TILE)
         total = total * 0.0
         for n in range(tiles):
-            total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False, PROBS, SCALE,
+            total += _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, False,
+                                   PROBS, SCALE,
                                     LIBDEVICE, TILE)
     if TOP_P:
-        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1, top_p * total, False, PROBS,
-                                SCALE, LIBDEVICE, TILE)
+        cut = _last_kept_in_row(logits_ptr, vocab, peak, divisor, tiles, begin, cut + 1,
+                                top_p * total, False, PROBS, SCALE, LIBDEVICE, TILE)
     by_tile = (c * 0).to(tl.float64)
     for n in range(tiles):
-        mass = _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, MIN_P, PROBS, SCALE, LIBDEVICE,
+        mass = _mass_of_tile(logits_ptr, n, vocab, peak, divisor, cut, least, False, MIN_P, PROBS,
+                             SCALE, LIBDEVICE,
                               TILE)
         by_tile = tl.where(c == n, mass, by_tile)
     return cut, by_tile
@@ -342,12 +367,12 @@ def _uniform(uniform_ptr, row, word, SEEDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top_k", "word"])
 def draw_kernel(
-    logits_ptr, peak_ptr, whole_ptr, whole_mass_ptr, list_ptr, list_weight_ptr, listed_ptr, sure_ptr, before_ptr,
-    count_ptr, uniform_ptr, token_ptr, chosen_ptr, total_ptr, row_stride, vocab, divisor, top_k, top_p: tl.float64,
-    min_p: tl.float64, word: tl.int64,
-    SEARCH: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SEEDED: tl.constexpr,
-    PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, AT_ONCE: tl.constexpr,
+    logits_ptr, peak_ptr, whole_ptr, whole_mass_ptr, list_ptr, list_weight_ptr, listed_ptr,
+    sure_ptr, before_ptr, count_ptr, uniform_ptr, token_ptr, chosen_ptr, total_ptr, row_stride,
+    vocab, divisor, top_k, top_p: tl.float64, min_p: tl.float64, word: tl.int64,
+    SEARCH: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    SEEDED: tl.constexpr, PROBS: tl.constexpr, SCALE: tl.constexpr, LIBDEVICE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Collects the candidates in [lo, hi), finds the cut, draws. With TOP_K all tokens that may be
     kept are candidates."""
@@ -362,7 +387,8 @@ def draw_kernel(
     else:
         inside -= tl.load(whole_ptr + row * 4 + 2)
     tiles = tl.cdiv(vocab, TILE)
-    largest = peak.to(tl.float64) if PROBS else tl.where(peak == float("-inf"), 0.0, 1.0).to(tl.float64)
+    largest = (peak.to(tl.float64) if PROBS
+               else tl.where(peak == float("-inf"), 0.0, 1.0).to(tl.float64))
     least = min_p * largest
     for tile in range(chunk * (CHUNK // TILE), tl.minimum((chunk + 1) * (CHUNK // TILE), tiles)):
         id = tile * TILE + tl.arange(0, TILE)
@@ -372,43 +398,51 @@ def draw_kernel(
             kept_mass = tl.where(key < first, kept_mass, 0.0)
         if MIN_P:
             if SEARCH:
-                tl.store(before_ptr + row * tiles + tile, tl.sum(kept_mass, 0))     # min_p applies after top_p
+                # min_p applies after top_p
+                tl.store(before_ptr + row * tiles + tile, tl.sum(kept_mass, 0))
             kept_mass = tl.where(kept_mass >= least, kept_mass, 0.0)
         tl.store(sure_ptr + row * tiles + tile, tl.sum(kept_mass, 0))
         if SEARCH:
             listed = (key >= first) & (key < hi)
             count = tl.sum(listed.to(tl.int32), 0)
             if (count > 0) & (inside <= LIST):
-                slot = tl.atomic_add(listed_ptr + row, count) + tl.cumsum(listed.to(tl.int32), 0) - 1
-                tl.store(list_ptr + row * LIST + slot, (key.to(tl.int64) << ID_BITS) | id, mask=listed)
+                slot = tl.atomic_add(listed_ptr + row, count) + tl.cumsum(listed.to(tl.int32),
+                                                                          0) - 1
+                tl.store(list_ptr + row * LIST + slot, (key.to(tl.int64) << ID_BITS) | id,
+                         mask=listed)
                 tl.store(list_weight_ptr + row * LIST + slot, weight, mask=listed)
 
     if _is_last(count_ptr, row, chunks):
         t = tl.arange(0, TILES)
-        by_tile = tl.load(sure_ptr + row * tiles + t, mask=t < tiles, other=0.0, cache_modifier=".cg")
-        cut = (hi.to(tl.int64) << ID_BITS) - 1                                 # the last place that is kept
+        by_tile = tl.load(sure_ptr + row * tiles + t, mask=t < tiles, other=0.0,
+                          cache_modifier=".cg")
+        # the last place that is kept
+        cut = (hi.to(tl.int64) << ID_BITS) - 1
         if SEARCH:
             begin, end = first.to(tl.int64) << ID_BITS, hi.to(tl.int64) << ID_BITS
             mass = tl.sum(by_tile, 0)
             if MIN_P:
-                mass = tl.sum(tl.load(before_ptr + row * tiles + t, mask=t < tiles, other=0.0, cache_modifier=".cg"), 0)
+                mass = tl.sum(tl.load(before_ptr + row * tiles + t, mask=t < tiles, other=0.0,
+                                      cache_modifier=".cg"), 0)
             total = mass
             if not TOP_K:
                 total = tl.load(whole_mass_ptr + row)
             if inside > LIST:
                 cut, by_tile = _cut_among_all(
-                    logits_ptr, vocab, peak, divisor, t, tiles, begin, end, total, top_k, top_p, least, TOP_K, TOP_P,
-                    MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
+                    logits_ptr, vocab, peak, divisor, t, tiles, begin, end, total, top_k, top_p,
+                    least, TOP_K, TOP_P, MIN_P, PROBS, SCALE, LIBDEVICE, TILE)
             else:
                 cut, by_tile = _cut_among_listed(
                     list_ptr + row * LIST, list_weight_ptr + row * LIST,
-                    tl.load(listed_ptr + row, cache_modifier=".cg"), by_tile, t, begin, end, mass, total,
-                    top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE, AT_ONCE)
+                    tl.load(listed_ptr + row, cache_modifier=".cg"), by_tile, t, begin, end, mass,
+                    total, top_k, top_p, least, TOP_K, TOP_P, MIN_P, TILE, AT_ONCE)
         whole = tl.sum(by_tile, 0)
         target = _uniform(uniform_ptr, row, word, SEEDED) * whole
-        target = tl.minimum(target, whole * 0.99999999999999988897769753748)       # times the largest number below one
+        # times the largest number below one
+        target = tl.minimum(target, whole * 0.99999999999999988897769753748)
         tile_index = tl.min(tl.where((tl.cumsum(by_tile, 0) > target) & (by_tile > 0), t, TILES), 0)
-        if tile_index == TILES:                                                    # by rounding: the last with any mass
+        # by rounding: the last with any mass
+        if tile_index == TILES:
             tile_index = tl.max(tl.where(by_tile > 0, t, 0), 0)
         target -= tl.sum(tl.where(t < tile_index, by_tile, 0.0), 0)
         ids = tile_index * TILE + tl.arange(0, TILE)

@@ -135,8 +135,8 @@ def _seconds(call: Any, *inputs: torch.Tensor) -> float:
 
 
 def fit(candidates: Sequence[Sizes], paces: Mapping[str, Pace], seconds: float) -> Fit:
-    """Choose the largest sizes whose every step fits its share of the time in the first dtype, else the
-    smallest; of the other dtypes, the steps that fit."""
+    """Choose the largest sizes whose every step fits its share of the time in the first dtype, else
+    the smallest; of the other dtypes, the steps that fit."""
     first = next(iter(paces))
 
     def needs(dtype: str, sizes: Sizes, step: ModelStep) -> float:

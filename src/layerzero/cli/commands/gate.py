@@ -1,4 +1,6 @@
-"""`lz gate`: one verdict on a release, from declarations, models, contracts, files, speed, a soak and readiness."""
+"""`lz gate`: one verdict on a release, from declarations, models, contracts, files, speed, a soak
+and readiness.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,27 @@ from ...verify.model.families import FAMILIES, Cell
 from .. import show
 from ..options import Json
 
-_ROOT = Path(__file__).resolve().parents[4]    # of a source checkout; an installed package has no docs/
+# of a source checkout; an installed package has no docs/
+_ROOT = Path(__file__).resolve().parents[4]
 WAIVERS = "waivers.yaml"                       # beside the baselines
 
 
 def gate(
     stages: Annotated[list[str] | None, typer.Option("--stages", help=(
         f"of {', '.join(STAGES)}; separated by commas, may be repeated; default: all"))] = None,
-    static: Annotated[bool, typer.Option("--static", help="as --stages static; runs no kernel")] = False,
+    static: Annotated[bool,
+                      typer.Option("--static", help="as --stages static; runs no kernel")] = False,
     models: Annotated[bool, typer.Option("--models", help="as --stages models")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="a minute or two: fewer cases, a short soak")] = False,
-    full: Annotated[bool, typer.Option("--full", help="every case of every contract, a soak of two hours")] = False,
+    quick: Annotated[bool, typer.Option("--quick",
+                                        help="a minute or two: fewer cases, a short soak")] = False,
+    full: Annotated[bool,
+                    typer.Option("--full",
+                                 help="every case of every contract, a soak of two hours")] = False,
     target: Annotated[str, typer.Option("--target", help=(
-        f"the hardware class: {', '.join(targets.KNOWN[:2])}, hopper, ...; default: this machine's accelerator, else "
-        "its CPU"))] = "",
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; instead of --target")] = "",
+        f"the hardware class: {', '.join(targets.KNOWN[:2])}, hopper, ...; default: this machine's "
+        "accelerator, else its CPU"))] = "",
+    device: Annotated[str,
+                      typer.Option("--device", help="cpu, cuda, ...; instead of --target")] = "",
     family: Annotated[list[str] | None, typer.Option(
         "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
     backend: Annotated[str, typer.Option(
@@ -44,7 +52,8 @@ def gate(
     baseline: Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help=(
         "of performance; default: benchmarks/baselines/TARGET.json"))] = None,
     waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help=(
-        f"thresholds that may be passed, why and until when; default: benchmarks/baselines/{WAIVERS}"))] = None,
+        "thresholds that may be passed, why and until when; default: "
+        f"benchmarks/baselines/{WAIVERS}"))] = None,
     soak_minutes: Annotated[float, typer.Option("--soak-minutes", min=0.0, help=(
         f"default: {SOAK_SECONDS['usual'] / 60:g}"))] = 0.0,
     write_baseline: Annotated[bool, typer.Option(
@@ -67,7 +76,8 @@ def gate(
     words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
     chosen, kind = targets.choose_target(target, device)
     lane = "quick" if quick else "full" if full else "usual"
-    options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(family or ()), backend, soak_minutes * 60)
+    options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(family or ()), backend,
+                          soak_minutes * 60)
     if write_baseline or write_schemas:
         raise typer.Exit(_write_records(options, write_baseline, write_schemas))
     raise typer.Exit(run(options, stages_of(words), _load_waivers(waivers), out, as_json))
@@ -90,7 +100,8 @@ def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Se
     def say(stage: str, check: Checked) -> None:
         if stage not in started:
             started.append(stage)
-            write(f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
+            write(
+                f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
         if isinstance(check, ModelChecked) and check.cell is not None:
             cells.append(check.cell)
         write(_check_text(check))
@@ -103,9 +114,10 @@ def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Se
     for name, waiver in report["waived"].items():
         write(f"waived until {waiver['expires']}: {name}: {waiver['reason']}")
     left_out = [name for name in STAGES if name not in stages]
-    write(f"{'passed' if report['passed'] else 'FAILED'}: {report['checks'] - report['failed']} passed, "
-          f"{report['failed']} failed, {report['seconds']:.0f} s"
-          + (f"; not asked: {', '.join(left_out)}" if left_out else ""))
+    write(
+        f"{'passed' if report['passed'] else 'FAILED'}: {report['checks'] - report['failed']} "
+        f"passed, {report['failed']} failed, {report['seconds']:.0f} s"
+        + (f"; not asked: {', '.join(left_out)}" if left_out else ""))
     if as_json:
         show.as_json(report)
     if out is not None:
@@ -120,7 +132,8 @@ def _load_waivers(path: Path | None) -> tuple[Waiver, ...]:
 
 def _write_records(options: GateOptions, baseline: bool, structures: bool) -> int:
     if not options.baselines.parent.is_dir() and options.baseline is None:
-        raise ConfigError(f"there is no {options.baselines.parent}: not a source checkout; give --baseline FILE")
+        raise ConfigError(
+            f"there is no {options.baselines.parent}: not a source checkout; give --baseline FILE")
     if structures:
         schemas.write_record(options.baselines / schemas.RECORD)
         show.text(f"wrote {options.baselines / schemas.RECORD}")
@@ -129,7 +142,8 @@ def _write_records(options: GateOptions, baseline: bool, structures: bool) -> in
         measured = performance.make_baseline(options.target, options.device)
         measured.save(path)
         show.table(("call", "lz", "torch", "ratio", "95 % of"), [
-            (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x", f"{t.low:.2f} to {t.high:.2f}")
+            (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x",
+             f"{t.low:.2f} to {t.high:.2f}")
             for name, t in measured.calls.items()], right=("lz", "torch", "ratio"))
         show.text(f"wrote {path}")
     return 0
@@ -137,23 +151,28 @@ def _write_records(options: GateOptions, baseline: bool, structures: bool) -> in
 
 def _combine(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
     if not paths:
-        raise ConfigError("--require goes with --combine GATE.JSON, the report of a target; got none")
+        raise ConfigError(
+            "--require goes with --combine GATE.JSON, the report of a target; got none")
     verdict = combine(paths, required)
     if as_json:
         show.as_json(verdict)
     else:
         show.table(("", "target", "report", "lane", "not asked"), [
-            ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"], str(row["lane"]),
+            ("ok" if row["counts"] else "--" if row["passed"] else "!!", row["target"], row["file"],
+             str(row["lane"]),
              ", ".join(row["left_out"])) for row in verdict["reports"]])
         for name in verdict["missing"]:
-            show.text(f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a machine")
+            show.text(
+                f"!!  {name}: no report that passed every stage; run lz gate --out DIR on such a "
+                "machine")
         show.text("accepted" if verdict["accepted"] else "NOT accepted")
     return 0 if verdict["accepted"] else 1
 
 
 def _check_text(check: Checked) -> str:
     mark = "!!" if not check.passed else "--" if check.note else "ok"
-    head = f"{mark}  {check.name}: {check.says} ({check.note or f'{check.asked} asked'}, {check.seconds:.1f} s)"
+    head = (f"{mark}  {check.name}: {check.says} ({check.note or f'{check.asked} asked'}, "
+            f"{check.seconds:.1f} s)")
     return "\n".join([head, *(f"      {finding}" for finding in check.findings)])
 
 
@@ -165,7 +184,8 @@ def _kernels_text(cells: list[Cell]) -> str:
     by_op: dict[str, list[str]] = {}
     for (op, kernel), n in sorted(served.items()):
         by_op.setdefault(op, []).append(f"{kernel} x{n}")
-    rows = [f"      {op}: {', '.join(names)}" for op, names in by_op.items()] or ["      nothing was served"]
+    rows = ([f"      {op}: {', '.join(names)}" for op, names in by_op.items()]
+            or ["      nothing was served"])
     return "\n".join(["the models were served by", *rows])
 
 
@@ -174,6 +194,8 @@ def _write(folder: Path, report: dict[str, Any], lines: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (folder / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        (folder / "gate.html").write_text(render(report), encoding="utf-8")    # last: it needs Jinja2
+        # last: it needs Jinja2
+        (folder / "gate.html").write_text(render(report), encoding="utf-8")
     except OSError as e:
-        raise DataError(f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e
+        raise DataError(
+            f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e

@@ -1,4 +1,6 @@
-"""`lz verify --level 2..5`: layers, stages, whole models and training, against plain torch or transformers."""
+"""`lz verify --level 2..5`: layers, stages, whole models and training, against plain torch or
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,22 @@ from ...verify.model.ladder import LadderModel, Rung, climb
 from ...verify.model.route import LadderRow
 from .. import show
 
-TEXT = ("The quick brown fox jumps over the lazy dog. In 1969, Apollo 11 landed on the Moon; the crew brought back "
-        "21.5 kg of rocks.\n\ndef add(a, b):\n    return a + b\n")
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. In 1969, Apollo 11 landed on the Moon; the crew "
+    "brought back 21.5 kg of rocks.\n\ndef add(a, b):\n    return a + b\n")
 _MARKS = {"passed": "ok", "failed": "!!", "not served": "--"}
 
 
-def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "", configs: Sequence[str] = (),
-           dtypes: Sequence[str] = (), device: str = "cpu", seed: int = 0, steps: int = 0, model: str = "",
-           text: str = TEXT, against: str = "plain", verbose: bool = False, as_json: bool = False) -> int:
-    """Climb one level and print it; returns 1 if something failed, or if the named kernel served nothing.
+def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "",
+           configs: Sequence[str] = (), dtypes: Sequence[str] = (), device: str = "cpu",
+           seed: int = 0, steps: int = 0, model: str = "",
+           text: str = TEXT, against: str = "plain", verbose: bool = False,
+           as_json: bool = False) -> int:
+    """Climb one level and print it; returns 1 if something failed, or if the named kernel served
+    nothing.
 
-    model: a GGUF file for levels 3 and 4; "" is SmolLM2 where it is installed, "none" random weights.
+    model: a GGUF file for levels 3 and 4; "" is SmolLM2 where it is installed, "none" random
+    weights.
     """
     if backend and kernel:
         raise ConfigError(f"lz verify wants --backend or --kernel, got both ({backend}, {kernel})")
@@ -37,14 +44,16 @@ def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str 
     if note and not as_json:
         show.text(note)
     rungs = []
-    for rung in climb(level, configs=[parse_config(c) for c in configs], dtypes=dtypes, effort=effort,
-                      named=kernel or backend, device=device, seed=seed, steps=steps, model=real):
+    for rung in climb(level, configs=[parse_config(c) for c in configs], dtypes=dtypes,
+                      effort=effort, named=kernel or backend, device=device, seed=seed, steps=steps,
+                      model=real):
         rungs.append(rung)
         if not as_json:
             show_rung(rung, verbose)
     passed = all(rung.passed for rung in rungs)
     if as_json:
-        show.as_json({"level": level, "passed": passed, "note": note, "rungs": [rung.to_json() for rung in rungs]})
+        show.as_json({"level": level, "passed": passed, "note": note,
+                      "rungs": [rung.to_json() for rung in rungs]})
     else:
         counts = {status: sum(r.status == status for r in rungs) for status in _MARKS}
         show.text(", ".join(f"{n} {status}" for status, n in counts.items() if n))
@@ -64,7 +73,9 @@ def _model(name: str, text: str, against: str) -> tuple[LadderModel | None, str]
             raise
         return None, f"random weights, for no real model is here: {e}"
     tokens = torch.tensor([loaded.tokenize(text)])
-    config = dataclasses.replace(loaded.config, max_positions=min(loaded.config.max_positions, tokens.shape[1] + 64))
+    config = dataclasses.replace(loaded.config,
+                                 max_positions=min(loaded.config.max_positions,
+                                                   tokens.shape[1] + 64))
     model = LadderModel(loaded.name, config, loaded.weights, tokens)
     if against == "transformers":
         truth = trace_stages(build_llama(config, loaded.weights), config, tokens)
@@ -82,19 +93,24 @@ def show_rung(rung: Rung, verbose: bool = False) -> None:
             _table(name, [r for r in rows if not r.what.startswith("top-1 at") or not r.ok])
     elif rung.level == 5:
         for name, rows in rung.tables.items():
-            last = next(r.what.rpartition(" after ")[2] for r in reversed(rows) if " after " in r.what)
+            last = next(r.what.rpartition(" after ")[2] for r in reversed(rows)
+                        if " after " in r.what)
             if name.endswith("separate"):
-                _table(name, [r for r in rows if r.what.endswith((f" after {last}", "curve", "trend")) or not r.ok])
+                _table(name,
+                       [r for r in rows if r.what.endswith((f" after {last}", "curve", "trend"))
+                        or not r.ok])
     if rung.kernels:
         by_op: dict[str, list[str]] = {}
         for (op, kernel), n in rung.kernels.items():
             by_op.setdefault(op, []).append(f"{kernel} x{n}")
-        show.text("  served by: " + "; ".join(f"{op}: {', '.join(kernels)}" for op, kernels in by_op.items()))
+        show.text("  served by: " + "; ".join(f"{op}: {', '.join(kernels)}"
+                                              for op, kernels in by_op.items()))
 
 
 def _table(name: str, rows: Sequence[LadderRow]) -> None:
     show.heading(name)
     show.table(("", "stage", "max_diff", "mean_diff", "allowed", "eager", "kernel"), [
-        ("ok" if r.ok else "!!", r.what, f"{r.error:.3g}", f"{r.mean:.3g}" if r.mean else "", f"{r.allowed:.3g}",
+        ("ok" if r.ok else "!!", r.what, f"{r.error:.3g}", f"{r.mean:.3g}" if r.mean else "",
+         f"{r.allowed:.3g}",
          "" if r.eager is None else f"{r.eager:.3g}", r.text or r.kernel) for r in rows],
         right=("max_diff", "mean_diff", "allowed", "eager"))

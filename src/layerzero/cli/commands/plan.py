@@ -1,4 +1,6 @@
-"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choose kernels ahead of time, pin, compare and list them."""
+"""`lz solve`, `lz lock`, `lz diff`, `lz dry-run`: choose kernels ahead of time, pin, compare and
+list them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .. import show
 from ..options import CallsFile, DeviceKind, Json, Model, OpCases, check_calls_file
 
 Program = Annotated[str | None, typer.Option(
-    "--program", help="module:function, which gives a model and its example arguments as one tuple")]
+    "--program",
+    help="module:function, which gives a model and its example arguments as one tuple")]
 Dtype = Annotated[str, typer.Option(help="of --model and --op")]
 
 
@@ -29,20 +32,26 @@ def solve(
     calls: CallsFile = None, model: Model = None, op: OpCases = None, program: Program = None,
     dtype: Dtype = "bfloat16",
     device: DeviceKind = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="where the table goes")] = Path(DEFAULT_PATH),
-    python: Annotated[Path | None, typer.Option("--python", help="also write it as a Python module, here")] = None,
-    fill: Annotated[bool, typer.Option(help="also decide the sizes between those that are given")] = True,
+    out: Annotated[Path, typer.Option("--out", "-o", help="where the table goes")] = Path(
+        DEFAULT_PATH),
+    python: Annotated[Path | None,
+                      typer.Option("--python",
+                                   help="also write it as a Python module, here")] = None,
+    fill: Annotated[bool,
+                    typer.Option(help="also decide the sizes between those that are given")] = True,
     as_json: Json = False,
 ) -> None:
     """Decide calls now and write a dispatch table: ranges of sizes and the kernel for each."""
-    table = solve_calls(_read_source(calls, model, op, program, dtype), path=out, device=device, fill=fill)
+    table = solve_calls(_read_source(calls, model, op, program, dtype), path=out, device=device,
+                        fill=fill)
     if python is not None:
         try:
             python.write_text(lower(table))
         except OSError as e:
             raise DataError(f"--python {python} cannot be written: {e.strerror}") from e
     if as_json:
-        show.as_json({"path": str(out), "python": str(python) if python else None, "id": table.id, **table.to_json()})
+        show.as_json({"path": str(out), "python": str(python) if python else None, "id": table.id,
+                      **table.to_json()})
         return
     show.table(("kernel", "fallback", "calls"), [(
         row.kernel, ", ".join(c.kernel for c in row.choices[1:]), str(row)) for row in table.rows])
@@ -51,21 +60,30 @@ def solve(
 
 
 def lock(
-    table: Annotated[Path | None, typer.Option("--table", help="a dispatch table; default: solve the calls")] = None,
+    table: Annotated[Path | None,
+                     typer.Option("--table",
+                                  help="a dispatch table; default: solve the calls")] = None,
     calls: CallsFile = None, model: Model = None, op: OpCases = None, program: Program = None,
     dtype: Dtype = "bfloat16",
     device: DeviceKind = None,
-    check: Annotated[bool, typer.Option("--check", help="write nothing: does this machine hold to it?")] = False,
-    path: Annotated[Path, typer.Option("--file", help="the lockfile")] = Path(lockfile.DEFAULT_PATH),
+    check: Annotated[bool,
+                     typer.Option("--check",
+                                  help="write nothing: does this machine hold to it?")] = False,
+    path: Annotated[Path,
+                    typer.Option("--file", help="the lockfile")] = Path(lockfile.DEFAULT_PATH),
     as_json: Json = False,
 ) -> None:
-    """Write a lockfile: for each range of calls the kernel, its version and build. --check: exit code 1 if not held."""
+    """Write a lockfile: for each range of calls the kernel, its version and build.
+
+    --check: exit code 1 if not held.
+    """
     if check:
         violations = lockfile.check_lockfile(path)
         if as_json:
             show.as_json({"ok": not violations, "violations": [v.to_json() for v in violations]})
         elif violations:
-            show.table(("", "kernel", "what", "calls"), [("!!", v.kernel, v.reason.message, v.row) for v in violations])
+            show.table(("", "kernel", "what", "calls"),
+                       [("!!", v.kernel, v.reason.message, v.row) for v in violations])
         else:
             show.text(f"this machine holds to {path}")
         raise typer.Exit(1 if violations else 0)
@@ -83,7 +101,8 @@ def lock(
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="a dispatch table or a lockfile")],
     b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
-    everything: Annotated[bool, typer.Option("--all", help="also what is the same")] = False, as_json: Json = False,
+    everything: Annotated[bool, typer.Option("--all", help="also what is the same")] = False,
+    as_json: Json = False,
 ) -> None:
     """Where two machines choose differently. Exit code 1 if they do anywhere."""
     ranges = lockfile.compare(lockfile.load_choices(a), lockfile.load_choices(b))
@@ -92,8 +111,10 @@ def diff(
     if as_json:
         show.as_json({"same": not differences, "differences": [d.to_json() for d in shown]})
     else:
-        show.table(("", "A", "B", "calls"), [(d.verdict, d.a or "-", d.b or "-", d.calls) for d in shown])
-        show.text(f"\n{len(ranges) - len(differences)} ranges are the same, {len(differences)} are not")
+        show.table(("", "A", "B", "calls"),
+                   [(d.verdict, d.a or "-", d.b or "-", d.calls) for d in shown])
+        show.text(
+            f"\n{len(ranges) - len(differences)} ranges are the same, {len(differences)} are not")
     raise typer.Exit(1 if differences else 0)
 
 
@@ -102,7 +123,10 @@ def dry_run(
     dtype: Dtype = "bfloat16",
     device: DeviceKind = None, as_json: Json = False,
 ) -> None:
-    """Which kernel would serve each call, without running any. Exit code 1 if nothing can serve one of them."""
+    """Which kernel would serve each call, without running any.
+
+    Exit code 1 if nothing can serve one of them.
+    """
     if program is not None and (calls, model, op) == (None, None, None):
         choices = dryrun.dry_run(*_load_program(program))
     else:
@@ -111,8 +135,9 @@ def dry_run(
         show.as_json(choices.to_json())
     else:
         show.table(("times", "op", "kernel", "expected", "from", "call", ""), [(
-            str(row.call.count), row.call.op, row.kernel or "no kernel", f"{row.expected_us:.2f} us", row.source,
-            row.shapes, row.note) for row in choices.rows], right=("times", "expected"))
+            str(row.call.count), row.call.op, row.kernel or "no kernel",
+            f"{row.expected_us:.2f} us", row.source, row.shapes, row.note) for row in choices.rows],
+                   right=("times", "expected"))
     raise typer.Exit(0 if all(row.kernel for row in choices.rows) else 1)
 
 
@@ -136,7 +161,8 @@ def _load_program(name: str) -> tuple[Any, ...]:
     module, _, function = name.partition(":")
     if not module or not function:
         raise ConfigError(f"--program wants module:function, got {name!r}")
-    sys.path.insert(0, "")                     # as python -m does, so that modules of this folder are found
+    # as python -m does, so that modules of this folder are found
+    sys.path.insert(0, "")
     try:
         program = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as e:
@@ -144,5 +170,6 @@ def _load_program(name: str) -> tuple[Any, ...]:
     finally:
         sys.path.remove("")
     if not isinstance(program, tuple) or not program or not callable(program[0]):
-        raise InvalidCall(f"--program {name} must give (model, *arguments), got {type(program).__name__}")
+        raise InvalidCall(
+            f"--program {name} must give (model, *arguments), got {type(program).__name__}")
     return program

@@ -29,26 +29,37 @@ from ...spec.reason import Category, Reason
 from ...world import snapshot as worlds
 from .. import show
 
-UNTESTED = RejectReason("UNTESTED", "written for hardware it was not run on yet; never chosen unasked",
+UNTESTED = RejectReason("UNTESTED",
+                        "written for hardware it was not run on yet; never chosen unasked",
                         "ask for it by name with backend=, and compare it with the reference")
 
 
 def report(
-    out: Annotated[Path, typer.Option("--out", "-o", help="the page; replaced if it exists")] = Path("report.html"),
-    regret: Annotated[Path | None, typer.Option("--regret", help="a file of lz regret --json, to be shown too")] = None,
+    out: Annotated[Path,
+                   typer.Option("--out", "-o", help="the page; replaced if it exists")] = Path(
+                       "report.html"),
+    regret: Annotated[Path | None,
+                      typer.Option("--regret",
+                                   help="a file of lz regret --json, to be shown too")] = None,
     device: Annotated[str | None, typer.Option(
-        "--device", help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")] = None,
+        "--device",
+        help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")] = None,
 ) -> None:
-    """Write one HTML page: winners, gain over torch, roofline, regret, and the kernels that cannot run here."""
+    """Write one HTML page: winners, gain over torch, roofline, regret, and the kernels that cannot
+    run here.
+    """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first")
     overview = gather(device, read_regret(regret) if regret is not None else None)
-    try:                                       # a lone surrogate in a plugin's note is no reason to fail
+    # a lone surrogate in a plugin's note is no reason to fail
+    try:
         out.write_text(render(overview), "utf-8", errors="xmlcharrefreplace")
     except OSError as e:
-        raise ConfigError(f"--out {out}: cannot write the page: {e.strerror}; name another file") from e
-    show.text(f"{out}: {overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
-              f"{overview.device}")
+        raise ConfigError(
+            f"--out {out}: cannot write the page: {e.strerror}; name another file") from e
+    show.text(
+        f"{out}: {overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
+        f"{overview.device}")
     if not overview.kinds:
         show.text("nothing is measured yet: run lz tune, then lz report again")
 
@@ -70,29 +81,35 @@ def gather(device: str | None = None, regret: RegretSummary | None = None) -> Ov
 
 
 def _facts(device: Device) -> dict[str, str]:
-    versions = {"layerzero": __version__, "torch": device.torch_version, "Python": platform.python_version(),
-                "driver": device.driver_version, "runtime": device.runtime_version, "cuDNN": device.cudnn_version,
+    versions = {"layerzero": __version__, "torch": device.torch_version,
+                "Python": platform.python_version(), "driver": device.driver_version,
+                "runtime": device.runtime_version, "cuDNN": device.cudnn_version,
                 "triton": device.triton_version}
     size = f"{device.cores} cores, {device.total_memory / 2**30:.0f} GiB"
-    return {"Device": f"{device.type}, {size}", "Versions": ", ".join(f"{n} {v}" for n, v in versions.items() if v),
+    return {"Device": f"{device.type}, {size}",
+            "Versions": ", ".join(f"{n} {v}" for n, v in versions.items() if v),
             "System": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"}
 
 
 def _time_span(rows: list[Measurement]) -> str:
-    times = [datetime.fromtimestamp(m.at).astimezone().strftime("%Y-%m-%d %H:%M") for m in rows if m.at]
-    return "" if not times else min(times) if min(times) == max(times) else f"{min(times)} to {max(times)}"
+    times = [datetime.fromtimestamp(m.at).astimezone().strftime("%Y-%m-%d %H:%M") for m in rows
+             if m.at]
+    return ("" if not times else min(times) if min(times) == max(times)
+            else f"{min(times)} to {max(times)}")
 
 
 def _rejected_kernels(device: str) -> list[RejectedKernel]:
     kernels = []
     for row in inspection.list_kernels(None, device):
         if row.reasons:
-            kernels.append(RejectedKernel(row.id, row.op, tuple(map(_reject_reason, row.reasons)), row.note))
+            kernels.append(RejectedKernel(row.id, row.op, tuple(map(_reject_reason, row.reasons)),
+                                          row.note))
         elif row.status.startswith("untested"):
             kernels.append(RejectedKernel(row.id, row.op, (UNTESTED,), row.note))
     return kernels
 
 
 def _reject_reason(reason: Reason) -> RejectReason:
-    hardware_only = "nothing: it is made for other hardware" if reason.code.category is Category.HARDWARE else ""
+    hardware_only = ("nothing: it is made for other hardware"
+                     if reason.code.category is Category.HARDWARE else "")
     return RejectReason(reason.code.value, reason.message, reason.code.advice or hardware_only)

@@ -1,4 +1,6 @@
-"""`lz soak`: hours of mixed calls under faults; fails on wrong answers, growing memory or growing latency."""
+"""`lz soak`: hours of mixed calls under faults; fails on wrong answers, growing memory or growing
+latency.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ LINE_SECONDS = 30.0                            # between lines without a termina
 
 def command(
     hours: Annotated[float, typer.Option("--hours", min=0.0, help="how long")] = 0.0,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="how long; added to --hours")] = 0.0,
+    minutes: Annotated[float,
+                       typer.Option("--minutes", min=0.0, help="how long; added to --hours")] = 0.0,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help=(
         "add a part to this report; without --hours or --minutes what it was to run longer"))] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
@@ -35,13 +38,15 @@ def command(
         "share of the calls of planted kernels that fail"))] = 0.02,
     forks: Annotated[bool, typer.Option("--forks/--no-forks", help=(
         "fork now and then; never once CUDA is in use"))] = True,
-    op: Annotated[list[str] | None, typer.Option("--op", help="only calls of this operation; may be repeated")] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", help="only calls of this operation; may "
+                                                              "be repeated")] = None,
     device: DeviceKind = None,
     as_json: Json = False,
 ) -> None:
     """Calls of every operation under faults, policy changes, forks and memory pressure, for hours.
 
-    Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted and good so far.
+    Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted
+    and good so far.
     """
     requested = hours * 3600 + minutes * 60
     report = SoakReport.load(resume) if resume is not None else None
@@ -57,13 +62,15 @@ def command(
         raise ConfigError(f"--out: wanted a file, {path} is a folder")
     if seconds > 1:                            # else the report is complete, and only shown
         with _sigterm_as_interrupt():
-            _run(report, seconds, path, as_json, device=device or hardware.main_kind(), threads=threads, rate=faults,
-                 forks=forks, ops=tuple(op or ()), seed=len(report.parts))
+            _run(report, seconds, path, as_json, device=device or hardware.main_kind(),
+                 threads=threads, rate=faults, forks=forks, ops=tuple(op or ()),
+                 seed=len(report.parts))
     if as_json:
         show.as_json(report.to_json())
     else:
         show_report(report)
-        show.text(f"report: {path}" + ("" if report.complete else f"; lz soak --resume {path} goes on"))
+        show.text(f"report: {path}" + ("" if report.complete
+                                       else f"; lz soak --resume {path} goes on"))
     interrupted = bool(report.parts) and report.parts[-1].interrupted
     raise typer.Exit(1 if not report.passed else INTERRUPTED if interrupted else 0)
 
@@ -86,7 +93,8 @@ def _run(report: SoakReport, seconds: float, path: Path, quiet: bool, **options:
 
         soak(seconds, report=report, out=path, say=say, **options)
         return
-    with Progress(TextColumn("soak"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=out,
+    with Progress(TextColumn("soak"), BarColumn(), TimeRemainingColumn(),
+                  TextColumn("{task.description}"), console=out,
                   transient=True) as bar:
         task = bar.add_task("", total=seconds)
         soak(seconds, report=report, out=path, **options, say=lambda sample, tally: bar.update(
@@ -96,9 +104,12 @@ def _run(report: SoakReport, seconds: float, path: Path, quiet: bool, **options:
 def show_report(report: SoakReport) -> None:
     """Print the counts, each series with its slope and its bound, and the failures."""
     counts = report.counts
-    show.text(f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in {len(report.parts)} parts: "
-              + ", ".join(f"{n} {name}" for name, n in counts.items() if not name.startswith("event ")))
-    events = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items()) if name.startswith("event "))
+    show.text(
+        f"{report.seconds / 60:.1f} of {report.target_seconds / 60:.1f} minutes in "
+        f"{len(report.parts)} parts: "
+        + ", ".join(f"{n} {name}" for name, n in counts.items() if not name.startswith("event ")))
+    events = ", ".join(f"{n} {name[6:]}" for name, n in sorted(counts.items())
+                       if name.startswith("event "))
     show.text(f"events: {events or 'none'}")
     for note in dict.fromkeys(note for part in report.parts for note in part.notes):
         show.text(note)
@@ -120,7 +131,8 @@ def show_report(report: SoakReport) -> None:
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
     """Let SIGTERM end the soak as Ctrl-C does, with its report written."""
-    if threading.current_thread() is not threading.main_thread():          # Python handles signals only there
+    # Python handles signals only there
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)

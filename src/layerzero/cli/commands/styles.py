@@ -1,4 +1,6 @@
-"""One decoder layer of `lz demo` in three styles: through lz, in torch, and as model libraries write it."""
+"""One decoder layer of `lz demo` in three styles: through lz, in torch, and as model libraries
+write it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 
 @dataclass
 class Style:
-    """The `do` of a Decoder: runs its own version of three operations, and plain torch for the others."""
+    """The `do` of a Decoder: runs its own version of three operations, and plain torch for the
+    others.
+    """
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""
@@ -124,7 +128,8 @@ class DecodeLayer:
         twin.weights, twin.inputs = cast(self.weights, dtype), cast(self.inputs, dtype)
         return twin
 
-    def bind_step(self, step: ModelStep, do: Style, trace: Trace | None = None) -> Callable[[], Tensor]:
+    def bind_step(self, step: ModelStep, do: Style,
+                  trace: Trace | None = None) -> Callable[[], Tensor]:
         """Return a function that computes the step in one style; `trace` records every stage."""
         inputs = self.inputs
         tables = inputs["cos"], inputs["sin"]

@@ -1,4 +1,6 @@
-"""`lz verify --level 1`: every kernel against its contract, forward and backward; certificates for those that pass."""
+"""`lz verify --level 1`: every kernel against its contract, forward and backward; certificates for
+those that pass.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ _MARKS = {"passed": "ok", "failed": "!!", "skipped": "--"}
 SHOWN = 4                                      # failing cases of a kernel that are printed
 
 
-def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "", device: str = "cpu",
-              seeds: Sequence[int] = (), as_json: bool = False, isolated: bool = False) -> int:
+def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "",
+              device: str = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
+              isolated: bool = False) -> int:
     """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
 
     An interrupt keeps the certificates of those that passed until then.
@@ -48,7 +51,8 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
     publish()
     counts = Counter(v.status for v in verdicts)
     if as_json:
-        show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted, "counts": dict(counts),
+        show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted,
+                      "counts": dict(counts),
                       "certificates": str(certificates.folder(hardware.probe(device))),
                       "condemned": {name: reason.to_json() for name, reason in crashed.items()},
                       "kernels": [v.to_json() for v in verdicts]})
@@ -58,16 +62,22 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
 
 
 def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
-    """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an error."""
+    """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an
+    error.
+    """
     catalog = worlds.current().catalog.kernels
-    for option, pattern, known in (("--backend", backend, {k.backend for k in catalog}), ("--op", op, {
+    for option, pattern, known in (("--backend", backend, {k.backend for k in catalog}),
+                                   ("--op", op, {
             k.op.name for k in catalog}), ("--kernel", kernel, {k.id for k in catalog})):
         if pattern and not any(fnmatchcase(name, pattern) for name in known):
             raise ConfigError(f"{option}: there is no {pattern!r}{suggest(pattern, known)}")
-    kernels = [k for k in catalog if fnmatchcase(k.backend, backend or "*") and fnmatchcase(k.id, kernel or "*")
+    kernels = [k for k in catalog if fnmatchcase(k.backend, backend or "*")
+               and fnmatchcase(k.id, kernel or "*")
                and fnmatchcase(k.op.name, op or "*")]
     if not kernels:
-        raise ConfigError(f"no kernel is of library {backend or '*'}, id {kernel or '*'} and operation {op or '*'}")
+        raise ConfigError(
+            f"no kernel is of library {backend or '*'}, id {kernel or '*'} and operation "
+            f"{op or '*'}")
     return kernels
 
 
@@ -79,15 +89,18 @@ def _verdict_text(v: Verdict, number: int, total: int) -> str:
     text = f"{head}: {v.ran} cases ({refused} refused by its rules), {v.seconds:.1f} s"
     if v.status == "passed":
         return f"{text}, worst {v.worst:.2f} of what is allowed"
-    return "\n".join([f"{text}, {len(v.failures)} FAILED", *(f"      {line}" for line in diagnosis_lines(v))])
+    return "\n".join([f"{text}, {len(v.failures)} FAILED",
+                      *(f"      {line}" for line in diagnosis_lines(v))])
 
 
 def diagnosis_lines(v: Verdict) -> list[str]:
-    """Return the likely class of the mistake, where it shows, a few failing cases, and what to do."""
+    """Return the likely class of the mistake, where it shows, a few failing cases, and what to do.
+    """
     diagnosis = v.diagnosis
     lines = [] if diagnosis is None else [
         f"likely class: {diagnosis.kind}", f"why: {diagnosis.says}",
-        *([f"fails exactly where {diagnosis.where}"] if diagnosis.where else []), f"what to do: {diagnosis.advice}"]
+        *([f"fails exactly where {diagnosis.where}"] if diagnosis.where else []),
+        f"what to do: {diagnosis.advice}"]
     for r in v.failures[:SHOWN]:
         under = f", {r.circumstance}" if r.circumstance else ""
         lines.append(f"{r.dtype} {dict(r.case)}{under}, seed {r.seed}: {r.detail}")
@@ -100,8 +113,10 @@ def _show_summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int,
     show.heading(f"level 1 on {device}, torch {torch.__version__}")
     ran = [v for v in verdicts if v.status != "skipped"]
     show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [
-        (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran), f"{v.worst:.2f}",
-         v.diagnosis.kind if v.diagnosis else "") for v in ran], right=("cases", "refused", "worst"))
+        (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran),
+         f"{v.worst:.2f}",
+         v.diagnosis.kind if v.diagnosis else "") for v in ran],
+               right=("cases", "refused", "worst"))
     show.text(", ".join(f"{counts[s]} {s}" for s in _MARKS if counts[s]) or "nothing was asked")
     if interrupted:
         show.text(f"interrupted after {len(verdicts)} of {total}; what passed is certified")

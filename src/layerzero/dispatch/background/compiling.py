@@ -1,9 +1,11 @@
-"""Compiling a kernel for a kind of call: at once for a warm-up, or in the background while another kernel serves.
+"""Compiling a kernel for a kind of call: at once for a warm-up, or in the background while another
+kernel serves.
 
-A call whose best kernel is not compiled yet is served by the next one, and requests the compile with a description of
-its inputs: shapes, strides, dtypes, and copies of its integers. A thread makes tensors like these, calls the kernel
-with them on a stream of its own, and publishes a world in which the kernel is warm, so that the next such call selects
-it. Of several processes one compiles; the others wait for what it leaves in the caches on disk.
+A call whose best kernel is not compiled yet is served by the next one, and requests the compile
+with a description of its inputs: shapes, strides, dtypes, and copies of its integers. A thread
+makes tensors like these, calls the kernel with them on a stream of its own, and publishes a world
+in which the kernel is warm, so that the next such call selects it. Of several processes one
+compiles; the others wait for what it leaves in the caches on disk.
 """
 
 from __future__ import annotations
@@ -47,35 +49,44 @@ from ..protection import wrong_result
 from . import jit, sizes
 from .sizes import Caller
 
-LOCK_SECONDS = 900.0                           # seconds to wait for another process that compiles the same
-EXIT_SECONDS = 10.0                            # seconds that a compile under way gets when the process ends
+# seconds to wait for another process that compiles the same
+LOCK_SECONDS = 900.0
+# seconds that a compile under way gets when the process ends
+EXIT_SECONDS = 10.0
 FORK_SECONDS = 30.0
-MAX_QUEUED = 64                                # kernels in the queue; more are skipped, with an event
-MAX_FORMS = 16                                 # of one kernel and kind of call that are compiled in the background
+# kernels in the queue; more are skipped, with an event
+MAX_QUEUED = 64
+# of one kernel and kind of call that are compiled in the background
+MAX_FORMS = 16
 MAX_REQUESTS = 4096
 MAX_COPIED = 1 << 26                           # bytes of integers that one request may copy
-MEMORY_SHARE = 0.1                             # of free memory that the inputs of one compile may take
+# of free memory that the inputs of one compile may take
+MEMORY_SHARE = 0.1
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class DispatcherLike(Caller, Protocol):
     """What is needed of a dispatcher here."""
 
-    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any: ...
+    def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+             fixed: Mapping[str, Any]) -> Any: ...
 
 
 def share_caches() -> None:
     """Keep compiled code in our cache folder, unless the user says where."""
-    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")     # torch sets this one itself where nobody did
+    # torch sets this one itself where nobody did
+    torchs_own = os.path.join(tempfile.gettempdir(), "torchinductor_")
     for variable, name in CACHES.items():
         if (os.environ.get(variable) or torchs_own).startswith(torchs_own):
             os.environ[variable] = str(_own_cache(name))
 
 
 def _own_cache(name: str) -> Path:
-    """Return a folder whose files Triton or Inductor may run: they seal nothing, so nobody else may write to it.
+    """Return a folder whose files Triton or Inductor may run: they seal nothing, so nobody else may
+    write to it.
 
-    If others could, the folder is left alone and this process compiles into one that is removed when it ends.
+    If others could, the folder is left alone and this process compiles into one that is removed
+    when it ends.
     """
     root = config.cache_dir()
     try:
@@ -94,7 +105,8 @@ def _own_cache(name: str) -> Path:
 
 # compiling one kernel now
 
-_compile_lock = threading.RLock()              # held while something is compiled: a fork waits for it
+# held while something is compiled: a fork waits for it
+_compile_lock = threading.RLock()
 
 
 def compile_now(
@@ -115,7 +127,8 @@ def compile_now(
         return None
     began = time.perf_counter()
     try:
-        with locks.DeferEvents(), process_lock(_lock_name(kernel, kind), LOCK_SECONDS, closing), _compile_lock:
+        with locks.DeferEvents(), process_lock(_lock_name(kernel, kind), LOCK_SECONDS,
+                                               closing), _compile_lock:
             if closing():
                 return "the process ends"
             run = dispatcher.bind(kernel, step, facts, {}).run
@@ -136,7 +149,8 @@ def compile_now(
         return reason.message
     events.emit(WarmedUp(dispatcher.op.name, kernel.id, time.perf_counter() - began))
     op = dispatcher.op.name
-    worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed) if kernel.id in w.catalog.by_id else w,
+    worlds.publish(lambda w: w.replace({op}, warmed=w.warmed | warmed)
+                   if kernel.id in w.catalog.by_id else w,
                    f"warmed:{kernel.id}")
     return None
 
@@ -146,39 +160,49 @@ def _lock_name(kernel: Kernel, kind: str) -> str:
 
 
 def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
-    """Has a process of this machine compiled the kernel for such calls, and are there caches that may hold it?"""
+    """Has a process of this machine compiled the kernel for such calls, and are there caches that
+    may hold it?
+    """
     if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
         return False
     ours = config.cache_dir()
-    folders = [ours / "cuda", *(os.environ.get(variable) or ours / name for variable, name in CACHES.items())]
+    folders = [ours / "cuda",
+               *(os.environ.get(variable) or ours / name for variable, name in CACHES.items())]
     return any(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
-def _run(dispatcher: DispatcherLike, run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> None:
+def _run(dispatcher: DispatcherLike, run: Callable[..., Any], values: tuple[Any, ...],
+         grad: bool) -> None:
     out = jit.call(run, values, grad)
     wrong = wrong_result(dispatcher.op, dict(zip(dispatcher.names, values)), out)
     if wrong is not None:
         raise wrong
-    tensors = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
+    tensors = [t for t in (out if isinstance(out, (tuple, list)) else (out,))
+               if isinstance(t, Tensor)]
     leaves = [v for v in values if isinstance(v, Tensor) and v.requires_grad] if grad else []
     outs = [t for t in tensors if t.requires_grad]
     if leaves and outs:
         torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs], allow_unused=True)
     for kind in {t.device.type for t in tensors} - {"cpu", "meta"}:
-        module = getattr(torch, kind)          # a fault of the device must show now; other streams are left alone
+        # a fault of the device must show now; other streams are left alone
+        module = getattr(torch, kind)
         (module.current_stream() if hasattr(module, "current_stream") else module).synchronize()
 
 
 # inputs like those of a call
 
 class _TensorLike(NamedTuple):
-    """The description of a tensor. `numbers` are copies of the integers of the call's own, which cannot be made up."""
+    """The description of a tensor.
+
+    `numbers` are copies of the integers of the call's own, which cannot be made up.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int                                # elements: the pointer modulo 16 bytes is compiled in
+    # elements: the pointer modulo 16 bytes is compiled in
+    offset: int
     grad: bool
     numbers: Tensor | None
 
@@ -217,10 +241,13 @@ def _why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) 
     if any(p.kind == "object" for p in kernel.op.params):
         return "it takes objects, of which there is no other"
     nbytes = sum(_extent(tuple(t.shape), t.stride()) * t.element_size() for t in tensors)
-    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):  # the call, and both ends of its bucket
-        return f"inputs like its own take {nbytes >> 20} MiB, and {int(limit) >> 20} MiB may be taken; use lz.warmup"
+    # the call, and both ends of its bucket
+    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):
+        return (f"inputs like its own take {nbytes >> 20} MiB, and {int(limit) >> 20} MiB may be "
+                "taken; use lz.warmup")
     if sum(t.nbytes for t in tensors if not t.is_floating_point()) > MAX_COPIED:
-        return f"more than {MAX_COPIED >> 20} MiB of whole numbers would have to be copied; use lz.warmup"
+        return (f"more than {MAX_COPIED >> 20} MiB of whole numbers would have to be copied; use "
+                "lz.warmup")
     return ""
 
 
@@ -245,7 +272,8 @@ class _Job:
 _queue_lock = locks.Lock()                     # guards all below
 _queue: deque[_Job] = deque()
 _requested: dict[frozenset[Any], object] = {}  # what is or was compiled, and the request
-_forms: dict[tuple[str, str], int] = {}        # (kernel, kind) -> how many of its forms were requested
+# (kernel, kind) -> how many of its forms were requested
+_forms: dict[tuple[str, str], int] = {}
 _current: _Job | None = None
 _thread: threading.Thread | None = None
 _closing = False
@@ -265,12 +293,15 @@ def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, overrid
     for graph in (False, True) if facts["device"] == "cuda" else (False,):
         steps = world.plan(dispatcher.op, {**facts, "graph": graph}, override, compiled=True).steps
         kernel = world.catalog.by_id[steps[0].kernel] if steps else None
-        if kernel is not None and kernel.jit and kernel.id != plan.kernel and is_worth_it(kernel, steps[0]):
+        if (kernel is not None and kernel.jit and kernel.id != plan.kernel
+            and is_worth_it(kernel, steps[0])):
             request(dispatcher, kernel, steps[0], facts, values)
-        if not graph and world.policy.setting("learn"):        # only compiled kernels can be explored
+        # only compiled kernels can be explored
+        if not graph and world.policy.setting("learn"):
             for step in steps:
                 kernel = world.catalog.by_id[step.kernel]
-                if kernel.jit and kernel.replayable and worth_trying(step.score.total_us, steps[0].score.total_us):
+                if (kernel.jit and kernel.replayable
+                    and worth_trying(step.score.total_us, steps[0].score.total_us)):
                     request(dispatcher, kernel, step, facts, values)
 
 
@@ -282,15 +313,21 @@ def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Overr
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
-    """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction through Inductor."""
+    """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction
+    through Inductor.
+    """
     return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
         step.score.source == LESS_WORK and bool(kernel.package))
 
 
 def request(
-    dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any], values: tuple[Any, ...]
+    dispatcher: DispatcherLike, kernel: Kernel, step: Step, facts: Mapping[str, Any],
+    values: tuple[Any, ...]
 ) -> None:
-    """Queue a compile for calls like this one, at most once for each kind and form. Returns at once."""
+    """Queue a compile for calls like this one, at most once for each kind and form.
+
+    Returns at once.
+    """
     warmed, token = jit.warmed_keys(kernel, facts, values), object()
     kind = kernel.id, kind_to_compile(kernel.op, facts)
     waiting = 0
@@ -309,7 +346,8 @@ def request(
         problem = f"{MAX_QUEUED} wait already" if full else _why_not(kernel, facts, values)
         try:
             described = () if problem else tuple(_describe(v, facts["grad"]) for v in values)
-        except faults.FAULTS as e:             # no memory for the copies: the caller must not see that
+        # no memory for the copies: the caller must not see that
+        except faults.FAULTS as e:
             problem = f"its whole numbers could not be copied: {e}"
         if not problem:
             job = _Job(dispatcher, kernel, step, facts, described, warmed, _copies_done(values))
@@ -349,7 +387,8 @@ def _work() -> None:
     share_caches()
     while True:
         with _queue_lock:
-            if _thread is not me:              # an interrupt came while it was started, and another was started
+            # an interrupt came while it was started, and another was started
+            if _thread is not me:
                 return
             if _closing or not _queue:
                 _thread = _current = None
@@ -378,7 +417,10 @@ def _compile(job: _Job) -> str | None:
 
 
 def _with_own_generator(kernel: Kernel, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the caller's generator, whose next numbers stay the same. What a library compiles reads none."""
+    """Replace the caller's generator, whose next numbers stay the same.
+
+    What a library compiles reads none.
+    """
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     return tuple(torch.Generator(device).manual_seed(0) if p.kind == "generator" else v
                  for p, v in zip(kernel.op.params, values))
@@ -388,11 +430,13 @@ def _with_own_generator(kernel: Kernel, values: tuple[Any, ...]) -> tuple[Any, .
 def _own_stream(job: _Job) -> Iterator[None]:
     """Run on a stream of its own, outside of any capture of another thread."""
     with ExitStack() as stack:
-        device = next((v.device for v in job.values if isinstance(v, _TensorLike) and v.device.type == "cuda"), None)
+        device = next((v.device for v in job.values if isinstance(v, _TensorLike)
+                       and v.device.type == "cuda"), None)
         if device is not None:
             stack.enter_context(torch.cuda.device(device))
             if torch.version.hip is None:
-                from ...backends.cuda.compiler import outside_captures  # `import layerzero` reads no backend
+                # `import layerzero` reads no backend
+                from ...backends.cuda.compiler import outside_captures
 
                 stack.enter_context(outside_captures())
             stream = torch.cuda.Stream(device)
@@ -420,12 +464,15 @@ def status() -> CompileStatus:
     with _queue_lock:
         job, waiting = _current, tuple(j.label for j in _queue)
     return CompileStatus(
-        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began, waiting
+        "" if job is None else job.label, 0.0 if job is None else time.monotonic() - job.began,
+        waiting
     )
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until nothing is compiled in the background; return False if that took longer than `timeout`."""
+    """Wait until nothing is compiled in the background; return False if that took longer than
+    `timeout`.
+    """
     end = None if timeout is None else time.monotonic() + timeout
     while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
@@ -437,7 +484,9 @@ def wait(timeout: float | None = None) -> bool:
 # the end of this process, and its children
 
 def _close() -> None:
-    """The process ends: start nothing new, and give the current compile, which cannot be stopped, some time."""
+    """The process ends: start nothing new, and give the current compile, which cannot be stopped,
+    some time.
+    """
     global _closing
     with _queue_lock:
         _closing = True
@@ -452,7 +501,8 @@ def closing() -> bool:
 
 
 def _before_fork() -> None:
-    _compile_lock.acquire(timeout=FORK_SECONDS)  # a child must not inherit a compiler's lock that nobody releases
+    # a child must not inherit a compiler's lock that nobody releases
+    _compile_lock.acquire(timeout=FORK_SECONDS)
 
 
 def _after_fork_in_parent() -> None:
@@ -479,7 +529,8 @@ def _forget_unregistered(world: World) -> None:
         gone = [job for job in _queue if kernels.get(job.kernel.id) is not job.kernel]
         for job in gone:
             _queue.remove(job)
-        for warmed in [n for n in _requested if any((w if isinstance(w, str) else w[0]) not in kernels for w in n)]:
+        for warmed in [n for n in _requested
+                       if any((w if isinstance(w, str) else w[0]) not in kernels for w in n)]:
             del _requested[warmed]
         for kind in [k for k in _forms if k[0] not in kernels]:
             del _forms[kind]
@@ -492,4 +543,5 @@ _catalog: Catalog | None = None                # the last one seen by _forget_un
 worlds.add_listener(_forget_unregistered)
 atexit.register(_close)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent,
+                        after_in_child=_after_fork)

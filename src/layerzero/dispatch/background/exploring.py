@@ -1,8 +1,9 @@
-"""One kind of call that is being learned, and what its entries run meanwhile: an `Exploring`, which has
-one kernel after the other serve the calls and times them.
+"""One kind of call that is being learned, and what its entries run meanwhile: an `Exploring`, which
+has one kernel after the other serve the calls and times them.
 
-selection/trial.py decides which kernel is next and which has won. This file has the clock, the CUDA events, the
-account of what exploring costs, and what happens if a kernel throws. learning.py says which calls are explored.
+selection/trial.py decides which kernel is next and which has won. This file has the clock, the CUDA
+events, the account of what exploring costs, and what happens if a kernel throws. learning.py says
+which calls are explored.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ from ..cache import Entry
 if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
 
-BEHIND_WINNER = 1.005                          # a tie is recorded as this much slower for those that did not win
-MAX_GAP = 0.05                                 # seconds without a call after which the process counts as idle
-MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3          # a sample with less CPU time is not counted, except every third in a row
-MAX_OVERHEAD_US = 100.0                        # deciding about one call takes about 10; more is another process's doing
-MAX_SKIPPED = 31                               # calls in a row that are not timed while there is no budget
+# a tie is recorded as this much slower for those that did not win
+BEHIND_WINNER = 1.005
+# seconds without a call after which the process counts as idle
+MAX_GAP = 0.05
+# a sample with less CPU time is not counted, except every third in a row
+MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3
+# deciding about one call takes about 10; more is another process's doing
+MAX_OVERHEAD_US = 100.0
+# calls in a row that are not timed while there is no budget
+MAX_SKIPPED = 31
 
-# (op, bucket, place, transforms of kernels that need them): with transforms, calls take another time.
+# (op, bucket, place, transforms of kernels that need them): with transforms, calls take another
+# time.
 Key = tuple[str, str, str, tuple[tuple[str, ...], ...]]
 
 _now, _cpu_time = time.perf_counter, time.thread_time
@@ -52,10 +59,12 @@ class Account:
     def reset(self) -> None:
         self.budget = Budget()
         self.began: float | None = None        # when the first call came
-        self.explored = 0                      # calls served by another kernel than without learning
+        # calls served by another kernel than without learning
+        self.explored = 0
         self._last: float | None = None
 
-    def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0, explored: bool = False) -> None:
+    def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0,
+               explored: bool = False) -> None:
         with self._lock:
             self.budget.count(0.0, lost_us, reserved_us)
             self.explored += explored
@@ -82,7 +91,8 @@ class TimedCall(NamedTuple):
     prepared: bool = False                     # were weights packed during the call?
     worked_us: float = 0.0                     # CPU time of this thread; 0: not taken
     events_around: tuple[Any, Any] | None = None       # CUDA events around it
-    behind: bool = False                       # had the device not reached the first event when the call returned?
+    # had the device not reached the first event when the call returned?
+    behind: bool = False
 
     @property
     def disturbed(self) -> bool:
@@ -90,9 +100,11 @@ class TimedCall(NamedTuple):
         return 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
 
     def us(self) -> float | None:
-        """Return what a caller in a loop would see: the longer of host and device time; None if not known yet.
+        """Return what a caller in a loop would see: the longer of host and device time; None if not
+        known yet.
 
-        If the device was waiting for the host, the time between the events includes the host's time.
+        If the device was waiting for the host, the time between the events includes the host's
+        time.
         """
         if self.events_around is None:
             return self.host_us
@@ -104,17 +116,24 @@ class TimedCall(NamedTuple):
 
 
 class LearnedKind:
-    """One kind of call that is being learned. Nobody waits for `lock`: a call that cannot take it is not timed."""
+    """One kind of call that is being learned.
 
-    def __init__(self, key: Key, op: Op, plan: Plan, default: str, on_settled: Callable[[LearnedKind], None]) -> None:
+    Nobody waits for `lock`: a call that cannot take it is not timed.
+    """
+
+    def __init__(self, key: Key, op: Op, plan: Plan, default: str,
+                 on_settled: Callable[[LearnedKind], None]) -> None:
         base = plan.steps[0]
         self.key, self.op, self.facts = key, op, plan.facts
         self.on_settled = on_settled
-        self.trial = Trial(base.kernel, base.score.total_us, default, zlib.crc32(repr(key).encode()))
+        self.trial = Trial(base.kernel, base.score.total_us, default,
+                           zlib.crc32(repr(key).encode()))
         self.steps: dict[str, Step] = {}
         self.lock = locks.Lock()
-        self.done: deque[TimedCall] = deque()     # appended by any thread, read by the one that holds the lock
-        self.failed: deque[tuple[Ticket | None, str, str]] = deque()   # the sample, the kernel to drop, and why
+        # appended by any thread, read by the one that holds the lock
+        self.done: deque[TimedCall] = deque()
+        # the sample, the kernel to drop, and why
+        self.failed: deque[tuple[Ticket | None, str, str]] = deque()
         self.serving = base.kernel
         self.settled = False
         self.cost_us = 0.0
@@ -127,7 +146,10 @@ class LearnedKind:
         return us / step.score.boost
 
     def next(self, available: Callable[[str], bool], began: float) -> Ticket | None:
-        """Return which kernel serves this call and is timed; None: `serving` does, untimed. The lock is held."""
+        """Return which kernel serves this call and is timed; None: `serving` does, untimed.
+
+        The lock is held.
+        """
         account.tick(began)
         self.collect()
         trial = self.trial
@@ -164,21 +186,25 @@ class LearnedKind:
             sample = self.done[0]
             us = sample.us()
             if us is None:
-                return                         # the device works in order: later samples are not done either
+                # the device works in order: later samples are not done either
+                return
             self.done.popleft()
             self._count_sample(sample, us)
 
     def _count_sample(self, sample: TimedCall, us: float) -> None:
         ticket, trial = sample.ticket, self.trial
-        in_a_row = self.disturbed[ticket.kernel] = self.disturbed.get(ticket.kernel, 0) + 1 if sample.disturbed else 0
+        in_a_row = self.disturbed[ticket.kernel] = (self.disturbed.get(ticket.kernel, 0) + 1
+                                                    if sample.disturbed else 0)
         counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
         if in_a_row == MAX_DISTURBED:          # a busy machine: this sample is better than none
             self.disturbed[ticket.kernel] = 0
         trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
         lost = min(sample.overhead_us, MAX_OVERHEAD_US)
         if ticket.kernel != trial.base:
-            if ticket.warm_up or sample.prepared:      # time that another process took is not our cost
-                lost += max((sample.worked_us if sample.disturbed else us) - trial.expected_us(trial.base), 0.0)
+            # time that another process took is not our cost
+            if ticket.warm_up or sample.prepared:
+                lost += max((sample.worked_us if sample.disturbed else us)
+                            - trial.expected_us(trial.base), 0.0)
             else:
                 lost += trial.extra_us(ticket.kernel)
         self.cost_us += lost
@@ -194,16 +220,20 @@ class LearnedKind:
         rows = []
         for kernel, samples in results.items():
             s, score = statistics_of(samples), self.steps[kernel].score
-            behind = 1.0 if kernel == trial.winner else max(BEHIND_WINNER * best.median / s.median, 1.0)
+            behind = (1.0 if kernel == trial.winner
+                      else max(BEHIND_WINNER * best.median / s.median, 1.0))
 
             def kernel_us(us: float, score: Any = score, behind: float = behind) -> float:
-                """The time of the kernel alone: transforms of inputs are counted apart, and estimated."""
+                """The time of the kernel alone: transforms of inputs are counted apart, and
+                estimated.
+                """
                 total = us * behind * score.boost
                 return max(total - score.transform_us, 0.05 * total)
 
             rows.append(Measurement(
-                kernel, op.name, kind.bucket, self.key[2], kernel_us(s.median), s.spread, len(samples), kind.family,
-                kind.sizes_text, flops, nbytes, kernel_us(s.p95), kernel_us(s.p99), mode=EAGER))
+                kernel, op.name, kind.bucket, self.key[2], kernel_us(s.median), s.spread,
+                len(samples), kind.family, kind.sizes_text, flops, nbytes, kernel_us(s.p95),
+                kernel_us(s.p99), mode=EAGER))
         return list(measurements.tighten_spread(world, op, facts, rows, [trial.winner])[0])
 
     def after_fork(self) -> None:
@@ -237,22 +267,31 @@ def statistics_of(samples: list[float]) -> Statistics:
 class Candidate(NamedTuple):
     """One kernel as it serves the calls of an entry."""
 
-    entry: Entry                               # its own kernel is first in the plan, for the recovery
-    ready: Callable[[tuple[Any, ...]], bool] | None    # for a kernel that compiles: is it compiled for this call?
-    named: bool = False                        # called as lz.<op>(backend=...), which counts calls and faults by itself
+    # its own kernel is first in the plan, for the recovery
+    entry: Entry
+    # for a kernel that compiles: is it compiled for this call?
+    ready: Callable[[tuple[Any, ...]], bool] | None
+    # called as lz.<op>(backend=...), which counts calls and faults by itself
+    named: bool = False
 
 
 class Exploring:
-    """What an entry runs while its kind is learned. `candidates` grows as their kernels are loaded."""
+    """What an entry runs while its kind is learned.
 
-    def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan, run_plain: Callable[..., Any],
+    `candidates` grows as their kernels are loaded.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, kind: LearnedKind, plan: Plan,
+                 run_plain: Callable[..., Any],
                  base: Candidate) -> None:
         self.dispatcher, self.kind, self.plan = dispatcher, kind, plan
-        self.run_plain = run_plain             # serves the calls that are not timed, as without learning
+        # serves the calls that are not timed, as without learning
+        self.run_plain = run_plain
         self.base = plan.steps[0].kernel
         self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
-        self.main = dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor else -1
+        self.main = (dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor
+                     else -1)
 
     def __call__(self, *values: Any) -> Any:
         kind, candidates = self.kind, self.candidates
@@ -267,7 +306,8 @@ class Exploring:
                 return self._serve(candidates, values)
             try:
                 began = _now()
-                ticket = kind.next(lambda kernel: self._available(candidates, kernel, values), began)
+                ticket = kind.next(lambda kernel: self._available(candidates, kernel, values),
+                                   began)
             finally:
                 kind.lock.release()
             if ticket is None:
@@ -287,7 +327,8 @@ class Exploring:
         kind.done.append(sample)
         return out
 
-    def _available(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...]) -> bool:
+    def _available(self, candidates: Mapping[str, Candidate], kernel: str,
+                   values: tuple[Any, ...]) -> bool:
         candidate = candidates.get(kernel)
         return candidate is not None and (candidate.ready is None or candidate.ready(values))
 
@@ -299,7 +340,8 @@ class Exploring:
     def _serve(self, candidates: Mapping[str, Candidate], values: tuple[Any, ...]) -> Any:
         kernel = self.kind.serving
         candidate = candidates.get(kernel)
-        if kernel == self.base or candidate is None or (candidate.ready is not None and not candidate.ready(values)):
+        if (kernel == self.base or candidate is None
+            or (candidate.ready is not None and not candidate.ready(values))):
             return self.run_plain(*values)
         self._count(candidate, kernel)
         try:
@@ -312,16 +354,21 @@ class Exploring:
         if candidate.named or kernel != self.base:
             self.dispatcher.ledger.reassign(self.base, "" if candidate.named else kernel)
 
-    def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...], fault: BaseException,
+    def _recover(self, candidates: Mapping[str, Candidate], kernel: str, values: tuple[Any, ...],
+                 fault: BaseException,
                  ticket: Ticket | None) -> Any:
-        """Drop the kernel for this kind; whose fault it was and who serves is decided as for any other call."""
+        """Drop the kernel for this kind; whose fault it was and who serves is decided as for any
+        other call.
+        """
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
-        if not candidates[kernel].named or kernel == self.base or not isinstance(fault, KernelExecutionError):
+        if (not candidates[kernel].named or kernel == self.base
+            or not isinstance(fault, KernelExecutionError)):
             return self.dispatcher.recover(candidates[kernel].entry, values, fault)
         out = self.run_plain(*values)
         self.dispatcher.ledger.count_fallback(self.base)
-        events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons else None))
+        events.emit(Fallback(self.kind.op.name, kernel, self.base, fault.reasons[0] if fault.reasons
+                             else None))
         return out
 
 
@@ -332,7 +379,8 @@ def _packed_weights() -> int:
     return len(PACKED)
 
 
-def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket, began: float) -> tuple[Any, TimedCall]:
+def _run_timed(run: Callable[..., Any], values: tuple[Any, ...], ticket: Ticket,
+               began: float) -> tuple[Any, TimedCall]:
     packed, worked = _packed_weights(), _cpu_time()
     start = _now()
     out = run(*values)
@@ -352,4 +400,5 @@ def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket:
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0, (begin, end), behind)
+    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0,
+                          (begin, end), behind)

@@ -1,9 +1,10 @@
-"""Kernels that compile on first use: which calls need which compiled code, and serving only those that have it.
+"""Kernels that compile on first use: which calls need which compiled code, and serving only those
+that have it.
 
-A kind of call (its bucket) is what selection can tell apart. A compiler tells more apart: the number of
-dimensions, the order of strides, every plain number, the thread count, whether a tensor wants a gradient
-or was made in inference mode. The last two are removed before the call; the rest is its *form*.
-A kernel is ready for a call when it was compiled for the kind and for the form.
+A kind of call (its bucket) is what selection can tell apart. A compiler tells more apart: the
+number of dimensions, the order of strides, every plain number, the thread count, whether a tensor
+wants a gradient or was made in inference mode. The last two are removed before the call; the rest
+is its *form*. A kernel is ready for a call when it was compiled for the kind and for the form.
 """
 
 from __future__ import annotations
@@ -29,19 +30,25 @@ from ...world.snapshot import World
 Form = tuple[Any, ...]
 MAX_EVENTS = 64                                 # forms of one entry that get an event each
 PLAIN = frozenset((bool, int, float, str, type(None)))
-MAX_SIGNATURES = 4096                          # of one entry; a counter among the arguments makes ever new ones
+# of one entry; a counter among the arguments makes ever new ones
+MAX_SIGNATURES = 4096
 
 
 def constant_axes(op: Op, facts: Mapping[str, Any]) -> tuple[frozenset[int], ...]:
-    """Return for each parameter the axes, counted from the end, whose size is the same in all calls of the kind."""
+    """Return for each parameter the axes, counted from the end, whose size is the same in all calls
+    of the kind.
+    """
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     tokens = [patterns.get(p.name, ()) for p in op.params]
-    return tuple(frozenset(-i for i, token in enumerate(reversed(t), 1) if token in op.exact or token.isdigit())
+    return tuple(frozenset(-i for i, token in enumerate(reversed(t), 1) if token in op.exact
+                           or token.isdigit())
                  for t in tokens)
 
 
 def signature(values: tuple[Any, ...], grad: bool) -> Form:
-    """Return a key that is finer than the form and quicker to read: calls that share it share their form."""
+    """Return a key that is finer than the form and quicker to read: calls that share it share their
+    form.
+    """
     parts: list[Any] = [*_process_state()]
     for v in values:
         kind = type(v)
@@ -58,15 +65,18 @@ def signature(values: tuple[Any, ...], grad: bool) -> Form:
 
 def _process_state() -> Form:
     """What is true of the whole process and compiled in."""
-    return (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+    return (torch.get_num_threads(), torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision())
 
 
 def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad: bool,
             at_runtime: tuple[bool, ...] = ()) -> Form:
-    """Return all that a compiler may specialize on: of the sizes only which are equal, and which are 0 or 1.
+    """Return all that a compiler may specialize on: of the sizes only which are equal, and which
+    are 0 or 1.
 
-    `at_runtime`: for each parameter, is it a number that the kernel takes at run time? Then only 0, 1 and None count.
+    `at_runtime`: for each parameter, is it a number that the kernel takes at run time? Then only 0,
+    1 and None count.
     """
     sizes: list[int] = []
     parts = [_tensor_form(v, axes, grad, sizes) if isinstance(v, Tensor) else type(v)
@@ -76,9 +86,12 @@ def form_of(values: tuple[Any, ...], constant: tuple[frozenset[int], ...], grad:
 
 
 def runtime_numbers(kernel: Kernel) -> tuple[bool, ...]:
-    """Is each parameter a number that the kernel takes at run time? Those of a library are; torch compiles all in."""
+    """Is each parameter a number that the kernel takes at run time? Those of a library are; torch
+    compiles all in.
+    """
     free = free_integers(kernel.op)
-    return tuple(bool(kernel.package) and (p.kind == "float" or p.name in free) for p in kernel.op.params)
+    return tuple(bool(kernel.package) and (p.kind == "float" or p.name in free)
+                 for p in kernel.op.params)
 
 
 def _tensor_form(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[int]) -> Form:
@@ -86,11 +99,13 @@ def _tensor_form(t: Tensor, constant: frozenset[int], grad: bool, sizes: list[in
     sizes += [n for i, n in enumerate(shape, -len(shape)) if n > 1 and i not in constant]
     pointer = 0 if t.device.type == "cpu" else t.data_ptr() % 16
     mode = (type(t), t.requires_grad, t.is_inference()) if grad else ()
-    return (t.dtype, t.device, tuple([min(n, 2) for n in shape]), memory_order(shape, t.stride()), pointer, *mode)
+    return (t.dtype, t.device, tuple([min(n, 2) for n in shape]), memory_order(shape, t.stride()),
+            pointer, *mode)
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order of the dimensions in memory if the tensor is dense, else -1 and its strides."""
+    """Return the order of the dimensions in memory if the tensor is dense, else -1 and its strides.
+    """
     order = sorted(range(len(shape)), key=lambda i: -strides[i])
     step = 1
     for i in reversed(order):
@@ -100,15 +115,19 @@ def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return tuple(order)
 
 
-def warmed_keys(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> frozenset[Any]:
+def warmed_keys(kernel: Kernel, facts: Mapping[str, Any],
+                values: tuple[Any, ...]) -> frozenset[Any]:
     """Return what to add to the world's `warmed` once the kernel has served this call."""
     kind = kind_to_compile(kernel.op, facts)
     form = form_of(values, constant_axes(kernel.op, facts), facts["grad"], runtime_numbers(kernel))
     return frozenset({(kernel.id, kind), (kernel.id, kind, form)})
 
 
-def world_for_call(world: World, op: Op, facts: Mapping[str, Any], values: tuple[Any, ...]) -> World:
-    """Return the world without the kernels that were warmed up for other forms than this call's only."""
+def world_for_call(world: World, op: Op, facts: Mapping[str, Any],
+                   values: tuple[Any, ...]) -> World:
+    """Return the world without the kernels that were warmed up for other forms than this call's
+    only.
+    """
     unready = {k.id for k in world.kernels(op.name) if k.jit and k.id not in world.warmed
                and not warmed_keys(k, facts, values) <= world.warmed}
     return without_warmed(world, unready) if world.warmed and unready else world
@@ -125,7 +144,9 @@ def call(run: Callable[..., Any], values: tuple[Any, ...], grad: bool) -> Any:
 
 
 def call_plain(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-    """Call `run` with plain tensors and no gradients: parameters and inference mode would each be compiled for."""
+    """Call `run` with plain tensors and no gradients: parameters and inference mode would each be
+    compiled for.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return run(*[_plain(v) for v in values])
@@ -144,19 +165,23 @@ def _plain(value: Any) -> Any:
     return value if type(value) is Tensor and not value.requires_grad else value.detach()
 
 
-def only_compiled(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any], warmed: Collection[Any],
+def only_compiled(kernel: Kernel, run: Callable[..., Any], facts: Mapping[str, Any],
+                  warmed: Collection[Any],
                   fall_back: Callable[[tuple[Any, ...]], tuple[str, Any]],
-                  on_unready: Callable[[tuple[Any, ...]], object] = lambda values: None) -> Callable[..., Any]:
+                  on_unready: Callable[[tuple[Any, ...]],
+                                       object] = lambda values: None) -> Callable[..., Any]:
     """Wrap `run` so that it serves only the forms it was compiled for.
 
-    Any other call goes to `fall_back`, which returns (kernel, result); `on_unready` is called with the first call of
-    each such form.
+    Any other call goes to `fall_back`, which returns (kernel, result); `on_unready` is called with
+    the first call of each such form.
     """
-    kind, constant, grad = kind_to_compile(kernel.op, facts), constant_axes(kernel.op, facts), facts["grad"]
+    kind, constant, grad = kind_to_compile(kernel.op,
+                                           facts), constant_axes(kernel.op, facts), facts["grad"]
     at_runtime = runtime_numbers(kernel)
     is_ready: dict[Form, bool] = {}
     reported: set[Form] = set()
-    library = bool(kernel.package)             # a library compiles for no mode: the call needs no plain tensors
+    # a library compiles for no mode: the call needs no plain tensors
+    library = bool(kernel.package)
 
     def call_if_ready(*values: Any) -> Any:
         key = signature(values, grad)

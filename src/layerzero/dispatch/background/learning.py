@@ -1,11 +1,13 @@
-"""Learning while serving: calls of a kind that was never measured are served by the kernels that may
-serve it, in turn, and timed, until it is clear which is fastest. No call is computed twice.
+"""Learning while serving: calls of a kind that was never measured are served by the kernels that
+may serve it, in turn, and timed, until it is clear which is fastest. No call is computed twice.
 
-While a kind is learned, its entries run an `Exploring` (exploring.py). Once it is settled, the result is
-written to the store like any other measurement, and the entries are the ordinary ones again.
+While a kind is learned, its entries run an `Exploring` (exploring.py). Once it is settled, the
+result is written to the store like any other measurement, and the entries are the ordinary ones
+again.
 
-One thread works in the background: it loads the kernels that are to be tried, and it writes results, at
-most once in PUBLISH_SECONDS, because each new world empties the caches of all operations.
+One thread works in the background: it loads the kernels that are to be tried, and it writes
+results, at most once in PUBLISH_SECONDS, because each new world empties the caches of all
+operations.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ if TYPE_CHECKING:
 
 MAX_KINDS = 1024                               # being learned at once
 MAX_CLOSED = 8192                              # kinds that are remembered as done
-MAX_KERNELS = 8                                # candidates of one kind, those expected to be fastest
+# candidates of one kind, those expected to be fastest
+MAX_KERNELS = 8
 PUBLISH_SECONDS = 1.0
-DEVICES = ("cpu", "cuda")                      # elsewhere a call cannot be timed without waiting for it
+# elsewhere a call cannot be timed without waiting for it
+DEVICES = ("cpu", "cuda")
 
 _kinds: dict[Key, LearnedKind] = {}            # being learned
 _closed: dict[Key, None] = {}                  # done in this process, oldest first
@@ -59,7 +63,9 @@ _learned = _unclear = 0
 
 def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
             override: Override | None) -> Callable[..., Any]:
-    """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be learned."""
+    """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be
+    learned.
+    """
     if not _is_learnable(dispatcher.op, world, plan, override):
         return run
     key = _key(dispatcher.op, world, plan)
@@ -71,21 +77,25 @@ def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[...,
     with _kinds_lock:
         kind = _kinds.get(key)
         if kind is None:
-            while len(_kinds) >= MAX_KINDS:    # entries of the oldest go on; new ones of it start over
+            # entries of the oldest go on; new ones of it start over
+            while len(_kinds) >= MAX_KINDS:
                 del _kinds[next(iter(_kinds))]
-            kind = _kinds[key] = LearnedKind(key, dispatcher.op, plan, default.kernel if default is not None else "",
+            kind = _kinds[key] = LearnedKind(key, dispatcher.op, plan, default.kernel
+                                             if default is not None else "",
                                              _worker.settled)
     base = plan.steps[0]
     kind.steps.setdefault(base.kernel, base)
     kernel = world.catalog.by_id[base.kernel]
-    exploring = Exploring(dispatcher, kind, plan, run, _candidate(dispatcher, world, kernel, plan, run))
+    exploring = Exploring(dispatcher, kind, plan, run,
+                          _candidate(dispatcher, world, kernel, plan, run))
     protection.unguard_later(run, exploring, "run_plain")
     _worker.prepare(exploring, world, steps, override)
     return exploring
 
 
 def _key(op: Op, world: World, plan: Plan) -> Key:
-    transforms = tuple(sorted((s.kernel, *map(str, s.transforms)) for s in plan.steps if s.transforms))
+    transforms = tuple(sorted((s.kernel, *map(str, s.transforms)) for s in plan.steps
+                              if s.transforms))
     return op.name, kind_of(op, plan.facts).bucket, world.place(plan.facts["device"]), transforms
 
 
@@ -93,44 +103,54 @@ def _is_learnable(op: Op, world: World, plan: Plan, override: Override | None) -
     policy, facts = world.policy, plan.facts
     if not policy.setting("learn") or override is not None or op.read is not None:
         return False
-    settled = plan.locked or plan.table or policy.setting("deterministic") or policy.setting("disabled")
+    settled = (plan.locked or plan.table or policy.setting("deterministic")
+               or policy.setting("disabled"))
     return not (settled or facts["grad"] or facts["deterministic"] or facts["device"] not in DEVICES
-                or mode_of(facts) != EAGER or world.catalog.by_id[plan.steps[0].kernel].health in world.health)
+                or mode_of(facts) != EAGER
+                or world.catalog.by_id[plan.steps[0].kernel].health in world.health)
 
 
 def _default(world: World, plan: Plan) -> Step | None:
     """Return the step of torch's own kernel, which selection takes as the default."""
     baselines = [s for s in plan.steps if world.catalog.by_id[s.kernel].baseline]
-    return min(baselines, key=lambda s: (s.score.source != "default", s.score.total_us), default=None)
+    return min(baselines, key=lambda s: (s.score.source != "default", s.score.total_us),
+               default=None)
 
 
 def _candidate_steps(world: World, plan: Plan) -> list[Step]:
     """Return the steps to try beside the first.
 
-    If some were measured already, these are only kernels that were compiled too late to be measured too.
+    If some were measured already, these are only kernels that were compiled too late to be measured
+    too.
     """
     measured = any(s.score.source == MEASURED for s in plan.steps)
     first, default = plan.steps[0], _default(world, plan)
 
     def is_candidate(step: Step) -> bool:
         kernel = world.catalog.by_id[step.kernel]
-        return (kernel.backend != "reference" and not kernel.untested and kernel.health not in world.health
+        return (kernel.backend != "reference" and not kernel.untested
+                and kernel.health not in world.health
                 and not kernel.plans_each_size         # one such call would use up the budget
                 and (not kernel.jit or is_warm(kernel, plan.facts, world.warmed))
                 and (not measured or (kernel.jit and step.score.source != MEASURED))
                 and worth_trying(step.score.total_us, first.score.total_us))
 
-    steps = sorted((s for s in plan.steps[1:] if is_candidate(s)), key=lambda s: s.score.total_us)[:MAX_KERNELS]
-    if default is not None and default is not first and default not in steps and (steps or not measured):
-        steps.append(default)                  # a measurement counts only together with the default's
+    steps = sorted((s for s in plan.steps[1:] if is_candidate(s)),
+                   key=lambda s: s.score.total_us)[:MAX_KERNELS]
+    if (default is not None and default is not first and default not in steps
+        and (steps or not measured)):
+        # a measurement counts only together with the default's
+        steps.append(default)
     return steps
 
 
-def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan, run: Callable[..., Any]) -> Candidate:
+def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan,
+               run: Callable[..., Any]) -> Candidate:
     """Make the candidate of one kernel.
 
-    A kernel whose launches the native path replays is called as lz.<op>(backend=...), so that its time is the one it
-    will have once chosen: through Python its launch would take several times as long.
+    A kernel whose launches the native path replays is called as lz.<op>(backend=...), so that its
+    time is the one it will have once chosen: through Python its launch would take several times as
+    long.
     """
     named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
     if named:
@@ -140,13 +160,15 @@ def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan,
     return Candidate(entry, _readiness(world, kernel, plan.facts), named)
 
 
-def _readiness(world: World, kernel: Kernel, facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
+def _readiness(world: World, kernel: Kernel,
+               facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
     if not kernel.jit or kernel.id in world.warmed:
         return None
     return lambda values: jit.warmed_keys(kernel, facts, values) <= world.warmed
 
 
-def _prepare(exploring: Exploring, world: World, steps: list[Step], override: Override | None) -> None:
+def _prepare(exploring: Exploring, world: World, steps: list[Step],
+             override: Override | None) -> None:
     """Load and bind the kernels of these steps, in the background: an import may take seconds."""
     dispatcher, kind, plan = exploring.dispatcher, exploring.kind, exploring.plan
     fixed = fixed_by_key(world.program(dispatcher.op), plan.facts)
@@ -159,7 +181,8 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step], override: Ov
             mark_unloadable(kernel, e.reason)
             continue
         reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
-        run = dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit else binding.run
+        run = (dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit
+               else binding.run)
         run = dispatcher.wrap_guard(kernel, reordered, run, world)
         candidates[step.kernel] = _candidate(dispatcher, world, kernel, reordered, run)
     with kind.lock:
@@ -167,11 +190,13 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step], override: Ov
             if step.kernel in candidates:
                 kind.steps.setdefault(step.kernel, step)
                 kind.trial.enter(step.kernel, step.score.total_us)
-        first_time, kind.announced = not kind.announced and len(candidates) > 1, kind.announced or len(candidates) > 1
+        first_time, kind.announced = (not kind.announced and len(candidates) > 1, kind.announced
+                                      or len(candidates) > 1)
     if first_time:
         events.emit(LearningStarted(kind.op.name, kind.trial.base, kind.key[1], tuple(candidates)))
     exploring.candidates = candidates
-    if len(kind.trial.runners) == 1:           # nothing to compare with: no other kernel could be loaded
+    # nothing to compare with: no other kernel could be loaded
+    if len(kind.trial.runners) == 1:
         kind.trial.winner = kind.trial.base
         kind.end()
 
@@ -204,7 +229,8 @@ class Worker:
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="layerzero-learning", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="layerzero-learning",
+                                            daemon=True)
             self._thread.start()
         else:
             self._wake.notify_all()
@@ -214,7 +240,8 @@ class Worker:
         me = threading.current_thread()
         while True:
             with self._wake:
-                if self._thread is not me:     # an interrupt came while it was started, and another was started
+                # an interrupt came while it was started, and another was started
+                if self._thread is not me:
                     return
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and not self._settled:
@@ -226,10 +253,12 @@ class Worker:
                 if task is None and wait > 0 and not self._hurry:
                     self._wake.wait(wait)
                     continue
-                settled, self._settled = ([], self._settled) if task is not None else (self._settled, [])
+                settled, self._settled = (([], self._settled) if task is not None
+                                          else (self._settled, []))
             try:
                 task() if task is not None else self._publish(settled)
-            except events.ANY_ERROR as e:      # a kernel that cannot be bound, say; this thread goes on
+            # a kernel that cannot be bound, say; this thread goes on
+            except events.ANY_ERROR as e:
                 events.warn("learning: %s: %s", type(e).__name__, e)
 
     def _publish(self, kinds: list[LearnedKind]) -> None:
@@ -237,7 +266,9 @@ class Worker:
         publish(kinds)
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Wait until nothing is left to load or to write; return False if that took longer than `seconds`."""
+        """Wait until nothing is left to load or to write; return False if that took longer than
+        `seconds`.
+        """
         end = time.monotonic() + seconds
         with self._wake:
             while self._at_work() and time.monotonic() < end:
@@ -263,7 +294,9 @@ flush = _worker.flush
 
 
 def publish(kinds: list[LearnedKind]) -> None:
-    """Write the results of these kinds and publish one new world, in which their entries no longer explore."""
+    """Write the results of these kinds and publish one new world, in which their entries no longer
+    explore.
+    """
     global _learned, _unclear
     world, rows = worlds.current(), []
     for kind in kinds:
@@ -273,7 +306,8 @@ def publish(kinds: list[LearnedKind]) -> None:
         _learned += trial.clear
         _unclear += not trial.clear
         _close(kind)
-        events.emit(Learned(kind.op.name, trial.winner, kind.key[1], trial.clear, trial.samples, trial.calls,
+        events.emit(Learned(kind.op.name, trial.winner, kind.key[1], trial.clear, trial.samples,
+                            trial.calls,
                             kind.cost_us / 1e6))
     if rows:
         measurements.record(rows)
@@ -299,20 +333,24 @@ class LearnStatus(NamedTuple):
     learning: int
     learned: int
     unclear: int                               # kinds given up without a result
-    explored: int                              # calls served by another kernel than without learning
+    # calls served by another kernel than without learning
+    explored: int
     seconds: float                             # what exploring has cost
     share: float
 
     def __str__(self) -> str:
         unclear = f", {self.unclear} without a clear result" if self.unclear else ""
-        return (f"{self.learning} kinds of call are being learned, {self.learned} are learned{unclear}; "
-                f"{self.explored} calls explored, which cost {self.seconds:.3f} s ({self.share:.2%} of the time)")
+        return (
+            f"{self.learning} kinds of call are being learned, {self.learned} are "
+            f"learned{unclear}; {self.explored} calls explored, which cost {self.seconds:.3f} s "
+            f"({self.share:.2%} of the time)")
 
 
 def status() -> LearnStatus:
     lost, began = account.budget.lost_us / 1e6, account.began
     span = time.monotonic() - began if began is not None else 0.0
-    return LearnStatus(len(_kinds), _learned, _unclear, account.explored, lost, lost / span if span > 0 else 0.0)
+    return LearnStatus(len(_kinds), _learned, _unclear, account.explored, lost, lost / span
+                       if span > 0 else 0.0)
 
 
 def progress_of(op: Op, world: World, plan: Plan) -> Callable[[str], str]:
@@ -341,9 +379,11 @@ def _forget_unregistered(world: World) -> None:
         return
     kernels = world.catalog.by_id              # kinds with unregistered kernels are dropped
     for key, kind in list(_kinds.items()):
-        if world.catalog.ops.get(kind.op.name) is not kind.op or not kernels.keys() >= kind.steps.keys():
+        if (world.catalog.ops.get(kind.op.name) is not kind.op
+            or not kernels.keys() >= kind.steps.keys()):
             _kinds.pop(key, None)
-    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops or any(c[0] not in kernels for c in k[3])]:
+    for key in [k for k in list(_closed) if k[0] not in world.catalog.ops
+                or any(c[0] not in kernels for c in k[3])]:
         _closed.pop(key, None)
     _catalog = world.catalog
 

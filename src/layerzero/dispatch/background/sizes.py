@@ -1,7 +1,8 @@
 """The same call at other sizes of its bucket.
 
-A compiler may make code for the first size it sees, more general code for the second, and specialize on whether
-a size is a multiple of 16. After a call at both ends of a bucket there is code for all sizes in it.
+A compiler may make code for the first size it sees, more general code for the second, and
+specialize on whether a size is a multiple of 16. After a call at both ends of a bucket there is
+code for all sizes in it.
 """
 
 from __future__ import annotations
@@ -35,20 +36,25 @@ class Caller(Protocol):
 
 def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
                    kind: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be resized."""
+    """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be
+    resized.
+    """
     op, named = dispatcher.op, dict(zip(dispatcher.names, values))
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     axes = {name: _axes(op, patterns[name], t) for name, t in named.items()
             if isinstance(t, Tensor) and name in patterns}
-    fixed = {dim for name, dims in axes.items() for dim in dims.values() if not _is_resizable(named[name])}
+    fixed = {dim for name, dims in axes.items() for dim in dims.values()
+             if not _is_resizable(named[name])}
     sizes = {dim: n for name, dims in axes.items() for axis, dim in dims.items()
              if dim not in fixed and (n := named[name].shape[axis]) > EXACT}
     for low in (True, False):
         new = _at_bucket_end(sizes, low)
         if new == sizes:
             continue
-        resized = {**named, **{name: _resize(named[name], {a: new[d] for a, d in dims.items() if d in new})
-                               for name, dims in axes.items() if any(d in new for d in dims.values())}}
+        resized = {**named,
+                   **{name: _resize(named[name], {a: new[d] for a, d in dims.items() if d in new})
+                               for name, dims in axes.items()
+                      if any(d in new for d in dims.values())}}
         call = tuple(resized[name] for name in dispatcher.names)
         try:
             if kind_to_compile(op, dispatcher.facts(call)) == kind:
@@ -58,11 +64,14 @@ def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[A
 
 
 def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
-    """Return axis -> the name of its size, for the axes whose size differs between calls of the kind."""
+    """Return axis -> the name of its size, for the axes whose size differs between calls of the
+    kind.
+    """
     if tokens and tokens[0].startswith("*") and t.dim() != len(tokens):
         tokens = ("", *tokens[1:])             # several dimensions under one name
     offset = t.dim() - len(tokens)
-    names = {i + offset: token.lstrip("*~") for i, token in enumerate(tokens) if token and not token.isdigit()}
+    names = {i + offset: token.lstrip("*~") for i, token in enumerate(tokens) if token
+             and not token.isdigit()}
     return {i: dim for i, dim in names.items() if i >= 0 and dim not in op.exact
             and not (tokens[i - offset].startswith("~") and t.shape[i] == 1)}
 
@@ -74,7 +83,8 @@ def _is_resizable(t: Tensor) -> bool:
 
 
 def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
-    """Return each size at an end of its bucket; equal sizes stay equal, different ones different."""
+    """Return each size at an end of its bucket; equal sizes stay equal, different ones different.
+    """
     ranks: dict[int, list[int]] = {}
     for n in sorted(set(sizes.values())):
         ranks.setdefault(bucket(n), []).append(n)
@@ -84,7 +94,8 @@ def _at_bucket_end(sizes: Mapping[str, int], low: bool) -> dict[str, int]:
 
 
 def _resize(t: Tensor, new_sizes: Mapping[int, int]) -> Tensor:
-    """Repeat or cut off the numbers of a tensor, with its dimensions in the same order in memory."""
+    """Repeat or cut off the numbers of a tensor, with its dimensions in the same order in memory.
+    """
     order = jit.memory_order(tuple(t.shape), t.stride())
     out = t.detach().permute(order)
     for axis, n in new_sizes.items():

@@ -1,8 +1,9 @@
-"""The native fast path: loaded if it was built for this torch and Python, never built in a user's call.
+"""The native fast path: loaded if it was built for this torch and Python, never built in a user's
+call.
 
-`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds) into the cache folder,
-under a name made of the versions and the sources' hash, and seals it. Without it, or where others could have written
-it, everything works in pure Python.
+`lz build` compiles `fastpath.cpp` and its headers against the installed torch (some 20 seconds)
+into the cache folder, under a name made of the versions and the sources' hash, and seals it.
+Without it, or where others could have written it, everything works in pure Python.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ SOURCE = Path(__file__).with_name("fastpath.cpp")
 PART = toolchain.BuildPart("the native fast path", "the native fast path", "it")
 HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 _KINDS = ("tensor", "bool", "int", "float", "str", "generator")
-_CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge", "max", "min")
+_CODES = ("fact", "const", "add", "sub", "mul", "div", "mod", "eq", "ne", "lt", "le", "gt", "ge",
+          "max", "min")
 SIZE, LITERAL, LEAD, BROADCAST = range(4)
 PARAM, CONSTANT, LAST_SIZE = range(3)
 NO_WORLD = -1              # an epoch that no world has: the table refuses every entry
@@ -56,9 +58,11 @@ def library_path() -> Path:
 
 
 def is_enabled() -> bool:
-    """Return False if it is switched off, or if Python runs without a GIL, which guards the table."""
+    """Return False if it is switched off, or if Python runs without a GIL, which guards the table.
+    """
     gil = getattr(sys, "_is_gil_enabled", lambda: True)
-    return os.environ.get("LAYERZERO_NATIVE", "1").strip().lower() not in ("0", "false", "no", "off") and gil()
+    return (os.environ.get("LAYERZERO_NATIVE", "1").strip().lower() not in ("0", "false", "no",
+                                                                            "off") and gil())
 
 
 @lru_cache(maxsize=None)
@@ -110,21 +114,25 @@ def status() -> NativeStatus:
         return NativeStatus(False, False, "switched off; calls go through pure Python")
     if _problem:
         return NativeStatus(
-            False, True, f"{_problem[0]}; calls go through pure Python", "build it again: lz build --force"
+            False, True, f"{_problem[0]}; calls go through pure Python",
+            "build it again: lz build --force"
         )
     return NativeStatus(
-        False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)", "run: lz build"
+        False, False, "not built; calls go through pure Python (about 2 us instead of 0.2)",
+        "run: lz build"
     )
 
 
 def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Compile the fast path for this torch and Python, and our own CPU kernels beside it; return the fast path's file.
+    """Compile the fast path for this torch and Python, and our own CPU kernels beside it; return
+    the fast path's file.
 
-    `say` is called with a text when a part begins and ends, from the thread that waits for its compiler. If one part
-    fails, the other is still built. Safe to run in several processes at once.
+    `say` is called with a text when a part begins and ends, from the thread that waits for its
+    compiler. If one part fails, the other is still built. Safe to run in several processes at once.
     """
     with ThreadPoolExecutor(2) as pool:
-        fast_path, kernels = (pool.submit(part, force, say) for part in (build_fast_path, build_kernels))
+        fast_path, kernels = (pool.submit(part, force, say)
+                              for part in (build_fast_path, build_kernels))
     fast_path_error, kernels_error = fast_path.exception(), kernels.exception()
     if isinstance(fast_path_error, ConfigError) and isinstance(kernels_error, ConfigError):
         raise ConfigError(f"{fast_path_error}\n{kernels_error}")
@@ -140,7 +148,8 @@ def build_kernels(force: bool = False, say: Callable[[str], None] = lambda text:
 
 
 def build_fast_path(force: bool = False, say: Callable[[str], None] = lambda text: None) -> Path:
-    path = toolchain.build(PART, library_path(), SOURCE, f"torch {torch.__version__}", force, say, _compile)
+    path = toolchain.build(PART, library_path(), SOURCE, f"torch {torch.__version__}", force, say,
+                           _compile)
     module.cache_clear()
     _problem.clear()
     return path
@@ -157,8 +166,9 @@ def compile_command(compiler: list[str], target: Path) -> list[str]:
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include",
                 Path(sysconfig.get_paths()["include"])]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-plt",
-             "-fno-semantic-interposition", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden",
+             "-fvisibility-inlines-hidden", "-fno-plt", "-fno-semantic-interposition", "-w",
+             f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
     return [*compiler, *flags, *(f"-I{i}" for i in includes), str(SOURCE), "-o", str(target),
@@ -181,7 +191,8 @@ class NativeDispatcher:
             override: Override | None) -> bool:
         """Add an entry for calls like these values to the table; False if the table cannot hold it.
 
-        `same_in_capture`: the same would be called while a CUDA graph is captured, so that need not be checked.
+        `same_in_capture`: the same would be called while a CUDA graph is captured, so that need not
+        be checked.
         """
         call = entry.binding.call or Direct(entry.binding.run, tuple(self.index), {})
         constants: list[Any] = []
@@ -199,9 +210,10 @@ class NativeDispatcher:
         name, arguments = entry.binding.operator or (None, ())
         inputs = tuple(map(source, arguments))
         return bool(self.compiled.put(
-            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords, len(call.args),
-            -1 if call.item is None else call.item, -1 if call.first is None else call.first, same_in_capture, name,
-            inputs, entry.recordings, entry.run is not entry.binding.run))
+            entry, epoch, values, override, call.fn, sources, tuple(constants), keywords,
+            len(call.args), -1 if call.item is None else call.item, -1 if call.first is None
+            else call.first, same_in_capture, name, inputs, entry.recordings,
+            entry.run is not entry.binding.run))
 
     def recordings(self) -> Any:
         """Return an empty list of recorded launches for an entry; `put` passes it to the table."""
@@ -212,14 +224,17 @@ class NativeDispatcher:
         self.compiled.collect()
 
 
-def make_dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any]) -> NativeDispatcher | None:
+def make_dispatcher(op: Op, miss: Callable[..., Any],
+                    recover: Callable[..., Any]) -> NativeDispatcher | None:
     """Make the native dispatcher of an op; None if there is no native path for it."""
     compiled = module()
-    if compiled is None or op.read is not None or any(p.kind == "str" and not p.choices for p in op.params):
+    if (compiled is None or op.read is not None
+        or any(p.kind == "str" and not p.choices for p in op.params)):
         return None
     floats = {p.name for p in op.params if p.kind == "float"}
     steps = [step for text in op.derived.values() for step in parse(text).postfix]
-    if any(value in floats if code == "fact" else isinstance(value, float) for code, value in steps):
+    if any(value in floats if code == "fact" else isinstance(value, float)
+           for code, value in steps):
         return None                            # its derived facts are integers
     doc = f"{op.name}{_text_signature(op)}\n--\n\n{op.reference.__doc__ or ''}"
     on_miss, on_fault = _weak_callback(op, miss), _weak_callback(op, recover)
@@ -227,13 +242,16 @@ def make_dispatcher(op: Op, miss: Callable[..., Any], recover: Callable[..., Any
 
 
 def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method without keeping its owner alive: the garbage collector does not see into native code."""
+    """Wrap a method without keeping its owner alive: the garbage collector does not see into native
+    code.
+    """
     name, reference = op.name, weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = reference()
         if bound is None:
-            raise RegistrationError(f"lz.{name} was unregistered; register it again, and call what that returns")
+            raise RegistrationError(
+                f"lz.{name} was unregistered; register it again, and call what that returns")
         return bound(*args, **kwargs)
 
     return call
@@ -255,7 +273,8 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
     params = tuple(
         (p.name, _KINDS.index(p.kind), int(p.optional), int(p.keyword_only), int(not p.required),
          None if p.required else p.default,
-         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant else p.choices),
+         tuple([*variants, *(c for c in p.choices if c not in variants)] if p.name == op.variant
+               else p.choices),
          *_limits(op, p))
         for p in op.params)
     tensor_facts: dict[str, set[str]] = {}
@@ -263,15 +282,18 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
         tensor_facts.setdefault(tensor, set()).add(fact)
     order = [p for p in op.params if p.kind == "tensor" and not p.optional]
     order += [p for p in op.params if p.kind == "tensor" and p.optional]
-    grad_per_tensor = any("requires_grad" in tensor_facts.get(p.name, ()) for p in order if not p.optional)
+    grad_per_tensor = any("requires_grad" in tensor_facts.get(p.name, ()) for p in order
+                          if not p.optional)
 
     def flags(p: Param) -> tuple[int, ...]:
         facts = tensor_facts.get(p.name, set())
         alignment = 1 if "alignment" in facts else 2 if "alignment_off_cpu" in facts else 0
-        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional or grad_per_tensor, alignment,
+        return (bool(facts & {"contiguous", "stride_last"}), "ndim" in facts, p.optional
+                or grad_per_tensor, alignment,
                 not p.optional and p.name in op.same_dtype)
 
-    tensors = tuple((index[p.name], flags(p), tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
+    tensors = tuple((index[p.name], flags(p),
+                     tuple(_shape(op.patterns[v].get(p.name, ()), slots) for v in variants))
                     for p in order)
 
     def slot_of(name: str) -> int:
@@ -279,7 +301,8 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
 
     read = {f.fact for f in program.fields}
     derived = tuple(
-        (slots[name], tuple((_CODES.index(code), slot_of(value) if code == "fact" else int(value or 0))
+        (slots[name],
+         tuple((_CODES.index(code), slot_of(value) if code == "fact" else int(value or 0))
                             for code, value in parse(text).postfix))
         for name, text in op.derived.items() if name in read or _is_read_by(op, name, read))
     fields = tuple(
@@ -290,16 +313,20 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
 
 
 def _limits(op: Op, p: Param) -> tuple[float, float]:
-    """Return the range of an int or float parameter; seeds beyond 64 signed bits are left to Python."""
+    """Return the range of an int or float parameter; seeds beyond 64 signed bits are left to
+    Python.
+    """
     low, high = op.limits.get(p.name, (0, 0))
     return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 
 
-def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]]:
+def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...],
+                                             tuple[int, ...]]]:
     """The tests of a field, in groups that fit a word each."""
     size = MAX_TESTS // 3
     for at in range(0, max(len(f.equals), len(f.above), len(f.multiples), 1), size):
-        yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(f.multiples[at:at + size])
+        yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(
+            f.multiples[at:at + size])
 
 
 def _is_read_by(op: Op, name: str, read: set[str]) -> bool:
@@ -310,5 +337,6 @@ def _is_read_by(op: Op, name: str, read: set[str]) -> bool:
 
 def _shape(tokens: tuple[str, ...], slots: dict[str, int]) -> tuple[tuple[int, int], ...]:
     kinds = {"~": BROADCAST, "*": LEAD}
-    return tuple((LITERAL, int(token)) if token.isdigit() else (kinds.get(token[0], SIZE), slots[token.lstrip("~*")])
+    return tuple((LITERAL, int(token)) if token.isdigit()
+                 else (kinds.get(token[0], SIZE), slots[token.lstrip("~*")])
                  for token in tokens)

@@ -1,9 +1,9 @@
 """Recording of calls that launch our own GPU kernels; launch.h replays them.
 
-The first call of a signature runs as always while a Recorder notes which tensors it allocates, which views it takes,
-what it launches and what it returns. If that is all it does, the next call of the signature needs no Python. A call
-that does anything else (a copy, a read on the host, the caller's generator, memory of unknown origin) is not recorded
-and goes on through Python.
+The first call of a signature runs as always while a Recorder notes which tensors it allocates,
+which views it takes, what it launches and what it returns. If that is all it does, the next call of
+the signature needs no Python. A call that does anything else (a copy, a read on the host, the
+caller's generator, memory of unknown origin) is not recorded and goes on through Python.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from ...spec.replay import Launch, Varying
 
 INPUT, ALLOCATED, KEPT = range(3)              # as in launch.h
 aten = torch.ops.aten
-ALLOCATES = frozenset((aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+ALLOCATES = frozenset((aten.empty.memory_format, aten.empty_like.default,
+                       aten.empty_strided.default,
                        aten.new_empty.default, aten.new_empty_strided.default))
 DRAWS_RANDOM = frozenset((aten.rand.default, aten.rand.generator))
 Origin = tuple[int, int, int]                   # source, index, offset in bytes
 
 
 def record_calls(run: Callable[..., Any], recordings: Any) -> Callable[..., Any]:
-    """Wrap `run`, which takes the op's parameters in order: adds the calls that can be replayed to `recordings`."""
+    """Wrap `run`, which takes the op's parameters in order: adds the calls that can be replayed to
+    `recordings`.
+    """
 
     def call(*values: Any) -> Any:
         if not recordings.is_worth_recording(*values) or _get_current_dispatch_mode() is not None:
@@ -66,7 +69,9 @@ class LaunchRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports Dynamo, for seconds, to keep it out of __torch_dispatch__."""
+        """Return False: else torch imports Dynamo, for seconds, to keep it out of
+        __torch_dispatch__.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +100,9 @@ class LaunchRecorder(TorchDispatchMode):
     # for launch.h
 
     def finish(self, out: Any) -> tuple[Any, ...] | None:
-        """Return the arguments of Recordings.add; None if the call cannot be replayed, and `problem` says why."""
+        """Return the arguments of Recordings.add; None if the call cannot be replayed, and
+        `problem` says why.
+        """
         if not self.launches:
             self.refuse("nothing was launched")
         results = out if type(out) is tuple else (out,)
@@ -108,8 +115,8 @@ class LaunchRecorder(TorchDispatchMode):
         hooks = tuple({id(h): h for launch in self.launches for h in launch.hooks}.values())
         kept = (*self.kept.values(), *(launch.kept for launch in self.launches))
         index = self.device.index if self.device.type == "cuda" else -1
-        return (self.values, ranges, tuple(self.allocations), tuple(map(int, self.is_random)), launches, outputs,
-                type(out) is not tuple, index, self.stream, hooks, kept)
+        return (self.values, ranges, tuple(self.allocations), tuple(map(int, self.is_random)),
+                launches, outputs, type(out) is not tuple, index, self.stream, hooks, kept)
 
     def _output(self, t: Any) -> int:
         for i, value in enumerate(self.values):
@@ -122,11 +129,13 @@ class LaunchRecorder(TorchDispatchMode):
         return 0
 
     def _launch(self, launch: Launch) -> tuple[Any, ...]:
-        pointers = tuple([(launch.fields[field][0], *self._origin(tensor)) for field, tensor in launch.pointers])
-        numbers = tuple([(*launch.fields[v.field], self._argument(v), int(v.what == "stride"), v.axis, v.factor)
+        pointers = tuple([(launch.fields[field][0], *self._origin(tensor))
+                          for field, tensor in launch.pointers])
+        numbers = tuple([(*launch.fields[v.field], self._argument(v), int(v.what == "stride"),
+                          v.axis, v.factor)
                          for v in launch.varying if v.field >= 0])
-        return (launch.address, launch.function, launch.grid, launch.threads, launch.shared, launch.cluster,
-                launch.params, launch.places, pointers, numbers, launch.refused)
+        return (launch.address, launch.function, launch.grid, launch.threads, launch.shared,
+                launch.cluster, launch.params, launch.places, pointers, numbers, launch.refused)
 
     def _argument(self, v: Varying) -> int:
         for i, value in enumerate(self.values):
@@ -136,8 +145,11 @@ class LaunchRecorder(TorchDispatchMode):
         return 0
 
     def _origin(self, t: Tensor) -> Origin:
-        """Return where the memory of a tensor comes from; of a view, the one tensor whose storage it shares."""
-        roots = [(INPUT, i, value) for i, value in enumerate(self.values) if isinstance(value, Tensor)]
+        """Return where the memory of a tensor comes from; of a view, the one tensor whose storage
+        it shares.
+        """
+        roots = [(INPUT, i, value) for i, value in enumerate(self.values)
+                 if isinstance(value, Tensor)]
         roots += [(ALLOCATED, i, allocation) for i, allocation in enumerate(self.allocations)]
         for source, index, root in roots:
             if root is t:
@@ -148,14 +160,19 @@ class LaunchRecorder(TorchDispatchMode):
             source, index, root = owners[0]
             return source, index, t.data_ptr() - root.data_ptr()
         if storage not in self.kept:
-            self.refuse("it passes memory of unknown origin" if not owners else "a view of memory that arguments share")
+            self.refuse("it passes memory of unknown origin" if not owners
+                        else "a view of memory that arguments share")
         return KEPT, 0, 0
 
 
 def _same(t: Tensor, allocation: Tensor) -> bool:
-    """Compare by memory and layout: torch.empty returns another object than the recorded allocation."""
-    return (_storage(t) == _storage(allocation) and t.dtype == allocation.dtype and t.shape == allocation.shape
-            and t.stride() == allocation.stride() and t.storage_offset() == allocation.storage_offset())
+    """Compare by memory and layout: torch.empty returns another object than the recorded
+    allocation.
+    """
+    return (_storage(t) == _storage(allocation) and t.dtype == allocation.dtype
+            and t.shape == allocation.shape
+            and t.stride() == allocation.stride()
+            and t.storage_offset() == allocation.storage_offset())
 
 
 def _storage(t: Tensor) -> int:

@@ -1,7 +1,8 @@
-"""The files of one build: checked, hashed, and copied to where nobody changes them between check and import.
+"""The files of one build: checked, hashed, and copied to where nobody changes them between check
+and import.
 
-Python bytecode is left out of the hash and of the copy: Python would prefer it to the source beside it, and
-no digest of a repository covers it.
+Python bytecode is left out of the hash and of the copy: Python would prefer it to the source beside
+it, and no digest of a repository covers it.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ class Content:
     def check(self, expected: Mapping[str, str], owner: str, source: str) -> None:
         """Raise Tampered with the files that differ from `expected`, which `source` states."""
         changed = [f"{n}: wanted sha256 {expected[n][:16]}..., got {self.files[n][:16]}..."
-                   for n in sorted(expected.keys() & self.files.keys()) if expected[n] != self.files[n]]
+                   for n in sorted(expected.keys() & self.files.keys())
+                   if expected[n] != self.files[n]]
         missing = [f"{n}: missing" for n in sorted(expected.keys() - self.files.keys())]
         added = [f"{n}: not listed" for n in sorted(self.files.keys() - expected.keys())]
         if differences := changed + missing + added:
             more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
-            raise Tampered(f"{owner} is not what {source} says: {'; '.join(differences[:8])}{more}. Fetch the "
-                           "repository again; if the change is meant, look at it and lock it anew: lz hub lock")
+            raise Tampered(
+                f"{owner} is not what {source} says: {'; '.join(differences[:8])}{more}. Fetch the "
+                "repository again; if the change is meant, look at it and lock it anew: lz hub "
+                "lock")
 
 
 def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
@@ -73,11 +77,15 @@ def _files(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
             if path.suffix in _BYTECODE:
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
-                raise UnsafePath(f"{path}: wanted a plain file, got something else; remove it from the repository")
+                raise UnsafePath(
+                    f"{path}: wanted a plain file, got something else; remove it from the "
+                    "repository")
             yield path.relative_to(folder).as_posix(), path
         linked = [f for f in folders if Path(at, f).is_symlink()]
-        if linked:                             # os.walk does not follow them: the hash would miss them
-            raise UnsafePath(f"{Path(at, linked[0])}: a link to a folder; put the files themselves there")
+        # os.walk does not follow them: the hash would miss them
+        if linked:
+            raise UnsafePath(
+                f"{Path(at, linked[0])}: a link to a folder; put the files themselves there")
 
 
 def inside(path: Path, root: Path) -> Path:
@@ -85,9 +93,12 @@ def inside(path: Path, root: Path) -> Path:
     try:
         resolved = path.resolve(strict=True)
     except (OSError, RuntimeError) as e:
-        raise UnsafePath(f"{path}: wanted a file of the repository, got a link to nothing or in a circle: {e}") from e
+        raise UnsafePath(
+            f"{path}: wanted a file of the repository, got a link to nothing or in a circle: {e}") from e
     if not resolved.is_relative_to(root.resolve()):
-        raise UnsafePath(f"{path} leads to {resolved}, outside of {root}; a repository may hold only its own files")
+        raise UnsafePath(
+            f"{path} leads to {resolved}, outside of {root}; a repository may hold only its own "
+            "files")
     return resolved
 
 
@@ -105,7 +116,9 @@ def copy_home(folder: Path, content: Content) -> Path:
 
 
 def private_copy(folder: Path, root: Path, content: Content) -> Path:
-    """Copy the files to where only this user writes, so that the checked files are the imported ones."""
+    """Copy the files to where only this user writes, so that the checked files are the imported
+    ones.
+    """
     home = copy_home(folder, content)
     copy = home / folder.name
     if _is_intact(copy, content):
@@ -121,7 +134,8 @@ def private_copy(folder: Path, root: Path, content: Content) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         _make_private(draft)
-        Content.of(draft / folder.name, draft).check(content.files, str(folder), "the check a moment ago")
+        Content.of(draft / folder.name, draft).check(content.files, str(folder),
+                                                     "the check a moment ago")
         try:
             os.rename(draft, home)
         except OSError:                        # it exists: made by another process, or damaged
@@ -173,19 +187,27 @@ def _drop_bytecode(folder: Path) -> None:
 # Archives
 
 def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
-    """Unpack a repository from .zip or .tar(.gz), all of it or, if a member leads out of `into`, nothing."""
+    """Unpack a repository from .zip or .tar(.gz), all of it or, if a member leads out of `into`,
+    nothing.
+    """
     source, target = Path(archive), Path(into)
     if target.exists() and any(target.iterdir()):
-        raise HubError(f"{target}: wanted an empty or a new folder to unpack {source.name} into; choose another")
+        raise HubError(
+            f"{target}: wanted an empty or a new folder to unpack {source.name} into; choose "
+            "another")
     try:
         if zipfile.is_zipfile(source):
             with zipfile.ZipFile(source) as packed:
-                _unpack({i.filename: (i.file_size, partial(packed.open, i)) for i in packed.infolist() if not i.is_dir()
-                         and not _refuse_link(source, i.filename, stat.S_ISLNK(i.external_attr >> 16))}, source, target)
+                _unpack({i.filename: (i.file_size, partial(packed.open, i))
+                         for i in packed.infolist() if not i.is_dir()
+                         and not _refuse_link(source, i.filename,
+                                              stat.S_ISLNK(i.external_attr >> 16))}, source, target)
         else:
             with tarfile.open(source) as bundle:
-                _unpack({m.name: (m.size, partial(bundle.extractfile, m)) for m in bundle.getmembers()
-                         if not m.isdir() and not _refuse_link(source, m.name, not m.isfile())}, source, target)
+                _unpack({m.name: (m.size, partial(bundle.extractfile, m))
+                         for m in bundle.getmembers()
+                         if not m.isdir() and not _refuse_link(source, m.name, not m.isfile())},
+                        source, target)
     except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as e:
         raise HubError(f"{source}: wanted a repository as .zip or .tar.gz; {e}") from e
     return target
@@ -193,15 +215,19 @@ def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Pat
 
 def _refuse_link(source: Path, name: str, is_link: bool) -> bool:
     if is_link:
-        raise UnsafePath(f"{source}: {name!r} is a link or a device; wanted plain files only, nothing was unpacked")
+        raise UnsafePath(
+            f"{source}: {name!r} is a link or a device; wanted plain files only, nothing was "
+            "unpacked")
     return False
 
 
-def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], source: Path, target: Path) -> None:
+def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], source: Path,
+            target: Path) -> None:
     for name in members:
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if not parts or parts[0].startswith("/") or ".." in parts or ":" in parts[0]:
-            raise UnsafePath(f"{source}: {name!r} would land outside of {target}; nothing was unpacked")
+            raise UnsafePath(
+                f"{source}: {name!r} would land outside of {target}; nothing was unpacked")
     if (total := sum(size for size, _ in members.values())) > MOST_UNPACKED:
         raise HubError(f"{source} would unpack to {total} bytes; at most {MOST_UNPACKED} are taken")
     for name, (size, open_member) in members.items():
@@ -213,5 +239,7 @@ def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], s
             while block := stream.read(1 << 20):
                 size -= len(block)
                 if size < 0:
-                    raise HubError(f"{source}: {name} holds more bytes than it says; the archive is not to be trusted")
+                    raise HubError(
+                        f"{source}: {name} holds more bytes than it says; the archive is not to be "
+                        "trusted")
                 out.write(block)

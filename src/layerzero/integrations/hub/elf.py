@@ -1,7 +1,8 @@
-"""What a compiled file needs of the machine it is loaded on, read from the file itself; nothing is loaded.
+"""What a compiled file needs of the machine it is loaded on, read from the file itself; nothing is
+loaded.
 
-Only what decides whether it loads: the processor, the Python it was built for, the symbol versions it
-needs of the C and C++ runtimes, the functions it needs of Python. pyelftools parses the file.
+Only what decides whether it loads: the processor, the Python it was built for, the symbol versions
+it needs of the C and C++ runtimes, the functions it needs of Python. pyelftools parses the file.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from typing import Any
 
 from .errors import NotHere
 
-_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_RISCV": "riscv64", "EM_PPC64": "ppc64le",
+_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_RISCV": "riscv64",
+             "EM_PPC64": "ppc64le",
              "EM_S390": "s390x"}
-# Tables of a hostile file may overlap or repeat: a small file could ask for hours. An honest one needs
-# about one read for four of its bytes.
+# Tables of a hostile file may overlap or repeat: a small file could ask for hours. An honest one
+# needs about one read for four of its bytes.
 _LEAST_READS, _MOST_READS = 1 << 14, 1 << 21
 _READ_SIZE = 64                                # bytes that count as one read
 # What pyelftools runs into in a damaged file, besides its own ELFError.
-_PARSE_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_PARSE_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
+                 TypeError, ValueError)
 # The newest versions that manylinux_2_28 has, which the Kernel Hub demands of what it hosts.
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 _VERSION = re.compile(r"([A-Z]+)_(\d{1,9}(?:\.\d{1,9})*)")
@@ -65,8 +68,9 @@ def _opened(path: Path) -> Iterator[Any]:
         from elftools.common.exceptions import ELFError
         from elftools.elf.elffile import ELFFile
     except ImportError as e:
-        raise NotHere(f"{path.name} is a compiled file, which pyelftools reads; it is not installed ({e}): "
-                      "pip install 'layerzero[hub]'") from e
+        raise NotHere(
+            f"{path.name} is a compiled file, which pyelftools reads; it is not installed ({e}): "
+            "pip install 'layerzero[hub]'") from e
     with path.open("rb") as file:
         if file.read(6) != b"\x7fELF\x02\x01":
             raise NotElf("not a 64-bit little-endian ELF file")
@@ -83,9 +87,11 @@ def read(path: Path) -> Binary:
     with _opened(path) as elf:
         machine = elf["e_machine"]
         undefined = frozenset(
-            _checked(symbol.name) for section in elf.iter_sections("SHT_DYNSYM") for symbol in section.iter_symbols()
+            _checked(symbol.name) for section in elf.iter_sections("SHT_DYNSYM")
+            for symbol in section.iter_symbols()
             if symbol["st_name"] and symbol["st_shndx"] == "SHN_UNDEF")
-        return Binary(_MACHINES.get(machine, f"machine {machine}"), _needed_versions(elf), undefined)
+        return Binary(_MACHINES.get(machine, f"machine {machine}"), _needed_versions(elf),
+                      undefined)
 
 
 def read_needed_versions(path: Path) -> dict[str, frozenset[str]]:
@@ -97,13 +103,15 @@ def read_needed_versions(path: Path) -> dict[str, frozenset[str]]:
 def read_defined_versions(path: Path) -> frozenset[str]:
     """Read the versions of the symbols that a library defines."""
     with _opened(path) as elf:
-        return frozenset(_checked(next(names).name) for section in elf.iter_sections("SHT_GNU_verdef")
+        return frozenset(_checked(next(names).name)
+                         for section in elf.iter_sections("SHT_GNU_verdef")
                          for _, names in section.iter_versions())
 
 
 def _needed_versions(elf: Any) -> dict[str, frozenset[str]]:
     return {_checked(library.name): frozenset(_checked(version.name) for version in versions)
-            for section in elf.iter_sections("SHT_GNU_verneed") for library, versions in section.iter_versions()}
+            for section in elf.iter_sections("SHT_GNU_verneed")
+            for library, versions in section.iter_versions()}
 
 
 def _checked(name: str | None) -> str:
@@ -129,14 +137,18 @@ def load_problems(path: Path) -> Iterator[str]:
     for library, versions in sorted(binary.needed_versions.items()):
         defined = _loaded_library_versions(library)
         if defined is not None and (missing := versions - defined):
-            yield f"{path.name} needs {', '.join(sorted(missing))}, which {library} of this machine does not have"
-    python = [s for s in binary.undefined if s.startswith(("Py", "_Py")) and not hasattr(ctypes.pythonapi, s)]
+            yield (f"{path.name} needs {', '.join(sorted(missing))}, which {library} of this "
+                   "machine does not have")
+    python = [s for s in binary.undefined if s.startswith(("Py", "_Py"))
+              and not hasattr(ctypes.pythonapi, s)]
     if python:
         yield f"{path.name} needs {', '.join(sorted(python)[:4])}, which this Python does not have"
 
 
 def portability_problem(path: Path) -> str:
-    """Return what of the file goes beyond manylinux_2_28 and Python's stable ABI; "" if nothing does."""
+    """Return what of the file goes beyond manylinux_2_28 and Python's stable ABI; "" if nothing
+    does.
+    """
     if "cpython-" in path.name:
         return f"{path.name} is for one version of Python, not for the stable ABI (abi3)"
     try:
@@ -151,7 +163,9 @@ def portability_problem(path: Path) -> str:
 
 @lru_cache(maxsize=None)
 def _loaded_library_versions(library: str) -> frozenset[str] | None:
-    """Return the versions a library in this process defines; None if it is not loaded, or defines none."""
+    """Return the versions a library in this process defines; None if it is not loaded, or defines
+    none.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -18,7 +18,9 @@ from ...spec.errors import DataError
 
 
 class HubError(DataError):
-    """A kernel from a repository was refused; none of its code ran, or nothing of it was registered."""
+    """A kernel from a repository was refused; none of its code ran, or nothing of it was
+    registered.
+    """
 
 
 class NotHere(HubError):

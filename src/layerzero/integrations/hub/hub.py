@@ -1,8 +1,9 @@
 """Kernels from repositories in the layout of the Kernel Hub: found, checked, imported, registered.
 
-A repository is code of strangers. Before any of it runs, it must be allowed or pinned, its build must fit
-this machine, its files must be the pinned or signed ones, and a private copy is imported. Before selection
-may choose a kernel of it, the kernel must pass the contract of its operation on this machine.
+A repository is code of strangers. Before any of it runs, it must be allowed or pinned, its build
+must fit this machine, its files must be the pinned or signed ones, and a private copy is imported.
+Before selection may choose a kernel of it, the kernel must pass the contract of its operation on
+this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from ...world import snapshot as worlds
 from ...world.catalog import builtin_ops
 from . import importing, lockfile, sources
 from .content import Content, copy_home, private_copy
-from .errors import HubError, LockViolation, NotAllowed, NotHere, NoVariant, SignatureRefused, Tampered, Unproven
+from .errors import (
+    HubError,
+    LockViolation,
+    NotAllowed,
+    NotHere,
+    NoVariant,
+    SignatureRefused,
+    Tampered,
+    Unproven,
+)
 from .sources import RepositoryVersion
 from .variants import Accepted, Verdict, judge
 
@@ -69,8 +79,10 @@ class HubExplanation:
         return tuple(c.error for c in self.checks if c.error is not None)
 
     def __str__(self) -> str:
-        lines = [f"{self.name} {self.version}".rstrip() + (f": {self.variant}" if self.ok else ": refused")]
-        lines += [f"  {'ok' if c.error is None else '!!'}  {c.name}: {c.found}" for c in self.checks]
+        lines = [f"{self.name} {self.version}".rstrip()
+                 + (f": {self.variant}" if self.ok else ": refused")]
+        lines += [f"  {'ok' if c.error is None else '!!'}  {c.name}: {c.found}"
+                  for c in self.checks]
         lines += [f"  {'->' if v.variant == self.variant else '  '}  {v}" for v in self.verdicts]
         return "\n".join(lines)
 
@@ -78,9 +90,11 @@ class HubExplanation:
         return {"name": self.name, "version": self.version, "ok": self.ok, "variant": self.variant,
                 "sha256": self.sha256,
                 "checks": [{"name": c.name, "ok": c.error is None, "found": c.found,
-                            "error": type(c.error).__name__ if c.error else ""} for c in self.checks],
+                            "error": type(c.error).__name__ if c.error else ""}
+                           for c in self.checks],
                 "variants": [{"variant": v.variant, "accepted": isinstance(v, Accepted),
-                              "reason": v.note if isinstance(v, Accepted) else v.reason} for v in self.verdicts]}
+                              "reason": v.note if isinstance(v, Accepted) else v.reason}
+                             for v in self.verdicts]}
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,8 @@ class Loaded:
     @property
     def offers(self) -> tuple[str, ...]:
         exported = getattr(self.module, "__all__", None)
-        return tuple(exported if exported is not None else (n for n in vars(self.module) if not n.startswith("_")))
+        return tuple(exported if exported is not None
+                     else (n for n in vars(self.module) if not n.startswith("_")))
 
 
 @dataclass(frozen=True)
@@ -116,22 +131,26 @@ class _CheckedBuild:
 class Hub:
     """Where repositories come from, and how they are checked.
 
-    `folders` are local repositories by name, or by name@version; others are looked for in the cache of
-    `kernels`. A name is allowed if a pattern in `allow` matches it or the lockfile pins it. With a lockfile
-    everything must be pinned.
+    `folders` are local repositories by name, or by name@version; others are looked for in the cache
+    of `kernels`. A name is allowed if a pattern in `allow` matches it or the lockfile pins it. With
+    a lockfile everything must be pinned.
     """
 
     folders: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
     allow: tuple[str, ...] = ()                # "kernels-community/*"
     lock: str | os.PathLike[str] | None = None
     cache: str | os.PathLike[str] | None = None
-    signature: str = "present"                 # "required"; "present": valid if there is one; "ignored"
-    portable: bool = False                     # also demand manylinux_2_28 and the stable ABI of Python
+    # "required"; "present": valid if there is one; "ignored"
+    signature: str = "present"
+    # also demand manylinux_2_28 and the stable ABI of Python
+    portable: bool = False
     backend: str | None = None                 # cpu, cuda, ...; None: what torch was built for
 
     def __post_init__(self) -> None:
         if isinstance(self.allow, str):
-            raise HubError(f"allow= takes several patterns, such as ('kernels-community/*',); got {self.allow!r}")
+            raise HubError(
+                "allow= takes several patterns, such as ('kernels-community/*',); got "
+                f"{self.allow!r}")
         if self.signature not in SIGNATURES:
             raise HubError(f"signature= is one of {', '.join(SIGNATURES)}; got {self.signature!r}")
         for key in self.folders:
@@ -147,8 +166,10 @@ class Hub:
 
     # Checks
 
-    def explain(self, name: str, *, version: int | None = None, revision: str | None = None) -> HubExplanation:
-        """Return every check and every build with its verdict; runs none of the repository's code."""
+    def explain(self, name: str, *, version: int | None = None,
+                revision: str | None = None) -> HubExplanation:
+        """Return every check and every build with its verdict; runs none of the repository's code.
+        """
         return self._check(name, sources.check_version(version, revision))[0]
 
     def _check(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild | None]:
@@ -169,7 +190,8 @@ class Hub:
         variant, build = "", None
         run("allowed", lambda: self._allowed(name))
         if not version and self.locked is not None and name in self.locked:
-            version = self.locked.pin(name, "")[0].rpartition("@")[2] if self._pins(name) == 1 else ""
+            version = (self.locked.pin(name, "")[0].rpartition("@")[2] if self._pins(name) == 1
+                       else "")
         place = run("place", lambda: self._place(name, version))
         if place is not None:
             verdicts = judge(place.build, place.root, self.backend, self.portable)
@@ -186,7 +208,8 @@ class Hub:
         return HubExplanation(name, version, tuple(checks), verdicts, variant, sha256), build
 
     def _pins(self, name: str) -> int:
-        return sum(key.rpartition("@")[0] == name for key in (self.locked.pins if self.locked else ()))
+        return sum(key.rpartition("@")[0] == name
+                   for key in (self.locked.pins if self.locked else ()))
 
     def _allowed(self, name: str) -> tuple[bool, str]:
         if pattern := next((p for p in self.allow if fnmatchcase(name, p)), ""):
@@ -195,8 +218,10 @@ class Hub:
             return True, f"pinned by {self.lock}"
         allowed = [*([f"a name like {', '.join(self.allow)}"] if self.allow else ()),
                    *([f"one that {self.lock} pins"] if self.lock else ())]
-        raise NotAllowed(f"{name} is not allowed to run here: {'wanted ' if allowed else 'nothing is yet'}"
-                         f"{' or '.join(allowed)}. Read it first; then allow=({name!r},), or pin it: lz hub lock")
+        raise NotAllowed(
+            f"{name} is not allowed to run here: {'wanted ' if allowed else 'nothing is yet'}"
+            f"{' or '.join(allowed)}. Read it first; then allow=({name!r},), or pin it: lz hub "
+            "lock")
 
     def _place(self, name: str, version: str) -> tuple[RepositoryVersion, str]:
         folders = {key: Path(folder) for key, folder in self.folders.items()}
@@ -208,15 +233,17 @@ class Hub:
             return True, "none is asked for"
         key, pin = self.locked.pin(build.place.name, version)
         pin.check(key, build.place.commit, build.folder.name, build.content, str(self.lock))
-        return True, f"{key} as pinned by {self.lock}" + ("" if pin.variants is not None else ", the commit only")
+        return True, f"{key} as pinned by {self.lock}" + ("" if pin.variants is not None
+                                                          else ", the commit only")
 
     def _check_signature(self, build: _CheckedBuild) -> tuple[bool, str]:
         if self.signature == "ignored":
             return True, "ignored"
         if not (build.folder / SIGNATURE).is_file():
             if self.signature == "required":
-                raise SignatureRefused(f"{build.folder}: wanted a signature in {SIGNATURE}, got none; take a signed "
-                                       "build, or pin its content instead: lz hub lock")
+                raise SignatureRefused(
+                    f"{build.folder}: wanted a signature in {SIGNATURE}, got none; take a signed "
+                    "build, or pin its content instead: lz hub lock")
             return True, "none, and none is demanded"
         if (copy_home(build.folder, build.content) / VERIFIED).is_file():
             return True, "valid when it was verified here"
@@ -225,19 +252,25 @@ class Hub:
     # Loading
 
     def load(self, name: str, *, version: int | None = None, revision: str | None = None) -> Loaded:
-        """Import a repository's build for this machine; raises the first error that explain reports."""
+        """Import a repository's build for this machine; raises the first error that explain
+        reports.
+        """
         return self._load(name, sources.check_version(version, revision))
 
     def _load(self, name: str, version: str) -> Loaded:
         explanation, build = self._copy(name, version)
         dependencies = self._dependencies(build, ())
         for key, folder in dependencies.items():               # the innermost first
-            dependencies[key] = importing.home_of(importing.import_build(folder, dependencies, self.backend))
+            dependencies[key] = importing.home_of(importing.import_build(folder, dependencies,
+                                                                         self.backend))
         module = importing.import_build(build.folder, dependencies, self.backend)
-        return Loaded(name, explanation.version, explanation.variant, explanation.sha256, module, build.metadata.id)
+        return Loaded(name, explanation.version, explanation.variant, explanation.sha256, module,
+                      build.metadata.id)
 
     def _copy(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild]:
-        """Return a private copy that passed every check; checks that read files are repeated on the copy."""
+        """Return a private copy that passed every check; checks that read files are repeated on the
+        copy.
+        """
         explanation, build = self._check(name, version)
         if explanation.errors:
             raise explanation.errors[0]
@@ -249,7 +282,9 @@ class Hub:
         return explanation, copy
 
     def _dependencies(self, build: _CheckedBuild, parents: tuple[str, ...]) -> dict[str, Path]:
-        """Return the builds of the kernels it depends on, and of their dependencies, each checked too."""
+        """Return the builds of the kernels it depends on, and of their dependencies, each checked
+        too.
+        """
         builds: dict[str, Path] = {}
         path = (*parents, build.place.name)
         for dependency in build.metadata.kernel_depends:
@@ -265,22 +300,26 @@ class Hub:
     # Registration
 
     def register(self, name: str, op: str | Op, function: str = "", *, version: int | None = None,
-                 revision: str | None = None, adapt: Callable[[ModuleType], Callable[..., Any] | Direct] | None = None,
-                 requires: Iterable[Condition] = (), id: str = "", certify: bool = True, on: str | None = None,
+                 revision: str | None = None,
+                 adapt: Callable[[ModuleType], Callable[..., Any] | Direct] | None = None,
+                 requires: Iterable[Condition] = (), id: str = "", certify: bool = True,
+                 on: str | None = None,
                  **fields: Any) -> Kernel:
         """Register a kernel for `op`: `function` of the module, or what `adapt(module)` returns.
 
-        The module is imported on first use. With `certify` the kernel must first pass the contract of the op
-        on the device `on`; a valid certificate is reused. Unless `fields` say otherwise the kernel has no
-        backward, and cannot be traced or captured.
+        The module is imported on first use. With `certify` the kernel must first pass the contract
+        of the op on the device `on`; a valid certificate is reused. Unless `fields` say otherwise
+        the kernel has no backward, and cannot be traced or captured.
         """
         if not function and adapt is None:
             raise HubError(f"{name}: say which function serves the op, or give adapt=, got neither")
         explanation, build = self._copy(name, sources.check_version(version, revision))
         kind = _device_type(build)
         kernel = Kernel(
-            id or kernel_id(name, explanation.version, function or getattr(adapt, "__name__", "adapted")), _op(op),
-            _Load(self, name, explanation.version, explanation.variant, explanation.sha256, function, adapt),
+            id or kernel_id(name, explanation.version, function
+                            or getattr(adapt, "__name__", "adapted")), _op(op),
+            _Load(self, name, explanation.version, explanation.variant, explanation.sha256,
+                  function, adapt),
             requires=(*((device(kind),) if kind else ()), *requires),
             **{"differentiable": False, "traceable": False, "graph_safe": False,
                "note": f"{name}@{explanation.version}, {explanation.variant}", **fields})
@@ -297,9 +336,12 @@ class Hub:
         if verdict.status == "passed":
             return
         why = verdict.refusal if verdict.status == "skipped" else (
-            f"{verdict.diagnosis.kind}: {verdict.diagnosis.says}" if verdict.diagnosis else str(verdict.failures[0]))
-        raise Unproven(f"{kernel.id} {'serves no case' if verdict.status == 'skipped' else 'breaks the contract'} of "
-                       f"lz.{kernel.op.name} on {on}: {why}. Nothing was registered; mend adapt= or requires=")
+            f"{verdict.diagnosis.kind}: {verdict.diagnosis.says}" if verdict.diagnosis
+            else str(verdict.failures[0]))
+        raise Unproven(
+            f"{kernel.id} "
+            f"{'serves no case' if verdict.status == 'skipped' else 'breaks the contract'} of "
+            f"lz.{kernel.op.name} on {on}: {why}. Nothing was registered; mend adapt= or requires=")
 
     # Pinning
 
@@ -319,7 +361,9 @@ class Hub:
             for build in builds.values():
                 _check_version(build, version)
                 _check_digest(build)
-            pins[f"{name}@{version}"] = lockfile.HubPin(place.commit, {v: b.content.files for v, b in builds.items()})
+            pins[f"{name}@{version}"] = lockfile.HubPin(place.commit,
+                                                        {v: b.content.files
+                                                         for v, b in builds.items()})
         return lockfile.HubLock(pins)
 
 
@@ -344,8 +388,10 @@ class _Load:
     def __call__(self) -> Callable[..., Any] | Direct:
         loaded = self.hub._load(self.name, self.version)
         if loaded.sha256 != self.sha256:
-            raise Tampered(f"{self.name}@{self.version} {loaded.variant}: its content was {self.sha256[:16]}... when "
-                           f"it was registered, now it is {loaded.sha256[:16]}...; register it again")
+            raise Tampered(
+                f"{self.name}@{self.version} {loaded.variant}: its content was "
+                f"{self.sha256[:16]}... when it was registered, now it is {loaded.sha256[:16]}...; "
+                "register it again")
         if self.adapt is not None:
             run: Callable[..., Any] | Direct = self.adapt(loaded.module)
             return run
@@ -353,8 +399,9 @@ class _Load:
         for part in self.function.split("."):
             function = getattr(function, part, None)
         if not callable(function):
-            raise NotHere(f"{self.name}@{self.version} has no function {self.function!r}; it offers "
-                          f"{', '.join(loaded.offers)}")
+            raise NotHere(
+                f"{self.name}@{self.version} has no function {self.function!r}; it offers "
+                f"{', '.join(loaded.offers)}")
         return function  # type: ignore[no-any-return]
 
 
@@ -362,7 +409,8 @@ def kernel_id(name: str, version: str, function: str) -> str:
     """Return hub.<organisation>_<name>.v<version>.<function>, in the letters an id may have."""
     tag = f"v{version}" if version.isdigit() else version
     parts = (name.replace("/", "_"), tag, function)
-    return ".".join(["hub", *("".join(c if c.isalnum() and c.isascii() else "_" for c in p).lower() for p in parts)])
+    return ".".join(["hub", *("".join(c if c.isalnum() and c.isascii() else "_" for c in p).lower()
+                              for p in parts)])
 
 
 def require_kernels() -> None:
@@ -374,7 +422,9 @@ def require_kernels() -> None:
                       f"pip install 'kernels{KERNELS_VERSION}'")
     module = importlib.import_module("kernels")
     if not hasattr(module, "get_kernel"):
-        raise NotHere(f"wanted the package kernels {version}, got {module.__file__} under that name; rename it")
+        raise NotHere(
+            f"wanted the package kernels {version}, got {module.__file__} under that name; rename "
+            "it")
 
 
 def _op(op: str | Op) -> Op:
@@ -390,8 +440,9 @@ def _choose_variant(place: RepositoryVersion, verdicts: tuple[Verdict, ...]) -> 
     first = next((v for v in verdicts if isinstance(v, Accepted)), None)
     if first is None:
         lines = "".join(f"\n  {v}" for v in verdicts)
-        raise NoVariant(f"{place.key}: none of its {len(verdicts)} builds fits this machine; ask for another version, "
-                        f"or build it for this torch:{lines}")
+        raise NoVariant(
+            f"{place.key}: none of its {len(verdicts)} builds fits this machine; ask for another "
+            f"version, or build it for this torch:{lines}")
     return first.variant, str(first)
 
 
@@ -403,8 +454,9 @@ def _read_build(place: RepositoryVersion, folder: Path) -> tuple[_CheckedBuild, 
 
 def _check_version(build: _CheckedBuild, version: str) -> tuple[bool, str]:
     if version.isdigit() and len(version) < 40 and build.metadata.version != int(version):
-        raise LockViolation(f"{build.place.key}: wanted version {version}, got a build that says it is version "
-                            f"{build.metadata.version}; name the folder of that version, or ask for the other one")
+        raise LockViolation(
+            f"{build.place.key}: wanted version {version}, got a build that says it is version "
+            f"{build.metadata.version}; name the folder of that version, or ask for the other one")
     return True, version
 
 
@@ -418,8 +470,9 @@ def _check_digest(build: _CheckedBuild) -> tuple[bool, str]:
     try:
         digest.validate(Digest.hash_variant(digest.algorithm, build.folder))
     except DigestValidationError as e:
-        raise Tampered(f"{build.folder} is not what its metadata.json says: {'; '.join(map(str, e.violations))}; "
-                       "fetch the repository again") from e
+        raise Tampered(
+            f"{build.folder} is not what its metadata.json says: "
+            f"{'; '.join(map(str, e.violations))}; fetch the repository again") from e
     return True, f"{len(digest.files)} files as metadata.json says"
 
 
@@ -432,13 +485,16 @@ def _verify_signature(folder: Path, required: bool) -> str:
         result = verify_variant(folder)
     except (TUFError, OSError) as e:           # the keys come from the network
         if required:
-            raise SignatureRefused(f"{folder}: its signature cannot be verified here: {e}; go where there is a "
-                                   "network, or pin its content instead: lz hub lock") from e
+            raise SignatureRefused(
+                f"{folder}: its signature cannot be verified here: {e}; go where there is a "
+                "network, or pin its content instead: lz hub lock") from e
         return f"there is one; it could not be verified here: {e}"
     except Error as e:
-        raise SignatureRefused(f"{folder}: its signature cannot be verified: {e}; fetch the repository again") from e
+        raise SignatureRefused(
+            f"{folder}: its signature cannot be verified: {e}; fetch the repository again") from e
     if not isinstance(result, VerificationResult.Success):
-        raise SignatureRefused(f"{folder}: wanted a valid signature, got {result}; fetch the repository again")
+        raise SignatureRefused(
+            f"{folder}: wanted a valid signature, got {result}; fetch the repository again")
     return VALID
 
 

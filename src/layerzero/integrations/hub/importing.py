@@ -1,7 +1,7 @@
 """Imports a build through `kernels`, without disturbing other kernels or operations of torch.
 
-A compiled build is first imported in a child process: if it crashes, or registers operations in a namespace
-that is taken, this process is unharmed. The result is kept beside the copy.
+A compiled build is first imported in a child process: if it crashes, or registers operations in a
+namespace that is taken, this process is unharmed. The result is kept beside the copy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from .content import Content
 from .errors import HubError, NamespaceClash
 from .variants import compiled_files
 
-_importing = threading.RLock()                 # registrations are found by comparing before and after
+# registrations are found by comparing before and after
+_importing = threading.RLock()
 _REGISTERED = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
 LIMITS = FileLimits(size=1 << 20)                  # of metadata.json
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
-def import_build(build: Path, dependencies: dict[str, Path], backend: str | None = None) -> ModuleType:
+def import_build(build: Path, dependencies: dict[str, Path],
+                 backend: str | None = None) -> ModuleType:
     """Import the module in `build`, a private copy; once per process.
 
     `dependencies` are builds imported before, by `dependency_key`.
@@ -51,15 +53,19 @@ def import_build(build: Path, dependencies: dict[str, Path], backend: str | None
         try:
             module = _import(build, dependencies, backend)
         except LOAD_ERRORS as e:               # a stranger's module may raise anything
-            sys.modules.pop(metadata_of(build).id, None)       # kernels does so too, but not for all of them
-            raise HubError(f"{build.name} of {metadata_of(build).name} cannot be imported: {_error_text(e)}; "
-                           "lz hub explain shows why this build was chosen") from e
+            # kernels does so too, but not for all of them
+            sys.modules.pop(metadata_of(build).id, None)
+            raise HubError(
+                f"{build.name} of {metadata_of(build).name} cannot be imported: {_error_text(e)}; "
+                "lz hub explain shows why this build was chosen") from e
         _check_namespaces(build, namespaces_since(before) - others)
         return module
 
 
 def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> ModuleType:
-    """Import through kernels, with its checks of the metadata; only checked dependencies are resolved."""
+    """Import through kernels, with its checks of the metadata; only checked dependencies are
+    resolved.
+    """
     from kernels._rust import KernelDependency, KernelVersion
     from kernels.hf_hub import _get_hf_api
     from kernels.load import get_kernel_with_resolver
@@ -73,8 +79,10 @@ def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> 
 
     with _without_bytecode():
         return get_kernel_with_resolver(
-            api=_get_hf_api(), backend=backend, kernel=KernelDependency(str(build), KernelVersion.Version(0)),
-            resolver=Resolver(), metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
+            api=_get_hf_api(), backend=backend,
+            kernel=KernelDependency(str(build), KernelVersion.Version(0)),
+            resolver=Resolver(),
+            metadata_validator=AllValidator([*default_metadata_validators(), ArchValidator()]))
 
 
 @contextmanager
@@ -106,37 +114,46 @@ def _loaded_module(build: Path) -> ModuleType | None:
     kernel_id = metadata_of(build).id
     for loaded in get_loaded_kernels():
         if loaded.metadata.id == kernel_id:
-            home = home_of(loaded.module)      # ours, or in the cache of kernels, where files are links
+            # ours, or in the cache of kernels, where files are links
+            home = home_of(loaded.module)
             if home == build or Content.of(home, Path(home.anchor)) == Content.of(build, build):
                 return loaded.module
-            raise NamespaceClash(f"{build.name}: its id {kernel_id!r} is that of another kernel, loaded from {home}; "
-                                 "the id must be unique for each version: ask its author for a build that is")
-    if kernel_id in sys.modules or is_importable(kernel_id):        # kernels imports it under its id
-        raise NamespaceClash(f"{build.name}: its id {kernel_id!r} is the name of a Python module; wanted is one of its "
-                             "own, such as _norm_9f2c1ab")
+            raise NamespaceClash(
+                f"{build.name}: its id {kernel_id!r} is that of another kernel, loaded from "
+                f"{home}; the id must be unique for each version: ask its author for a build that "
+                "is")
+    # kernels imports it under its id
+    if kernel_id in sys.modules or is_importable(kernel_id):
+        raise NamespaceClash(
+            f"{build.name}: its id {kernel_id!r} is the name of a Python module; wanted is one of "
+            "its own, such as _norm_9f2c1ab")
     return None
 
 
 def _check_namespaces(build: Path, namespaces: set[str]) -> None:
-    """Raise unless the operations are in the namespace named like the kernel's id, which is unique."""
+    """Raise unless the operations are in the namespace named like the kernel's id, which is unique.
+    """
     foreign = namespaces - {metadata_of(build).id}
     if foreign:
         raise NamespaceClash(
             f"{build.name}: wanted its torch operations in torch.ops.{metadata_of(build).id}, got "
-            f"{', '.join(f'torch.ops.{n}' for n in sorted(foreign))}; another version of it would clash there")
+            f"{', '.join(f'torch.ops.{n}' for n in sorted(foreign))}; another version of it would "
+            "clash there")
 
 
 def _check_trial(build: Path, trial: dict[str, Any], others: set[str]) -> None:
     """Raise for what the import in a child process has shown."""
     if trial["error"]:
-        raise HubError(f"{build.name} of {metadata_of(build).name} cannot be imported: {trial['error']}; "
-                       "lz hub explain shows why this build was chosen")
+        raise HubError(
+            f"{build.name} of {metadata_of(build).name} cannot be imported: {trial['error']}; "
+            "lz hub explain shows why this build was chosen")
     namespaces = set(trial["namespaces"]) - others
     _check_namespaces(build, namespaces)
     taken = {name.partition("::")[0] for name in _operations()} & namespaces
     if taken:
-        raise NamespaceClash(f"{build.name}: torch.ops.{min(taken)} is there already, from another library or version; "
-                             "only one of them can be in a process")
+        raise NamespaceClash(
+            f"{build.name}: torch.ops.{min(taken)} is there already, from another library or "
+            "version; only one of them can be in a process")
 
 
 def metadata_of(build: Path) -> Any:
@@ -159,7 +176,9 @@ def _operations() -> set[str]:
 
 
 def namespaces_since(before: set[str]) -> set[str]:
-    """Return the namespaces with new operations, without those that torch registers as it imports parts."""
+    """Return the namespaces with new operations, without those that torch registers as it imports
+    parts.
+    """
     return {name.partition("::")[0] for name in _operations() - before if not _is_of_torch(name)}
 
 
@@ -195,12 +214,16 @@ def report(build: str, dependencies: dict[str, str], backend: str | None) -> dic
     return {"namespaces": sorted(namespaces_since(before)), "error": ""}
 
 
-def _trial_import(build: Path, dependencies: dict[str, Path], backend: str | None) -> dict[str, Any]:
-    """Import in a child process, once per torch and Python; returns the new namespaces, or the error."""
+def _trial_import(build: Path, dependencies: dict[str, Path],
+                  backend: str | None) -> dict[str, Any]:
+    """Import in a child process, once per torch and Python; returns the new namespaces, or the
+    error.
+    """
     record = build.parent / f"seen-{torch.__version__}-{sys.implementation.cache_tag}.json"
     try:
         trial = read_json(record, "what an import in a process of its own has shown")
-        if isinstance(trial, dict) and isinstance(trial.get("error"), str) and _are_strings(trial.get("namespaces")):
+        if (isinstance(trial, dict) and isinstance(trial.get("error"), str)
+            and _are_strings(trial.get("namespaces"))):
             return trial
     except DataError:                          # missing or damaged: the import is tried again
         pass
@@ -214,7 +237,8 @@ def _trial_import(build: Path, dependencies: dict[str, Path], backend: str | Non
         return {"namespaces": [], "error": f"importing it was killed by signal {-done.returncode}"}
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        return {"namespaces": [], "error": lines[-1][:300] if lines else f"exit status {done.returncode}"}
+        return {"namespaces": [], "error": lines[-1][:300] if lines
+                else f"exit status {done.returncode}"}
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     if not result["error"]:                    # an error may be fixed: it is tried again
         replace_file(record, json.dumps(result).encode())

@@ -1,7 +1,8 @@
-"""hub.lock: which repositories may be loaded, at which commit, and the hash of every file of every build.
+"""hub.lock: which repositories may be loaded, at which commit, and the hash of every file of every
+build.
 
-`kernels.lock`, as `kernels lock` writes it, is read too. It pins commits and no content, so it detects
-another commit but no changed file.
+`kernels.lock`, as `kernels lock` writes it, is read too. It pins commits and no content, so it
+detects another commit but no changed file.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ class HubPin(Record, whole=True):
     def check(self, key: str, commit: str, variant: str, content: Content, source: str) -> None:
         """Raise LockViolation or Tampered if this commit or content is not the pinned one."""
         if self.commit and self.commit != commit:
-            raise LockViolation(f"{key}: {source} wants commit {self.commit}, got {commit or 'a folder without one'}; "
-                                "fetch that commit, or lock the new one: lz hub lock")
+            raise LockViolation(
+                f"{key}: {source} wants commit {self.commit}, got "
+                f"{commit or 'a folder without one'}; fetch that commit, or lock the new one: lz "
+                "hub lock")
         if self.variants is None:
             return
         if variant not in self.variants:
-            raise LockViolation(f"{key}: {source} has the builds {', '.join(sorted(self.variants))}, got {variant}; "
-                                "look at what is new and lock it: lz hub lock")
+            raise LockViolation(
+                f"{key}: {source} has the builds {', '.join(sorted(self.variants))}, got "
+                f"{variant}; look at what is new and lock it: lz hub lock")
         content.check(self.variants[variant], f"{key} {variant}", source)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,8 +61,9 @@ class HubLock(Record, json="pins", names={"pins": "kernels"}, header={"schema": 
         key = f"{name}@{version}" if version else known[0] if len(known) == 1 else ""
         if key not in self.pins:
             raise LockViolation(
-                f"{self.path} does not pin {name}{f' version {version}' if version else ''}; it pins "
-                f"{', '.join(known or sorted(self.pins)) or 'nothing'}. Ask for one of these, or lock it: lz hub lock")
+                f"{self.path} does not pin {name}{f' version {version}' if version else ''}; it "
+                f"pins {', '.join(known or sorted(self.pins)) or 'nothing'}. Ask for one of these, "
+                "or lock it: lz hub lock")
         return key, self.pins[key]
 
     def __contains__(self, name: str) -> bool:
@@ -70,7 +75,8 @@ class HubLock(Record, json="pins", names={"pins": "kernels"}, header={"schema": 
     def check_json(self, at: At) -> None:
         for key, pin in self.pins.items():
             if "@" not in key or pin.variants is None:
-                (at / "kernels" / key).wrong("name@version with a commit and the files of its builds", encode(pin))
+                (at / "kernels"
+                 / key).wrong("name@version with a commit and the files of its builds", encode(pin))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         write_json(path, self.to_json())
@@ -93,6 +99,7 @@ def _read_kernels_lock(path: Path, data: list[Any]) -> HubLock:
     pins = {}
     for kernel, lock in locks.items():
         version = kernel.version
-        name = str(version.version) if isinstance(version, KernelVersion.Version) else version.revision
+        name = (str(version.version) if isinstance(version, KernelVersion.Version)
+                else version.revision)
         pins[f"{kernel.repo_id}@{name}"] = HubPin(lock.commit)
     return HubLock(pins, str(path))

@@ -1,7 +1,7 @@
 """Finds a repository on this machine: in a folder configured for it, or in the cache of `kernels`.
 
-Nothing here uses the network. Names, revisions and the cache's own references are checked before they
-become a path.
+Nothing here uses the network. Names, revisions and the cache's own references are checked before
+they become a path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class RepositoryVersion:
     """One version of a repository; its links may lead anywhere below `root`."""
 
     name: str
-    version: str                               # "1", a revision, or "" for a folder named without one
+    # "1", a revision, or "" for a folder named without one
+    version: str
     build: Path
     root: Path
     commit: str = ""
@@ -37,17 +38,21 @@ class RepositoryVersion:
 
 def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name:
-        raise UnsafePath(f"a repository is named organisation/name (letters, digits, . _ -), got {name!r}")
+        raise UnsafePath(
+            f"a repository is named organisation/name (letters, digits, . _ -), got {name!r}")
     return name
 
 
 def check_version(version: int | None, revision: str | None) -> str:
     if version is not None and revision is not None:
-        raise HubError(f"give a version or a revision, got version={version!r} and revision={revision!r}")
+        raise HubError(
+            f"give a version or a revision, got version={version!r} and revision={revision!r}")
     if version is not None and (type(version) is not int or version < 0):
-        raise HubError(f"a version is a whole number >= 0, got {version!r}; a branch or commit is a revision=")
+        raise HubError(
+            f"a version is a whole number >= 0, got {version!r}; a branch or commit is a revision=")
     if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise UnsafePath(f"a revision is a branch, tag or commit (letters, digits, . _ -), got {revision!r}")
+        raise UnsafePath(
+            f"a revision is a branch, tag or commit (letters, digits, . _ -), got {revision!r}")
     return revision if revision is not None else "" if version is None else str(version)
 
 
@@ -60,23 +65,28 @@ def find(name: str, version: str, folders: Mapping[str, Path], cache: Path) -> R
     """Return the folder of this version, else of this name, else the snapshot in the cache."""
     folder = folders.get(f"{name}@{version}") or folders.get(name)
     if folder is not None:
-        return RepositoryVersion(name, version, _build_folder(folder, folder, f"the folder for {name}"), folder)
+        return RepositoryVersion(name, version,
+                                 _build_folder(folder, folder, f"the folder for {name}"), folder)
     home = cache / f"kernels--{name.replace('/', '--')}"
     versions = [v for n, v, _ in cached(cache) if n == name]
     state = f"versions {', '.join(versions)} are there" if versions else "it is not there"
     if not version:
-        raise NotHere(f"{name}: wanted a version, got none; in {cache} {state}. Say version= or revision=")
+        raise NotHere(
+            f"{name}: wanted a version, got none; in {cache} {state}. Say version= or revision=")
     ref = home / "refs" / (f"v{version}" if version.isdigit() else version)
     commit = _read_ref(ref) or (version if _COMMIT.fullmatch(version) else "")
     snapshot = home / "snapshots" / commit
     if commit and not _COMMIT.fullmatch(commit):
-        raise UnsafePath(f"{ref}: wanted the hash of a commit, got {commit!r:.80}; fetch the repository again")
+        raise UnsafePath(
+            f"{ref}: wanted the hash of a commit, got {commit!r:.80}; fetch the repository again")
     if not commit or not snapshot.is_dir():
         argument = f"version={version}" if version.isdigit() else f"revision={version!r}"
-        raise NotHere(f"{name} version {version} is not in {cache} ({state}), and nothing is downloaded from here. "
-                      f"Fetch it where there is a network, kernels.install_kernel({name!r}, {argument}), or name a "
-                      "folder: Hub(folders={...})")
-    return RepositoryVersion(name, version, _build_folder(snapshot, home, f"{name} in {cache}"), home, commit)
+        raise NotHere(
+            f"{name} version {version} is not in {cache} ({state}), and nothing is downloaded from "
+            f"here. Fetch it where there is a network, kernels.install_kernel({name!r}, "
+            f"{argument}), or name a folder: Hub(folders={{...}})")
+    return RepositoryVersion(name, version, _build_folder(snapshot, home, f"{name} in {cache}"),
+                             home, commit)
 
 
 def cached(cache: Path) -> Iterator[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
-"""Which builds of a repository fit this machine: a verdict with its reason for each folder of build/.
+"""Which builds of a repository fit this machine: a verdict with its reason for each folder of
+build/.
 
-`kernels` judges and orders them by the folder's name (torch, C++ ABI, CUDA, processor, system); here their
-compiled files are checked as well.
+`kernels` judges and orders them by the folder's name (torch, C++ ABI, CUDA, processor, system);
+here their compiled files are checked as well.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ class Rejected:
 Verdict = Accepted | Rejected
 
 
-def judge(build: Path, root: Path, backend: str | None = None, portable: bool = False) -> tuple[Verdict, ...]:
-    """Judge each folder in `build`, the preferred one first; `portable` demands manylinux_2_28 and abi3."""
+def judge(build: Path, root: Path, backend: str | None = None,
+          portable: bool = False) -> tuple[Verdict, ...]:
+    """Judge each folder in `build`, the preferred one first; `portable` demands manylinux_2_28 and
+    abi3.
+    """
     from kernels.variants import VariantAccepted, parse_variant, resolve_variants
 
     parsed: list[Any] = []

@@ -14,7 +14,10 @@ NAME = "layerzero"
 
 
 def register() -> None:
-    """Make `attn_implementation="layerzero"` known to transformers. Calling it again changes nothing."""
+    """Make `attn_implementation="layerzero"` known to transformers.
+
+    Calling it again changes nothing.
+    """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as e:

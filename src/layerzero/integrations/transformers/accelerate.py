@@ -1,14 +1,16 @@
-"""lz.accelerate(model): everything that lz can do for the speed of a model, in one call, undone by one call.
+"""lz.accelerate(model): everything that lz can do for the speed of a model, in one call, undone by
+one call.
 
     report = lz.accelerate(model)
-    print(report)                              # what was done, what was left and why, what it gains here
+    print(report)  # what was done, what was left and why, what it gains here
     model.generate(**inputs)                   # as before
     report.undo()                              # or lz.unaccelerate(model)
 
-First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own: kernels chosen once,
-weights that belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. The result is
-compared with the model as it was: where it is another, everything is undone, and what is slower is not used. An error
-leaves the model as it was, and the report says which.
+First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own:
+kernels chosen once, weights that belong to one product joined, a cache that grows in place, on CUDA
+the whole step in a graph. The result is compared with the model as it was: where it is another,
+everything is undone, and what is slower is not used. An error leaves the model as it was, and the
+report says which.
 """
 
 from __future__ import annotations
@@ -39,16 +41,20 @@ from .patch import apply as apply_patch
 from .replacements import recipe_of
 from .report import PatchReport
 
-# How far results may be from those of the model as it was, relative, over all of them; and how much farther than its
-# own are from each other when it sees the tokens all at once. Where the best of many experts is chosen by numbers that
-# are rounded, that is far.
+# How far results may be from those of the model as it was, relative, over all of them; and how much
+# farther than its own are from each other when it sees the tokens all at once. Where the best of
+# many experts is chosen by numbers that are rounded, that is far.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
-LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2         # the latter where one call takes longer than all should
-STOCK_DRAW = ("sampling: logits processors and the draw stay transformers' own, so a seed gives the same tokens "
-              "(lz.patch(model, only='sampling') draws by lz.sample)")
-PREFILL, CONTEXT, TOKENS = 128, 64, 3          # tokens of the trial: prompt timed, prompt before decoding, decoded
-PROBE, PATIENCE = 4, 10.0                      # tokens that tell how slow the model was; seconds for a prompt of it
+# the latter where one call takes longer than all should
+LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
+STOCK_DRAW = (
+    "sampling: logits processors and the draw stay transformers' own, so a seed gives the same "
+    "tokens (lz.patch(model, only='sampling') draws by lz.sample)")
+# tokens of the trial: prompt timed, prompt before decoding, decoded
+PREFILL, CONTEXT, TOKENS = 128, 64, 3
+# tokens that tell how slow the model was; seconds for a prompt of it
+PROBE, PATIENCE = 4, 10.0
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,8 @@ class Gain(Record):
 
     @property
     def verdict(self) -> str:
-        """"faster" and "slower" only where the interval that is printed, and the middle half of the rounds, leave out
-        1; "even" otherwise."""
+        """"faster" and "slower" only where the interval that is printed, and the middle half of the
+        rounds, leave out 1; "even" otherwise."""
         ratio, around = self.ratio, (self.ratio.high - self.ratio.low) / 2
         if min(ratio.low, ratio.median - around) > 1.0:
             return "faster"
@@ -70,7 +76,8 @@ class Gain(Record):
 
     def __str__(self) -> str:
         words = "no difference" if self.verdict == "even" else self.verdict
-        return f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} ({words})"
+        return (f"{self.stock_us / 1e3:.2f} ms -> {self.ours_us / 1e3:.2f} ms, {self.ratio} "
+                f"({words})")
 
     def to_json(self) -> dict[str, Any]:
         return {"stock_us": self.stock_us, "ours_us": self.ours_us,
@@ -132,22 +139,27 @@ class Acceleration(Record, json="model done left error gains kernels served decl
         """A copy of the model is not accelerated."""
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: " + ("nothing was changed" if not self.done else "; ".join(self.done))]
+        lines = [f"{self.model}: " + ("nothing was changed" if not self.done
+                                      else "; ".join(self.done))]
         lines += [f"  {name}: {gain}" for name, gain in self.gains.items()]
         lines += [f"  left: {text}" for text in self.left]
         if self._step is not None:
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
-            lines += [f"  {n} tokens by the model's own code: {why}" for why, n in self.declined.items()]
+            lines += [f"  {n} tokens by the model's own code: {why}"
+                      for why, n in self.declined.items()]
         return "\n".join(lines)
 
 
-def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None, measure: bool = True,
+def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
+               measure: bool = True,
                seconds: float = 3.0) -> Acceleration:
-    """Let `model` run as fast as lz can make it, and say what was done and what it gains on this machine.
+    """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
+    machine.
 
-    patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture: the decode step in a
-    CUDA graph; by default where the model is on CUDA. measure: time it against the model as it was, for about `seconds`
-    each for a prompt and a token, and keep only what is not slower.
+    patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
+    the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
+    the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
+    not slower.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
@@ -158,14 +170,16 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     try:
         with _evaluated(model):
             _accelerate(report, patch, capture, seconds if measure else None)
-    except BaseException as error:             # an interrupt is passed on, like whatever must not be caught
+    # an interrupt is passed on, like whatever must not be caught
+    except BaseException as error:
         report.undo()
         if not isinstance(error, faults.FAULTS) or isinstance(error, faults.PASSED_ON) or \
                 faults.classify(error) == "sticky":
             raise
         events.emit(Fallback("accelerate", "layerzero", type(model).__name__,
                              faults.reason_of(error, faults.classify(error))))
-        return Acceleration(type(model).__name__, left=[f"everything: {type(error).__name__}: {error}"], _model=model)
+        return Acceleration(type(model).__name__,
+                            left=[f"everything: {type(error).__name__}: {error}"], _model=model)
     if report._changes:
         report.done.append(f"{len(report._changes)} modules by lz.patch")
     if report._step is not None:
@@ -180,7 +194,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     return report
 
 
-def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds: float | None) -> None:
+def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
+                seconds: float | None) -> None:
     model = report._model
     trial = _Trial(model, report)
     if patch:
@@ -188,9 +203,12 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
     try:
         parts = recognise(model)
         if trial.stock is None:
-            raise NotRecognised("it cannot be tried out: what the model takes as input is not known")
-        with torch.inference_mode(False), torch.no_grad():     # joined weights are weights like any other
-            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None else capture)
+            raise NotRecognised(
+                "it cannot be tried out: what the model takes as input is not known")
+        # joined weights are weights like any other
+        with torch.inference_mode(False), torch.no_grad():
+            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None
+                                       else capture)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if report._step is not None:
@@ -203,8 +221,8 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Eval mode, so that a trial neither draws for dropout nor changes the statistics of a batch norm; modes and the
-    state of torch's generator are what they were afterwards."""
+    """Eval mode, so that a trial neither draws for dropout nor changes the statistics of a batch
+    norm; modes and the state of torch's generator are what they were afterwards."""
     modes = [(m, m.training) for m in model.modules()]
     try:
         for module, _ in modes:
@@ -234,7 +252,8 @@ class _Trial:
         self.vocab = getattr(config, "vocab_size", None)
         if (not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False)
                 or getattr(model, "main_input_name", "input_ids") != "input_ids"):
-            self.vocab = None                  # no decoder that takes tokens: nothing is known to try it with
+            # no decoder that takes tokens: nothing is known to try it with
+            self.vocab = None
             return
         most = getattr(config, "max_position_embeddings", None) or PREFILL
         most = most if most > 0 else PREFILL   # XLNet says -1: no limit
@@ -245,8 +264,8 @@ class _Trial:
 
     @torch.no_grad()
     def fit(self) -> None:
-        """Shorter prompts for a model that is very slow as it was: bfloat16 on a CPU that has no arithmetic in it takes
-        a second for each token of a small one."""
+        """Shorter prompts for a model that is very slow as it was: bfloat16 on a CPU that has no
+        arithmetic in it takes a second for each token of a small one."""
         ids = self.tokens(PROBE)
         began = time.perf_counter()
         self.stock(ids, use_cache=False)
@@ -254,8 +273,9 @@ class _Trial:
         most = max(PROBE, int(PATIENCE / each)) if each * self.prefill > PATIENCE else self.prefill
         if most < self.prefill:
             self.prefill, self.context = most, min(most, self.context)
-            self.report.left.append(f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
-                                    "each")
+            self.report.left.append(
+                f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
+                "each")
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)
@@ -279,7 +299,8 @@ class _Trial:
         step = self.report._step
         assert step is not None
         limit = max(CLOSE.get(next(self.model.parameters()).dtype, 1e-3), AS_OWN * own)
-        if not self.report.error <= limit:     # NaN too; who is to blame is not known, so the patch goes as well
+        # NaN too; who is to blame is not known, so the patch goes as well
+        if not self.report.error <= limit:
             self.report.undo()
             self.report.left.append(f"everything: its results are off by {self.report.error:.1e}, "
                                     f"more than {limit:.0e}")
@@ -299,13 +320,15 @@ class _Trial:
             return
         place = next(self.model.parameters()).device.type
         if report._changes:
-            prefill = self._gain({"stock": self._prompt(self.stock), "ours": self._prompt(self.model)}, seconds, place)
+            prefill = self._gain({"stock": self._prompt(self.stock),
+                                  "ours": self._prompt(self.model)}, seconds, place)
             report.gains["prefill"] = prefill
             if prefill.verdict == "slower":
                 report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
-            ways = {name: self._decoding(model) for name, model in (("stock", self.stock), ("ours", self.model))}
+            ways = {name: self._decoding(model)
+                    for name, model in (("stock", self.stock), ("ours", self.model))}
             report.gains["decode"] = self._gain(ways, seconds, place)
             if report.gains["decode"].verdict == "slower":
                 self._give_up("a token took longer with it")
@@ -324,12 +347,16 @@ class _Trial:
 
     def _prompt(self, model: Any) -> Callable[[], Any]:
         ids = self.tokens(self.prefill)
-        cached = {"use_cache": True} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+        cached = ({"use_cache": True}
+                  if "use_cache" in inspect.signature(type(model).forward).parameters else {})
         return lambda: model(ids, **cached)
 
     def _decoding(self, model: Any) -> Callable[[], Any]:
-        """One token, and the cache as it was again; which a cache that is longer than its window could not be."""
-        windows = [at.window for at in self.report._step.parts.layers if at.window] if self.report._step else []
+        """One token, and the cache as it was again; which a cache that is longer than its window
+        could not be.
+        """
+        windows = ([at.window for at in self.report._step.parts.layers if at.window]
+                   if self.report._step else [])
         before = max(1, min(self.context, *(w - 2 for w in windows)) if windows else self.context)
         ids = self.tokens(before + 1)
         cache = model(ids[:, :before], use_cache=True).past_key_values

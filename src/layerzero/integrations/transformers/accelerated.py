@@ -1,7 +1,9 @@
-"""The forward of an accelerated model: one token by the decode step, everything else by the model's own code.
+"""The forward of an accelerated model: one token by the decode step, everything else by the model's
+own code.
 
-Which calls are served is decided call by call, and every other one is counted with the reason. The model is watched:
-a hook, another module in the place of one, weights that were moved or cast, and the step no longer serves.
+Which calls are served is decided call by call, and every other one is counted with the reason. The
+model is watched: a hook, another module in the place of one, weights that were moved or cast, and
+the step no longer serves.
 """
 
 from __future__ import annotations
@@ -41,14 +43,17 @@ from .implementations import DECODED
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "labels": (None,), "inputs_embeds": (None,)}
-ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"      # attributes of an accelerated model
+# attributes of an accelerated model
+ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"
 MOVED = "weights that were moved or cast"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _autocast = torch._C._is_any_autocast_enabled
 
 
 class ModelWatch:
-    """What must stay as it is: the modules, their weights and where these lie, and that nobody hooks into them."""
+    """What must stay as it is: the modules, their weights and where these lie, and that nobody
+    hooks into them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -64,10 +69,13 @@ class ModelWatch:
         return list(chain.from_iterable(held.values() for held in self._held))
 
     def _hooked(self) -> bool:
-        """Hooks of transformers itself, which stay once outputs were recorded, do nothing while none are."""
+        """Hooks of transformers itself, which stay once outputs were recorded, do nothing while
+        none are.
+        """
         others = [h for held in self._hooks for h in held.values()
                   if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
-        recorder = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+        recorder = getattr(sys.modules.get("transformers.utils.output_capturing"),
+                           "_active_collector", None)
         return bool(others) or recorder is None or recorder.get() is not None
 
     def disturbed(self) -> str:
@@ -88,7 +96,8 @@ class Accelerated:
     """Takes the place of `model.forward`."""
 
     def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
-        disturbed = ModelWatch(model).disturbed() or ("a forward of its own" if "forward" in vars(model) else "")
+        disturbed = (ModelWatch(model).disturbed()
+                     or ("a forward of its own" if "forward" in vars(model) else ""))
         if disturbed:
             raise NotRecognised(f"the model has {disturbed}")
         self.model, self.parts = model, parts
@@ -99,7 +108,8 @@ class Accelerated:
         self._steps: dict[int, DecodeStep] = {}
         self._captured = CapturedSteps(parts) if capture else None
         self._watch = ModelWatch(model)
-        self._result = parts.result or (BaseModelOutputWithPast if parts.head is None else CausalLMOutputWithPast)
+        self._result = (parts.result or (BaseModelOutputWithPast if parts.head is None
+                                         else CausalLMOutputWithPast))
         self._windows = [layer.window for layer in parts.layers]
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         functools.update_wrapper(self, type(model).forward.__get__(model))
@@ -123,7 +133,8 @@ class Accelerated:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return {what: kernel for step in self._steps.values() for what, kernel in step.bind.kernels.items()}
+        return {what: kernel for step in self._steps.values()
+                for what, kernel in step.bind.kernels.items()}
 
     def undo(self) -> None:
         self._steps.clear()
@@ -137,7 +148,8 @@ class Accelerated:
         given = {**dict(zip(self._names, args)), **kwargs}
         ids = given.get("input_ids")
         if (torch.compiler.is_compiling() or ids is None or ids.dim() != 2 or ids.shape[1] != 1
-                or len(given) < len(args) + len(kwargs)):      # an argument given twice: the model says so
+                # an argument given twice: the model says so
+                or len(given) < len(args) + len(kwargs)):
             return type(self.model).forward(self.model, *args, **kwargs)
         try:
             return self._one_token(**given)
@@ -182,19 +194,22 @@ class Accelerated:
                     self._captured = None
         self.served["step" if out is None else "captured"] += 1
         if out is None:
-            out = self._uncaptured(step, input_ids, position_ids, past_key_values.layers, length, mask)
+            out = self._uncaptured(step, input_ids, position_ids, past_key_values.layers, length,
+                                   mask)
         if self.parts.head is None:
             return self._result(last_hidden_state=out, past_key_values=past_key_values)
         return self._result(logits=out, past_key_values=past_key_values)
 
-    def _uncaptured(self, step: DecodeStep, ids: Tensor, position_ids: Tensor | None, layers: list[Any], length: int,
+    def _uncaptured(self, step: DecodeStep, ids: Tensor, position_ids: Tensor | None,
+                    layers: list[Any], length: int,
                     mask: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=ids.device)
         memory = HostMemory(step, layers, mask, self.parts.angles_at(position_ids))
         try:
             return step(self.parts.embedded(ids, position_ids), memory.angles, memory)
-        except BaseException:                  # passed on, an interrupt too: half a token must not stay in the cache
+        # passed on, an interrupt too: half a token must not stay in the cache
+        except BaseException:
             memory.undo()
             raise
 
@@ -205,7 +220,8 @@ class Accelerated:
         if torch.is_grad_enabled():
             raise NotRecognised("gradients are on")
         if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-            raise NotRecognised("no cache" if cache is None else f"a cache that is {type(cache).__name__}")
+            raise NotRecognised("no cache" if cache is None
+                                else f"a cache that is {type(cache).__name__}")
         if type(keep) is not int:
             raise NotRecognised("logits_to_keep is a tensor")
         for name, value in others.items():
@@ -216,7 +232,8 @@ class Accelerated:
                 raise NotRecognised(f"{name} is given")
         config = self.parts.base.config
         if config._attn_implementation not in (NAME, *DECODED):
-            raise NotRecognised(f"attn_implementation={config._attn_implementation!r}, which was chosen since")
+            raise NotRecognised(
+                f"attn_implementation={config._attn_implementation!r}, which was chosen since")
         if others.get("use_cache") is None and not getattr(config, "use_cache", True):
             raise NotRecognised("use_cache is off in the configuration")
         if (config.output_attentions or config.output_hidden_states or not config.return_dict
@@ -225,7 +242,8 @@ class Accelerated:
         if self.model.training or _autocast():
             raise NotRecognised("training mode" if self.model.training else "autocast")
         disturbed = self._watch.disturbed() or replaced_sdpa()
-        if disturbed == MOVED:                 # for good: what the step holds of the old ones is given up
+        # for good: what the step holds of the old ones is given up
+        if disturbed == MOVED:
             self.broken = disturbed
             self.undo()
         if disturbed:
@@ -251,9 +269,11 @@ class Accelerated:
 
 
 class Reduce:
-    """The `__reduce_ex__` of an accelerated model: what is copied or pickled is the model without its acceleration.
+    """The `__reduce_ex__` of an accelerated model: what is copied or pickled is the model without
+    its acceleration.
 
-    It is an attribute of the one model; copy.deepcopy, pickle and torch.save ask the object before its class.
+    It is an attribute of the one model; copy.deepcopy, pickle and torch.save ask the object before
+    its class.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -23,32 +23,40 @@ from .masks import Pattern, pattern_of, plain_pattern
 from .owned_config import OWNED, is_uncapped
 
 logger = logging.get_logger("transformers.layerzero")
-CAPTURING = "transformers.utils.output_capturing"       # the hooks by which transformers collects outputs
+# the hooks by which transformers collects outputs
+CAPTURING = "transformers.utils.output_capturing"
 
 _op = catalog.builtin_op("attention")
 attention = dispatch.public_function(_op)
-torch_face.define(_op)                          # torch.compile and torch.export find it under torch.ops.layerzero
+# torch.compile and torch.export find it under torch.ops.layerzero
+torch_face.define(_op)
 
 
 def attention_forward(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, indices: Tensor | None = None, **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, indices: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query, key, value: (batch, heads, seq, dim), where keys may have fewer heads; out: (batch, seq, heads, dim).
+    """query, key, value: (batch, heads, seq, dim), where keys may have fewer heads; out: (batch,
+    seq, heads, dim).
 
-    A mask is the whole truth about who sees whom. Without one, `is_causal` and `sliding_window` are, and more keys
-    than queries are those of a static cache that was empty.
-    s_aux: one sink per head. position_bias: added to the scores. indices: the keys that each query selected.
+    A mask is the whole truth about who sees whom. Without one, `is_causal` and `sliding_window`
+    are, and more keys than queries are those of a static cache that was empty.
+    s_aux: one sink per head. position_bias: added to the scores. indices: the keys that each query
+    selected.
     """
-    if getattr(module, OWNED, None) is not None and replaced_sdpa():       # since lz.patch: that is the latest choice
+    # since lz.patch: that is the latest choice
+    if getattr(module, OWNED, None) is not None and replaced_sdpa():
         return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias,
-            **({"softcap": softcap} if softcap else {}), **kwargs)
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            position_bias=position_bias, **({"softcap": softcap} if softcap else {}), **kwargs)
     if kwargs.get("output_attentions"):
-        logger.warning_once("attn_implementation='layerzero' computes no attention weights, so output_attentions=True "
-                            "gives None for them. Set the attention implementation to 'eager' if you want them.")
+        logger.warning_once(
+            "attn_implementation='layerzero' computes no attention weights, so "
+            "output_attentions=True gives None for them. Set the attention implementation to "
+            "'eager' if you want them.")
     _refuse_unknown(kwargs)
     if softcap and is_uncapped(module):
         softcap = None
@@ -57,12 +65,14 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     elif position_bias is None and indices is None and not torch.compiler.is_compiling():
         pattern = pattern_of(attention_mask, query.shape[2], key.shape[2])
-    return _attend(query, key, value, attention_mask, pattern, dropout, scaling, is_causal, sliding_window, softcap,
-                   s_aux, position_bias, indices), None
+    return _attend(query, key, value, attention_mask, pattern, dropout, scaling, is_causal,
+                   sliding_window, softcap, s_aux, position_bias, indices), None
 
 
 def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the weights, or dropout."""
+    """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
+    weights, or dropout.
+    """
     parameters = eager_parameters(stock)
 
     @functools.wraps(stock)
@@ -75,30 +85,36 @@ def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
     return eager_attention_forward
 
 
-def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+def eager_attend(parameters: frozenset[str], module: torch.nn.Module, query: Tensor, key: Tensor,
+                 value: Tensor,
                  attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-    """Computes what an eager function with these parameters computes. The mask is the whole truth about who sees whom:
-    without one every key is seen."""
+    """Computes what an eager function with these parameters computes. The mask is the whole truth
+    about who sees whom: without one every key is seen."""
     _refuse_unknown(kwargs)
-    bias, softcap = (kwargs.get(name) if name in parameters else None for name in ("position_bias", "softcap"))
+    bias, softcap = (kwargs.get(name) if name in parameters else None
+                     for name in ("position_bias", "softcap"))
     sinks, pattern = getattr(module, "sinks", None), None
     if attention_mask is not None and bias is None:
-        pattern = plain_pattern(attention_mask, query.shape[2], key.shape[2], kwargs.get("sliding_window"))
+        pattern = plain_pattern(attention_mask, query.shape[2], key.shape[2],
+                                kwargs.get("sliding_window"))
         if pattern is None and sinks is None:
             query, attention_mask = _mean_of_hidden(query, attention_mask)
-    return _attend(query, key, value, attention_mask, pattern, 0.0, kwargs.get("scaling"), False, None, softcap,
-                   sinks, bias, None)
+    return _attend(query, key, value, attention_mask, pattern, 0.0, kwargs.get("scaling"), False,
+                   None, softcap, sinks, bias, None)
 
 
 def eager_parameters(stock: Callable[..., Any]) -> frozenset[str]:
-    """Returns what an eager function takes by name beside the module, query, key, value and mask."""
-    return frozenset(p.name for p in [*inspect.signature(stock).parameters.values()][5:] if p.kind != p.VAR_KEYWORD)
+    """Returns what an eager function takes by name beside the module, query, key, value and mask.
+    """
+    return frozenset(p.name for p in [*inspect.signature(stock).parameters.values()][5:]
+                     if p.kind != p.VAR_KEYWORD)
 
 
 def wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Tells whether someone looks at the attention weights of this call: by an argument, the configuration, the
-    outputs that transformers collects, or a hook on the module."""
-    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+    """Tells whether someone looks at the attention weights of this call: by an argument, the
+    configuration, the outputs that transformers collects, or a hook on the module."""
+    if (kwargs.get("output_attentions")
+        or getattr(getattr(module, "config", None), "output_attentions", False)):
         return True
     hooks = (*module._forward_hooks.values(), *nn_module._global_forward_hooks.values())
     if any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks):
@@ -108,13 +124,15 @@ def wants_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     return any("attentions" in name for name in collected or ())
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, pattern: Pattern | None,
-            dropout: float, scaling: float | None, is_causal: Any, sliding_window: int | None, softcap: float | None,
+def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+            pattern: Pattern | None, dropout: float, scaling: float | None, is_causal: Any,
+            sliding_window: int | None, softcap: float | None,
             s_aux: Tensor | None, position_bias: Tensor | None, indices: Tensor | None) -> Tensor:
     queries, left, right = query.shape[2], -1, -1
     causal = False
     if attention_mask is None:
-        causal = queries > 1 and is_causal      # in this order: with a symbolic length the other way gives no bool
+        # in this order: with a symbolic length the other way gives no bool
+        causal = queries > 1 and is_causal
         if causal and key.shape[2] > queries:
             key, value = key[:, :, :queries], value[:, :, :queries]
             position_bias = position_bias[..., :queries] if position_bias is not None else None
@@ -131,11 +149,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
         attention_mask = _with_bias(attention_mask, position_bias.to(query.dtype))
     elif attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(query.dtype)
-    if causal and attention_mask is not None:          # a bias beside causality: "nothing right of the diagonal"
+    # a bias beside causality: "nothing right of the diagonal"
+    if causal and attention_mask is not None:
         causal, right = False, 0
     out = attention(
-        query, key, value, attention_mask, dropout, causal, scaling, causal_align="bottom_right", window_left=left,
-        window_right=right, softcap=softcap or 0.0, return_lse=s_aux is not None)
+        query, key, value, attention_mask, dropout, causal, scaling, causal_align="bottom_right",
+        window_left=left, window_right=right, softcap=softcap or 0.0, return_lse=s_aux is not None)
     if s_aux is not None:
         out, lse = out
         out = _with_sinks(out, lse, s_aux)
@@ -143,8 +162,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
 
 
 def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lets a query that sees no key take the mean of all values, as eager attention has it: every score is the same
-    lowest number there. In float16 that number is too near to the scores for kernels that add in float32."""
+    """Lets a query that sees no key take the mean of all values, as eager attention has it: every
+    score is the same lowest number there. In float16 that number is too near to the scores for
+    kernels that add in float32.
+    """
     if mask.dtype != torch.float16:
         return query, mask
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True)
@@ -152,7 +173,9 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse + e^sink)."""
+    """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse +
+    e^sink).
+    """
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
     return (out * kept.unsqueeze(-1)).to(out.dtype)
 
@@ -167,16 +190,21 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     """The mask with all but the selected keys hidden; `indices` is (batch, seq_q, how many)."""
-    hidden = indices.new_ones((*indices.shape[:-1], keys), dtype=torch.bool).scatter(-1, indices.long(), False)
+    hidden = indices.new_ones((*indices.shape[:-1], keys),
+                              dtype=torch.bool).scatter(-1, indices.long(), False)
     hidden = hidden.unsqueeze(1)
     if mask is None:
         return ~hidden
-    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+    return (mask & ~hidden if mask.dtype == torch.bool
+            else mask.masked_fill(hidden, torch.finfo(mask.dtype).min))
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    """Arguments that change the result and are not served: an error, where ignoring them would be a wrong answer."""
+    """Arguments that change the result and are not served: an error, where ignoring them would be a
+    wrong answer.
+    """
     for name in ("block_indices", "cache"):
         if kwargs.get(name) is not None:
-            raise ConfigError(f"attn_implementation='layerzero' does not serve {name}=, which this model or cache asks "
-                              "for; set its attention implementation to 'sdpa' or 'eager'")
+            raise ConfigError(
+                f"attn_implementation='layerzero' does not serve {name}=, which this model or "
+                "cache asks for; set its attention implementation to 'sdpa' or 'eager'")

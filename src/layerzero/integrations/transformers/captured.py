@@ -1,9 +1,11 @@
-"""The decode step in a CUDA graph: everything that changes from token to token lies in memory that stays where it is.
+"""The decode step in a CUDA graph: everything that changes from token to token lies in memory that
+stays where it is.
 
-A cache moves into the buffers of a `Fixed` memory, which has room for a number of tokens; how many there are is a
-number on the device, which the graph itself raises by one. The token is copied in, the graph is replayed, and the
-logits are where they were the last time. A cache that outgrows its buffers moves to larger ones with a graph of their
-own. While a cache is in use its buffers are its alone; when it is gone, the next one takes them, graph and all.
+A cache moves into the buffers of a `Fixed` memory, which has room for a number of tokens; how many
+there are is a number on the device, which the graph itself raises by one. The token is copied in,
+the graph is replayed, and the logits are where they were the last time. A cache that outgrows its
+buffers moves to larger ones with a graph of their own. While a cache is in use its buffers are its
+alone; when it is gone, the next one takes them, graph and all.
 
 Without a CUDA device the same steps run one by one; only the graph is missing.
 """
@@ -38,13 +40,16 @@ class Fixed:
         weights = parts.weights
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
-        self.rooms = [tuple(weights.new_zeros((batch, self.size, at.kv_heads, at.head_dim)) for _ in "kv")
+        self.rooms = [tuple(weights.new_zeros((batch, self.size, at.kv_heads, at.head_dim))
+                            for _ in "kv")
                       for at in step.layers]
-        self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair) for pair in self.rooms]
+        self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair)
+                       for pair in self.rooms]
         place = weights.device
         pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
         self._table = pages.view(batch, -1)
-        # How many tokens there are before the new one, and with it, for each row of the batch: raised together.
+        # How many tokens there are before the new one, and with it, for each row of the batch:
+        # raised together.
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self._ids = torch.zeros((batch, 1), dtype=torch.int64, device=place)
@@ -52,9 +57,12 @@ class Fixed:
         self._angles = [torch.cat(pair, -1)[0].contiguous()
                         for pair in parts.angles_at(torch.arange(self.size, device=place)[None])]
         self._fused = step.fast if self._fit() else None
-        self._runs = [self._bound(i) for i in range(len(step.layers))] if self._fused is None else []
+        self._runs = ([self._bound(i) for i in range(len(step.layers))] if self._fused is None
+                      else [])
         if self._fused is not None:
-            step.bind.kernels["attention, captured"] = "triton.attention_decode, with rope and cache in one launch"
+            step.bind.kernels[
+                "attention, captured"] = ("triton.attention_decode, with rope and cache in one "
+                                          "launch")
         self.length = -1                       # what the state says, as the host knows it
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
         self._replay: Callable[[], None] | None = None
@@ -64,8 +72,9 @@ class Fixed:
         """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
-        run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table, self._lengths,
-                             scale=at.scale, window_left=at.window - 1 if at.window else -1, softcap=at.softcap)
+        run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table,
+                             self._lengths, scale=at.scale, window_left=at.window - 1 if at.window
+                             else -1, softcap=at.softcap)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def _fit(self) -> bool:
@@ -79,8 +88,10 @@ class Fixed:
         keys, values = self.rooms[layer]
         if self._fused is not None:
             at = self.step.layers[layer]
-            query = self._fused.turn_and_keep(both, value, self._angles[at.angles or 0], self._position, keys, values)
-            out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window, at.softcap)
+            query = self._fused.turn_and_keep(both, value, self._angles[at.angles or 0],
+                                              self._position, keys, values)
+            out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window,
+                                     at.softcap)
         else:
             queries = both.shape[2] - value.shape[2]
             keys.index_copy_(1, self._position, both[:, :, queries:])
@@ -92,7 +103,8 @@ class Fixed:
         """What is captured."""
         angles: Any = None
         if self._fused is None:
-            angles = tuple(table.index_select(0, self._position).expand(self.step.batch, -1)[:, None].chunk(2, -1)
+            angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
+                                                                        -1)[:, None].chunk(2, -1)
                            for table in self._angles)
         out = self.step(self.parts.embedded(self._ids, self._position[None]), angles, self)
         self._state.add_(1)
@@ -175,7 +187,8 @@ class CapturedSteps:
         if found is None:
             if len(known) >= MOST_CACHES:
                 raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
-            with torch.inference_mode(False), torch.no_grad():     # the buffers outlive the caller's mode
+            # the buffers outlive the caller's mode
+            with torch.inference_mode(False), torch.no_grad():
                 try:
                     found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM))
                 except NoKernelFoundError as e:

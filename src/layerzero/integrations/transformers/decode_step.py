@@ -1,12 +1,13 @@
 """One token through a recognised decoder, made of kernels that were chosen once.
 
-What a decoder layer does, in the order it is done here: the norm of what comes in was taken by the layer before, in one
-pass with its residual where there is a kernel for it; queries, keys and values are one product; they are turned, and
-keys and values written into the cache; attention; the product that follows, whose result is added and normed; the
-feed-forward part (feed_forward.py).
+What a decoder layer does, in the order it is done here: the norm of what comes in was taken by the
+layer before, in one pass with its residual where there is a kernel for it; queries, keys and values
+are one product; they are turned, and keys and values written into the cache; attention; the product
+that follows, whose result is added and normed; the feed-forward part (feed_forward.py).
 
-Where keys and values go, and how the attention over them is called, is said by a `Memory`: one whose length the host
-knows (host_memory.py, a cache that grows), and one whose length the device knows (captured.py).
+Where keys and values go, and how the attention over them is called, is said by a `Memory`: one
+whose length the host knows (host_memory.py, a cache that grows), and one whose length the device
+knows (captured.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Memory(Protocol):
     """Keys and values of all layers, while one token goes through them."""
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1, kv_heads, dim). Keep
-        the key and the value, and give the attention of the queries over all that is kept, (batch, 1, heads * dim)."""
+        """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
+        kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
+        that is kept, (batch, 1, heads * dim).
+        """
 
 
 class JoinedLayer:
@@ -48,7 +51,8 @@ class JoinedLayer:
         self.parts, self.qkv, self.out = parts, Joined(parts.qkv), Joined((parts.out,))
         try:
             self.mlp = JoinedFeedForward(parts.mlp)
-        except BaseException:                  # an interrupt too: the weights go back to where they were
+        # an interrupt too: the weights go back to where they were
+        except BaseException:
             self.qkv.undo()
             raise
 
@@ -58,14 +62,18 @@ class JoinedLayer:
 
 
 def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
-    """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the way."""
+    """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the
+    way.
+    """
     plain = [plain_part(layer.mlp) for layer in parts.layers]
-    check_movable(model, [*(layer.qkv for layer in parts.layers), *(p.into for p in plain if p is not None)])
+    check_movable(model, [*(layer.qkv for layer in parts.layers),
+                          *(p.into for p in plain if p is not None)])
     layers: list[JoinedLayer] = []
     try:
         for layer in parts.layers:
             layers.append(JoinedLayer(layer))
-    except BaseException:                      # passed on: there was no memory for it, or someone interrupted
+    # passed on: there was no memory for it, or someone interrupted
+    except BaseException:
         for joined in layers:
             joined.undo()
         raise
@@ -81,8 +89,10 @@ class BoundLayer:
     head_norms: Run | None
     rope: Run | None
     out: Run
-    side_norm: Run | None                      # of a layer whose parts work side by side, where they have a norm each
-    middle: Run | None                         # branch, residual -> normed, residual; None where they do
+    # of a layer whose parts work side by side, where they have a norm each
+    side_norm: Run | None
+    # branch, residual -> normed, residual; None where they do
+    middle: Run | None
     mlp: Run
     end: Run                                   # as the middle
     heads: int
@@ -95,7 +105,10 @@ class BoundLayer:
 
 
 class DecodeStep:
-    """The step for one size of batch. Calling it gives the logits, or the last hidden state where there is no head."""
+    """The step for one size of batch.
+
+    Calling it gives the logits, or the last hidden state where there is no head.
+    """
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
@@ -115,8 +128,11 @@ class DecodeStep:
         self.token = self._compiled_token()
 
     def _compiled_token(self) -> Run | None:
-        """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its attention here."""
-        like, plain = self._like, self.rotation == "rotate_half" and all(not at.softcap for at in self.layers)
+        """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
+        attention here.
+        """
+        like, plain = (self._like, self.rotation == "rotate_half"
+                       and all(not at.softcap for at in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
         found = None
@@ -125,12 +141,14 @@ class DecodeStep:
             keys = like.new_empty((self.batch, at.kv_heads, 64, at.head_dim))
             name = "native.attention_decode" + ("" if at.heads > at.kv_heads else "_mha")
             try:
-                self.bind("attention", "attention", query, keys, keys, None, scale=at.scale, backend=name)
+                self.bind("attention", "attention", query, keys, keys, None, scale=at.scale,
+                          backend=name)
             except LayerZeroError:             # not built, or policy says no
                 return None
             found = getattr(native_build.module(), "token", None)
         if found is not None:
-            self.bind.kernels["attention"] = "native.attention_decode, with rope and cache in one call"
+            self.bind.kernels[
+                "attention"] = "native.attention_decode, with rope and cache in one call"
         return found
 
     def stale(self) -> bool:
@@ -146,18 +164,23 @@ class DecodeStep:
         """Of the first of these weights; the others are those of the layers after it."""
         alike = [w.detach() for w in weights if w.shape == weights[0].shape]
         given = () if bias is None else (bias.detach(),)
-        return with_weights(self.bind.fastest(what, "linear", *((x, w, *given) for w in alike)), alike[0], *given)
+        return with_weights(self.bind.fastest(what, "linear", *((x, w, *given) for w in alike)),
+                            alike[0], *given)
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
         fixed = {"eps": norm.eps, **({"offset": norm.offset} if norm.offset else {})}
-        return with_weights(self.bind.fastest(what, norm.op, (x, *norm.weights), **fixed), *norm.weights)
+        return with_weights(self.bind.fastest(what, norm.op, (x, *norm.weights), **fixed),
+                            *norm.weights)
 
     def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float) -> Run:
-        """What a branch gives, normed by `post` and times `scale`, is added to the residual; that and its norm."""
+        """What a branch gives, normed by `post` and times `scale`, is added to the residual; that
+        and its norm.
+        """
         x = self._like
         inner = None if post is None else self._norm("norm of a branch", post, x)
-        if norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset and inner is None \
-                and scale == 1.0:
+        if (norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset
+            and inner is None \
+                 and scale == 1.0):
             weight, = norm.weights
             run = self.bind.fastest("add and norm", "add_rms_norm", (x, x, weight), eps=norm.eps)
             return lambda branch, residual: run(branch, residual, weight)
@@ -169,7 +192,8 @@ class DecodeStep:
 
         return add_norm
 
-    def _bound(self, layers: tuple[JoinedLayer, ...], at: int, following: Norm | None) -> BoundLayer:
+    def _bound(self, layers: tuple[JoinedLayer, ...], at: int,
+               following: Norm | None) -> BoundLayer:
         layer, rest, x = layers[at], layers[at:], self._like
         p, bind = layer.parts, self.bind
         heads = x.new_zeros((self.batch, 1, p.heads + 2 * p.kv_heads, p.head_dim))
@@ -177,25 +201,31 @@ class DecodeStep:
         if self.half:
             both = heads[:, :, :p.heads + p.kv_heads]
             angles = x.new_zeros((self.batch, 1, 2 * self.half))[..., :self.half]
-            rope = bind("rope", "rope", both, None, angles, angles, style=ROTATIONS[self.rotation][0], layout="bshd",
+            rope = bind("rope", "rope", both, None, angles, angles,
+                        style=ROTATIONS[self.rotation][0], layout="bshd",
                         rotary_dim=2 * self.half)
             if bind.kernels["rope"].startswith("torch.") and 2 * self.half == p.head_dim and \
                     self.rotation == "rotate_half":
-                rope = None                    # made of several operations: fewer of them do, see _Turner
+                # made of several operations: fewer of them do, see _Turner
+                rope = None
         return BoundLayer(
-            qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias), by_head=p.by_head,
-            head_norms=self._head_norms(p, heads), rope=rope,
+            qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
+            by_head=p.by_head, head_norms=self._head_norms(p, heads), rope=rope,
             out=self._linear("out", x.new_zeros((self.batch, 1, p.heads * p.head_dim)),
                              [other.out.weight for other in rest], layer.out.bias),
-            side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None else None,
+            side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None
+            else None,
             middle=None if p.parallel else self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale),
             mlp=feed_forward.bound([other.mlp for other in rest], x, bind, self._linear, self.fast),
             end=self._add_norm(following, p.mlp_post, p.branch_scale),
-            heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale, softcap=p.softcap,
+            heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
+            softcap=p.softcap,
             window=p.window, angles=p.angles)
 
     def _head_norms(self, p: LayerParts, heads: Tensor) -> Run | None:
-        """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are normed."""
+        """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
+        normed.
+        """
         if p.q_norm is None or p.k_norm is None:
             return None
         sizes, dim = [p.heads, p.kv_heads, p.kv_heads], p.head_dim
@@ -203,7 +233,8 @@ class DecodeStep:
         if p.q_norm.weights and len(p.q_norm.weights[0]) != dim:           # over all heads at once
             query, key = query.flatten(2), key.flatten(2)
             sizes = [n * dim for n in sizes]
-        q_norm, k_norm = self._norm("norm of heads", p.q_norm, query), self._norm("norm of heads", p.k_norm, key)
+        q_norm, k_norm = self._norm("norm of heads", p.q_norm,
+                                    query), self._norm("norm of heads", p.k_norm, key)
         shape = heads.shape if query.dim() == 4 else (*heads.shape[:2], -1)
 
         def normed(heads: Tensor) -> Tensor:
@@ -219,16 +250,21 @@ class DecodeStep:
         run, span = self._attention.get(key, (None, ANY))
         if run is None or not span.covers(length):
             query = self._like.new_empty((self.batch, 1, at.heads, at.head_dim)).transpose(1, 2)
-            keys = self._like.new_empty((self.batch, length, at.kv_heads, at.head_dim)).transpose(1, 2)
-            mask = self._like.new_ones((self.batch, 1, 1, length), dtype=torch.bool) if masked else None
-            run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale, softcap=at.softcap)
+            keys = self._like.new_empty((self.batch, length, at.kv_heads, at.head_dim)).transpose(
+                1, 2)
+            mask = (self._like.new_ones((self.batch, 1, 1, length), dtype=torch.bool) if masked
+                    else None)
+            run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale,
+                            softcap=at.softcap)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
             self._attention[key] = run, span
         return run
 
     def __call__(self, x: Tensor, angles: Angles | None, memory: Memory) -> Tensor:
-        """`x` (batch, 1, hidden) is the embedded token; angles are cos and sin, (batch, 1, 2 * half), as the model has
-        them for each kind of layer, or None where the memory turns by itself or nothing is turned."""
+        """`x` (batch, 1, hidden) is the embedded token; angles are cos and sin, (batch, 1, 2 *
+        half), as the model has them for each kind of layer, or None where the memory turns by
+        itself or nothing is turned.
+        """
         normed, attend = x if self._first_norm is None else self._first_norm(x), memory.attend
         turners = [_Turner(*pair, self.batch, self.half) for pair in angles or ()]
         for i, at in enumerate(self.layers):

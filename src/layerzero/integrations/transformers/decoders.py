@@ -1,8 +1,9 @@
-"""The parts of a decoder that has a decode step: what each layer is made of, and with which numbers.
+"""The parts of a decoder that has a decode step: what each layer is made of, and with which
+numbers.
 
-Which code is known is said by families.py; here the known code's modules are read. Norms, products, feed-forward
-layers and experts are told by recognise.py, which computes each beside the formula of lz, so that the name of an
-activation or an offset of a norm is never taken on trust.
+Which code is known is said by families.py; here the known code's modules are read. Norms, products,
+feed-forward layers and experts are told by recognise.py, which computes each beside the formula of
+lz, so that the name of an activation or an offset of a norm is never taken on trust.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 
-Angles = tuple[tuple[Tensor, Tensor], ...]     # cos and sin, for each kind of layer that has its own
+# cos and sin, for each kind of layer that has its own
+Angles = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up alone."""
+    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up
+    alone.
+    """
 
     into: tuple[Linear, ...]
     down: Linear
@@ -59,7 +63,9 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all tokens."""
+    """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all
+    tokens.
+    """
 
     router: Tensor
     top_k: int
@@ -75,15 +81,18 @@ class Experts:
 class LayerParts:
     """One decoder layer. A norm that is None is not there.
 
-    In turn: x += attn_post(attention(norm(x))), then x += mlp_post(mlp(mlp_norm(x))). Side by side (`parallel`):
-    x += attention(norm(x)) + mlp(mlp_norm(x)), where no mlp_norm means that both get the same. What is added is times
-    `branch_scale`.
+    In turn: x += attn_post(attention(norm(x))), then x += mlp_post(mlp(mlp_norm(x))). Side by side
+    (`parallel`): x += attention(norm(x)) + mlp(mlp_norm(x)), where no mlp_norm means that both get
+    the same. What is added is times `branch_scale`.
     """
 
     norm: Norm | None
-    qkv: tuple[Linear, ...]                    # layers whose weights, one after the other, are one product
-    by_head: bool                              # query, key and value of a head lie together, head after head
-    q_norm: Norm | None                        # over each head, or over all of them, as its weight is long
+    # layers whose weights, one after the other, are one product
+    qkv: tuple[Linear, ...]
+    # query, key and value of a head lie together, head after head
+    by_head: bool
+    # over each head, or over all of them, as its weight is long
+    q_norm: Norm | None
     k_norm: Norm | None
     out: Linear
     attn_post: Norm | None
@@ -110,12 +119,14 @@ class DecoderParts:
     embed_scale: Tensor | float | None
     positions: nn.Embedding | None             # learned ones, which are added to the token
     first_position: int                        # where the table of these begins
-    counted: bool                              # a position is the number of tokens before it that the mask shows
+    # a position is the number of tokens before it that the mask shows
+    counted: bool
     layers: tuple[LayerParts, ...]
     norm: Norm
     rotary: Any                                # None where positions are learned
     rotation: str                              # one of ROTATIONS
-    kinds: tuple[str, ...]                     # of layers with angles of their own; one kind "" where all are alike
+    # of layers with angles of their own; one kind "" where all are alike
+    kinds: tuple[str, ...]
     head: Linear | None
     softcap: float                             # of the logits; 0.0 is none
     logit_scale: float
@@ -135,13 +146,15 @@ class DecoderParts:
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = F.embedding(ids, self.embed.weight)
         if self.embed_scale is not None:
-            x = x * (self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else self.embed_scale)
+            x = x * (self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor)
+                     else self.embed_scale)
         return x if self.positions is None else x + F.embedding(
-            positions + self.first_position if self.first_position else positions, self.positions.weight)
+            positions + self.first_position if self.first_position else positions,
+            self.positions.weight)
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none where positions are
-        learned. The model makes them."""
+        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none
+        where positions are learned. The model makes them."""
         if self.rotary is None:
             return ()
         like, twice = self.weights, ROTATIONS[self.rotation][1]
@@ -156,7 +169,8 @@ def recognise(model: nn.Module) -> DecoderParts:
     head, softcap, logit_scale, result = None, 0.0, 1.0, None
     if is_known(model, "head"):
         code = code_of(model)
-        base, head = _named_by(model, code, "model", "transformer", "gpt_neox"), read.linear(model, "lm_head")
+        base, head = _named_by(model, code, "model", "transformer",
+                               "gpt_neox"), read.linear(model, "lm_head")
         base = base.decoder if "decoder" in code.names else base
         result = code.returned
         softcap = _number(getattr(model.config, "final_logit_softcapping", None)
@@ -171,17 +185,24 @@ def recognise(model: nn.Module) -> DecoderParts:
     config = base.config
     embed = _named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
     layers = _named_by(base, inner, "layers", "h")
-    positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names), None)
-    first = 0 if positions is None or type(positions) is nn.Embedding else _first_position(positions)
-    scale = base.embedding_multiplier if "embedding_multiplier" in inner.names else _embedding_scale(embed)
+    positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
+                     None)
+    first = (0 if positions is None or type(positions) is nn.Embedding
+             else _first_position(positions))
+    scale = (base.embedding_multiplier if "embedding_multiplier" in inner.names
+             else _embedding_scale(embed))
     for table in (embed, positions):
-        if table is not None and (getattr(table, "max_norm", None) is not None or not isinstance(table, nn.Embedding)):
-            raise NotRecognised(f"its embedding is {type(table).__name__}, or renormalises its weight")
+        if (table is not None and (getattr(table, "max_norm", None) is not None
+                                   or not isinstance(table, nn.Embedding))):
+            raise NotRecognised(
+                f"its embedding is {type(table).__name__}, or renormalises its weight")
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise NotRecognised(f"{type(base).__name__} has no list of layers")
-    if "project_in" in inner.names and (base.project_in is not None or base.project_out is not None):
+    if ("project_in" in inner.names
+        and (base.project_in is not None or base.project_out is not None)):
         raise NotRecognised("its embedding is narrower than its layers")
-    for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits", "clip_qkv",
+    for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits",
+                 "clip_qkv",
                  "alibi", "new_decoder_architecture"):
         if getattr(config, name, False):
             raise NotRecognised(f"its configuration says {name}")
@@ -191,10 +212,13 @@ def recognise(model: nn.Module) -> DecoderParts:
     return DecoderParts(
         base=base, embed=embed, embed_scale=scale, positions=positions, first_position=first,
         counted="cumsum" in inner.names,
-        layers=tuple(read.layer(x, _window(config, inner, i), _kind(kinds, config, i)) for i, x in enumerate(layers)),
-        norm=read.norm(_named_by(base, inner, "norm", "final_layernorm", "final_layer_norm", "ln_f")),
-        rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]), kinds=kinds,
-        head=head, softcap=softcap, logit_scale=logit_scale, result=result or inner.returned)
+        layers=tuple(read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
+                     for i, x in enumerate(layers)),
+        norm=read.norm(_named_by(base, inner, "norm", "final_layernorm", "final_layer_norm",
+                                 "ln_f")),
+        rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]),
+        kinds=kinds, head=head, softcap=softcap, logit_scale=logit_scale, result=result
+        or inner.returned)
 
 
 def _embedding_scale(embed: Any) -> Tensor | None:
@@ -230,7 +254,8 @@ def _rope_kinds(rotary: Any, config: Any) -> tuple[str, ...]:
     by_layer = "layer_type" in code.names
     for kind in types.values() if isinstance(types, dict) else (types,):
         if kind not in FIXED_ROPE:
-            raise NotRecognised(f"its rope is of type {kind!r}, whose angles depend on more than the position")
+            raise NotRecognised(
+                f"its rope is of type {kind!r}, whose angles depend on more than the position")
     return tuple(sorted(set(config.layer_types))) if by_layer else ("",)
 
 
@@ -254,7 +279,8 @@ class _Reader:
         if refused:
             raise NotRecognised(refused)
         if getattr(attention, "reorder_and_upcast_attn", False):
-            raise NotRecognised("its attention is computed in another order (reorder_and_upcast_attn)")
+            raise NotRecognised(
+                "its attention is computed in another order (reorder_and_upcast_attn)")
         if "do_layer_norm_before" in names and not layer.do_layer_norm_before:
             raise NotRecognised("its norms are of the sums (do_layer_norm_before is off)")
 
@@ -264,14 +290,17 @@ class _Reader:
 
         after = "post_feedforward_layernorm" in names              # norms of what a branch gives
         shared = not names & {"post_attention_layernorm", "ln_2", "final_layer_norm"}
-        parallel = shared or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
-            "parallel_attn" in names and bool(layer.config.parallel_attn))
+        parallel = (shared
+                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
+             "parallel_attn" in names and bool(layer.config.parallel_attn)))
         split = ("q_proj", "k_proj", "v_proj")
         whole = [n for n in ("qkv_proj", "c_attn", "query_key_value") if n in inner.names]
         qkv = tuple(self.linear(attention, n) for n in whole or split)
         if len({p.module.bias is None for p in qkv}) > 1:
-            raise NotRecognised("some of the projections that are made one have a bias and some have none")
-        out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj") if n in inner.names))
+            raise NotRecognised(
+                "some of the projections that are made one have a bias and some have none")
+        out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj")
+                                          if n in inner.names))
         dim = int(_named_by(attention, inner, "head_dim", "head_size"))
         heads = out.shape[1] // dim
         q_norm, k_norm = self.head_norms(attention, inner)
@@ -285,10 +314,12 @@ class _Reader:
             attn_post=norm("post_attention_layernorm" if after else "post_self_attn_layernorm"),
             mlp_norm=norm(*(("pre_feedforward_layernorm",) if after else (
                 "post_attention_layernorm", "ln_2", "final_layer_norm"))),
-            mlp=self.inline(layer) if "fc1" in names else self.feed_forward(_named_by(layer, code, "mlp")),
+            mlp=self.inline(layer) if "fc1" in names
+            else self.feed_forward(_named_by(layer, code, "mlp")),
             mlp_post=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
             parallel=parallel,
-            branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names else 1.0,
+            branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names
+            else 1.0,
             heads=heads, kv_heads=(sum(p.shape[0] for p in qkv) // dim - heads) // 2, head_dim=dim,
             scale=float(getattr(attention, "scaling", dim ** -0.5)),
             softcap=_number(attention.attn_logit_softcapping if capped else None),
@@ -299,7 +330,8 @@ class _Reader:
         asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
         if asked is not None and not getattr(attention, asked):
             return None, None
-        names = next((pair for pair in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")) if pair[0] in code.names),
+        names = next((pair for pair in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+                      if pair[0] in code.names),
                      None)
         if names is None:
             return None, None
@@ -320,9 +352,11 @@ class _Reader:
     def inline(self, layer: Any) -> FeedForward:
         """A feed-forward part without a module of its own."""
         x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
-        form = next((form for form in PLAIN if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
+        form = next((form for form in PLAIN
+                     if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
         if form is None:
-            raise NotRecognised(f"its activation {type(layer.activation_fn).__name__} is none that lz has")
+            raise NotRecognised(
+                f"its activation {type(layer.activation_fn).__name__} is none that lz has")
         return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
 
     def experts(self, module: Any) -> Experts:
@@ -333,8 +367,9 @@ class _Reader:
         assert not isinstance(shared, Experts)
         return Experts(
             module.gate.weight.detach(), int(module.gate.top_k),
-            bool(module.gate.norm_topk_prob) if "norm_topk_prob" in router.names else True, gate_up, down, found.form,
-            shared, None if shared is None else self.linear(module, "shared_expert_gate"))
+            bool(module.gate.norm_topk_prob) if "norm_topk_prob" in router.names else True, gate_up,
+            down, found.form, shared, None if shared is None
+            else self.linear(module, "shared_expert_gate"))
 
     def recipe(self, module: Any, *kinds: str) -> Recipe:
         """What a module computes, as it was patched or as it is found to compute now."""
@@ -342,13 +377,16 @@ class _Reader:
         verdict = found or (self.tried(module) if isinstance(module, nn.Module) else None)
         if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
             raise NotRecognised(verdict if isinstance(verdict, str) else
-                                f"a {type(module).__name__} computes no {' or '.join(kinds)} that lz has")
+                                f"a {type(module).__name__} computes no {' or '.join(kinds)} that "
+                                "lz has")
         return verdict
 
     def linear(self, owner: Any, name: str) -> Linear:
         found = getattr(owner, name, None)
-        if not isinstance(found, nn.Module) or type(getattr(found, "weight", None)) is not nn.Parameter:
-            raise NotRecognised(f"{type(owner).__name__}.{name} is {type(found).__name__}, not a plain nn.Linear")
+        if (not isinstance(found, nn.Module)
+            or type(getattr(found, "weight", None)) is not nn.Parameter):
+            raise NotRecognised(
+                f"{type(owner).__name__}.{name} is {type(found).__name__}, not a plain nn.Linear")
         if stock_of(found) is nn.Linear:
             return Linear(found, False)
         return Linear(found, self.recipe(found, "linear", "lm_head").transposed == (True,))
@@ -386,11 +424,12 @@ def _one_place(model: nn.Module) -> None:
 
 
 def _rotation(layer: Any) -> str:
-    """How the model's own function turns queries and keys. It is told by what it gives, since the library `kernels` may
-    have wrapped it."""
+    """How the model's own function turns queries and keys. It is told by what it gives, since the
+    library `kernels` may have wrapped it."""
     attention = _attention_of(layer)
     turn = getattr(sys.modules[stock_of(attention).__module__], "apply_rotary_pos_emb", None)
-    found = None if turn is None else next((form for form in ROTATIONS if rotates(turn, form)), None)
+    found = (None if turn is None else next((form for form in ROTATIONS if rotates(turn, form)),
+                                            None))
     if found is None:
         raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")
     return found

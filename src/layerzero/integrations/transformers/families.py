@@ -1,8 +1,10 @@
-"""Whose code the decode step was written after: a module is known by what its `forward` says, not by what it is called.
+"""Whose code the decode step was written after: a module is known by what its `forward` says, not
+by what it is called.
 
-The body of a `forward` is compared with those of the families below, as they are installed. So a model that was copied
-from one of them is served too, and one that has the same module names but another formula is left alone. What a known
-forward does is then read from the names that stand in it: one that names a softcap has one.
+The body of a `forward` is compared with those of the families below, as they are installed. So a
+model that was copied from one of them is served too, and one that has the same module names but
+another formula is left alone. What a known forward does is then read from the names that stand in
+it: one that names a softcap has one.
 """
 
 from __future__ import annotations
@@ -21,23 +23,28 @@ from torch import nn
 from .replacements import stock_of
 
 # Folder of the family in transformers -> what its classes begin with.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3",
-            "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
-            "qwen3_moe": "Qwen3Moe", "gpt2": "GPT2", "phi": "Phi", "gpt_neox": "GPTNeoX", "cohere": "Cohere",
-            "cohere2": "Cohere2", "ernie4_5": "Ernie4_5", "exaone4": "Exaone4", "falcon": "Falcon", "glm": "Glm",
-            "glm4": "Glm4", "granite": "Granite", "ministral": "Ministral", "olmo2": "Olmo2", "olmo3": "Olmo3",
-            "olmoe": "Olmoe", "opt": "OPT", "gpt_bigcode": "GPTBigCode", "seed_oss": "SeedOss", "smollm3": "SmolLM3",
-            "stablelm": "StableLm", "starcoder2": "Starcoder2", "cwm": "Cwm", "mellum": "Mellum",
-            "flex_olmo": "FlexOlmo"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+            "phi3": "Phi3", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3",
+            "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
+            "qwen3_moe": "Qwen3Moe", "gpt2": "GPT2", "phi": "Phi", "gpt_neox": "GPTNeoX",
+            "cohere": "Cohere", "cohere2": "Cohere2", "ernie4_5": "Ernie4_5", "exaone4": "Exaone4",
+            "falcon": "Falcon", "glm": "Glm", "glm4": "Glm4", "granite": "Granite",
+            "ministral": "Ministral", "olmo2": "Olmo2", "olmo3": "Olmo3",
+            "olmoe": "Olmoe", "opt": "OPT", "gpt_bigcode": "GPTBigCode", "seed_oss": "SeedOss",
+            "smollm3": "SmolLM3", "stablelm": "StableLm", "starcoder2": "Starcoder2", "cwm": "Cwm",
+            "mellum": "Mellum", "flex_olmo": "FlexOlmo"}
 # Role -> what its class ends with, the first that there is.
 ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Model"),
-         "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",), "rotary": ("RotaryEmbedding",),
-         "scaled embedding": ("TextScaledWordEmbedding",), "mixture of experts": ("SparseMoeBlock",),
-         "router": ("TopKRouter",), "learned positions": ("LearnedPositionalEmbedding",)}
+         "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",),
+         "rotary": ("RotaryEmbedding",), "scaled embedding": ("TextScaledWordEmbedding",),
+         "mixture of experts": ("SparseMoeBlock",), "router": ("TopKRouter",),
+         "learned positions": ("LearnedPositionalEmbedding",)}
 
 
 class NotRecognised(Exception):
-    """The model, or this state of it, is none that the decode step was written for; the text says what it is."""
+    """The model, or this state of it, is none that the decode step was written for; the text says
+    what it is.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,20 +52,25 @@ class FunctionCode:
     """What a function does: its parameters and its body, without annotations and documentation."""
 
     text: str
-    names: frozenset[str]                      # everything that is named in it, keyword arguments too
-    returned: Any                              # the class of what it returns, where it makes that in the last line
-    turned_if: CodeType | None                 # of `self`: on what condition it turns queries and keys; None: on none
+    # everything that is named in it, keyword arguments too
+    names: frozenset[str]
+    # the class of what it returns, where it makes that in the last line
+    returned: Any
+    # of `self`: on what condition it turns queries and keys; None: on none
+    turned_if: CodeType | None
 
     def turns(self, module: Any) -> bool:
         """Some models turn the layers with a window only, or leave out every fourth."""
         given = {"self": module, "alibi": None}            # models with alibi are not served
-        return self.turned_if is None or bool(eval(self.turned_if, given))     # an expression of its own source
+        # an expression of its own source
+        return self.turned_if is None or bool(eval(self.turned_if, given))
 
 
 def known(module: Any, role: str) -> FunctionCode:
     """The code of a module that does what a module of this role does in one of the families."""
     if not is_known(module, role):
-        raise NotRecognised(f"{type(module).__name__} does not do what the {role} does in any family that is known")
+        raise NotRecognised(
+            f"{type(module).__name__} does not do what the {role} does in any family that is known")
     return code_of(module)
 
 
@@ -111,25 +123,29 @@ def _code(function: Any) -> FunctionCode:
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     parameters = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     text = f"{parameters[1:]} {[ast.dump(node) for node in body]}"
-    return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part) for name in _named(node)),
+    return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part)
+                                        for name in _named(node)),
                 _returned(body[-1], getattr(plain, "__globals__", {})), _turned_if(body))
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
     """`x.name`, `name`, `name=`, and "name" as getattr takes it."""
-    found = getattr(node, {ast.Attribute: "attr", ast.Name: "id", ast.keyword: "arg", ast.Constant: "value"}.get(
+    found = getattr(node, {ast.Attribute: "attr", ast.Name: "id", ast.keyword: "arg",
+                           ast.Constant: "value"}.get(
         type(node), ""), None)
     return (found,) if isinstance(found, str) else ()
 
 
 def _returned(last: ast.stmt, names: dict[str, Any]) -> Any:
     call = last.value if isinstance(last, ast.Return) else None
-    return names.get(call.func.id) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
+    return (names.get(call.func.id) if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name) else None)
 
 
 def _turned_if(body: list[ast.stmt]) -> CodeType | None:
     for node in (found for part in body for found in ast.walk(part)):
-        inside = (n for part in getattr(node, "body", ()) for n in ast.walk(part)) if isinstance(node, ast.If) else ()
+        inside = ((n for part in getattr(node, "body", ()) for n in ast.walk(part))
+                  if isinstance(node, ast.If) else ())
         if isinstance(node, ast.If) and any("apply_rotary_pos_emb" in _named(n) for n in inside):
             return compile(ast.Expression(node.test), "<forward>", "eval")
     return None

@@ -1,4 +1,6 @@
-"""The feed-forward part of one token: two products, or those of the few experts that the token is for."""
+"""The feed-forward part of one token: two products, or those of the few experts that the token is
+for.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,10 @@ def plain_part(parts: FeedForward | Experts) -> FeedForward | None:
     return parts.shared if isinstance(parts, Experts) else parts
 
 
-def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product, fast: Any) -> Run:
-    """The feed-forward part of the first of these layers as a function of one token for each row of the batch; the
-    others are those after it. `fast` are the kernels of triton_step.py, or None."""
+def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product,
+          fast: Any) -> Run:
+    """The feed-forward part of the first of these layers as a function of one token for each row of
+    the batch; the others are those after it. `fast` are the kernels of triton_step.py, or None."""
     parts = layers[0].parts
     if isinstance(parts, Experts):
         return _experts(layers[0], parts, x, bind, product, fast)
@@ -46,7 +49,8 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
     return _plain(alike, parts, x, bind, product, fast)
 
 
-def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder, product: Product,
+def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, bind: Binder,
+           product: Product,
            fast: Any) -> Run:
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
@@ -57,7 +61,8 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
             return with_weights(run, into.weight, down.weight, *biases.values())
         bind.kernels.pop("mlp")
     gate = kind in GATED
-    first = product("gate and up" if gate else "up", x, [j.into.weight for j in layers if j.into], into.bias)
+    first = product("gate and up" if gate else "up", x, [j.into.weight for j in layers if j.into],
+                    into.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
     if fast is not None and gate:              # two products and one launch between them
@@ -70,13 +75,16 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
 def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
     """Are both products done by kernels that lz compiled itself?"""
     sizes = [x, x.new_zeros((*x.shape[:-1], products[1].weight.shape[1]))]
-    return all(bind.kernel("linear", given, p.weight, *(() if p.bias is None else (p.bias,))).startswith(OURS)
+    return all(bind.kernel("linear", given, p.weight,
+                           *(() if p.bias is None else (p.bias,))).startswith(OURS)
                for given, p in zip(sizes, products))
 
 
-def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product, fast: Any) -> Run:
+def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product,
+             fast: Any) -> Run:
     batch, hidden = x.shape[0], x.shape[-1]
-    route, top_k, normalize = product("router", x, [parts.router], None), parts.top_k, parts.normalize
+    route, top_k, normalize = product("router", x, [parts.router],
+                                      None), parts.top_k, parts.normalize
     shared: Run | None = None
     if parts.shared is not None and parts.shared_gate is not None:
         plain = _plain([layer], parts.shared, x, bind, product, fast)
@@ -115,5 +123,6 @@ def _for_many(parts: Experts, x: Tensor, bind: Binder) -> Run:
     rows = x.view(-1, x.shape[-1])
     ids = torch.zeros((len(rows), parts.top_k), dtype=torch.int64, device=x.device)
     weights = torch.zeros(ids.shape, dtype=torch.float32, device=x.device)
-    run = bind("experts", "moe", rows, parts.gate_up, parts.down, ids, weights, activation=parts.activation)
+    run = bind("experts", "moe", rows, parts.gate_up, parts.down, ids, weights,
+               activation=parts.activation)
     return lambda x, ids, weights: run(x, parts.gate_up, parts.down, ids, weights)

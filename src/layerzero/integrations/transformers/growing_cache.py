@@ -1,9 +1,11 @@
-"""Layers of transformers' DynamicCache that append in place: a new token is written, nothing is copied.
+"""Layers of transformers' DynamicCache that append in place: a new token is written, nothing is
+copied.
 
-`keys` and `values` are what they are in the layer that they stand for, (batch, heads, tokens, dim), here as views of
-buffers with room after them. Everything that transformers does to a cache (crop, reorder, repeat, deepcopy) works on
-those two as before; whatever puts another tensor in their place is noticed at the next append, which then moves into
-new buffers. Of a sliding window the tokens that nobody sees any more lie before the view until the buffer is full.
+`keys` and `values` are what they are in the layer that they stand for, (batch, heads, tokens, dim),
+here as views of buffers with room after them. Everything that transformers does to a cache (crop,
+reorder, repeat, deepcopy) works on those two as before; whatever puts another tensor in their place
+is noticed at the next append, which then moves into new buffers. Of a sliding window the tokens
+that nobody sees any more lie before the view until the buffer is full.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 LEAST_ROOM = 256           # tokens
-GROWTH = 2                 # a half more than there is: few copies, and little memory that nobody uses
+# a half more than there is: few copies, and little memory that nobody uses
+GROWTH = 2
 
 
 class _Growing:
-    """The buffers are (batch, room, heads, dim): what one token adds is in one piece. Places count from their start."""
+    """The buffers are (batch, room, heads, dim): what one token adds is in one piece.
+
+    Places count from their start.
+    """
 
     keys: Any
     values: Any
@@ -33,7 +39,9 @@ class _Growing:
         self.end = 0                           # the place after what was last written
 
     def reserve(self, more: int) -> int:
-        """Make sure that `more` tokens can be written after those there are; the place of the first."""
+        """Make sure that `more` tokens can be written after those there are; the place of the
+        first.
+        """
         length = int(self.keys.shape[2])
         room = self.key_room
         if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
@@ -57,15 +65,19 @@ class _Growing:
         self.show(end)
 
     def show(self, end: int) -> None:
-        """Let keys and values be what the cache holds once the buffers are written up to this place."""
+        """Let keys and values be what the cache holds once the buffers are written up to this
+        place.
+        """
         self.end = end
         self.keys, self.values = self.seen(self.start, end)
 
     def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values from one place to another."""
-        return self._all_keys.narrow(2, start, end - start), self._all_values.narrow(2, start, end - start)
+        return self._all_keys.narrow(2, start,
+                                     end - start), self._all_values.narrow(2, start, end - start)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any,
+               **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self._in_place():
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
         place, start = self.reserve(key_states.shape[2]), self.start
@@ -100,7 +112,8 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
     cumulative_length: int
 
     def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
-        self.dropped = self.cumulative_length - end            # tokens that were before the first place
+        # tokens that were before the first place
+        self.dropped = self.cumulative_length - end
         super().move(key_room, value_room, end)
 
     def show(self, end: int) -> None:
@@ -109,7 +122,8 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
         super().show(end)
 
     def is_in(self, room: Tensor) -> bool:
-        return super().is_in(room) and self.cumulative_length == self.dropped + self.start + self.keys.shape[2]
+        return (super().is_in(room) and self.cumulative_length == self.dropped + self.start
+                + self.keys.shape[2])
 
     def _in_place(self) -> bool:
         return not self.record_past and super()._in_place()
@@ -117,15 +131,16 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 def _moved(states: Tensor, size: int) -> Tensor:
     batch, heads, length, dim = states.shape
-    with torch.inference_mode(False), torch.no_grad():         # it may be written to outside of that mode later
+    # it may be written to outside of that mode later
+    with torch.inference_mode(False), torch.no_grad():
         room = torch.empty((batch, size, heads, dim), dtype=states.dtype, device=states.device)
     room[:, :length] = states.transpose(1, 2)
     return room
 
 
 def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
-    """Let every layer of the cache, whose model sees so many tokens each, append in place. What stands in the way, or
-    nothing."""
+    """Let every layer of the cache, whose model sees so many tokens each, append in place. What
+    stands in the way, or nothing."""
     layers = cache.layers
     if len(layers) != len(windows):
         return "a cache for another number of layers"
@@ -138,8 +153,10 @@ def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
             return f"a cache layer that is {kind.__name__} with another window"
         if kind in (GrowingLayer, GrowingWindow) and layer.is_initialized and layer.keys.numel():
             continue
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized or not layer.keys.numel():
-            return f"a cache layer that is {kind.__name__}" + (" and empty" if sliding or kind is DynamicLayer else "")
+        if (kind not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized
+            or not layer.keys.numel()):
+            return f"a cache layer that is {kind.__name__}" + (" and empty" if sliding
+                                                               or kind is DynamicLayer else "")
         made: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
         made.__dict__.update(layer.__dict__)
         layers[i] = made

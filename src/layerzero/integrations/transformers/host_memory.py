@@ -13,10 +13,11 @@ from .decoders import Angles
 
 
 class HostMemory:
-    """`mask` is (batch, 1, 1, keys), True: seen. `angles` are those of the token. Where the compiled kernels can do it
-    they turn, keep and attend in one call."""
+    """`mask` is (batch, 1, 1, keys), True: seen. `angles` are those of the token. Where the
+    compiled kernels can do it they turn, keep and attend in one call."""
 
-    def __init__(self, step: DecodeStep, layers: list[Any], mask: Tensor | None, angles: Angles) -> None:
+    def __init__(self, step: DecodeStep, layers: list[Any], mask: Tensor | None,
+                 angles: Angles) -> None:
         self._step, self._layers = step, layers
         self._places = [layer.reserve(1) for layer in layers]
         self._first = [max(0, place + 1 - at.window) if at.window else 0
@@ -28,7 +29,8 @@ class HostMemory:
         if self._token is None:
             lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
             self._masks = [() if mask is None else (mask[..., -length:],) for length in lengths]
-            self._runs = [step.attention(i, length, mask is not None) for i, length in enumerate(lengths)]
+            self._runs = [step.attention(i, length, mask is not None)
+                          for i, length in enumerate(lengths)]
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
         at, place, first = self._layers[layer], self._places[layer], self._first[layer]
@@ -39,8 +41,9 @@ class HostMemory:
             before = first * keys.stride(1) * keys.element_size() if first else 0
             out = both.new_empty((len(both), 1, bound.heads * bound.head_dim))
             self._token(DTYPES[both.dtype], both.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-                        keys.data_ptr() + before, values.data_ptr() + before, out.data_ptr(), len(both), bound.heads,
-                        bound.kv_heads, bound.head_dim, 0 if bound.angles is None else self._step.half,
+                        keys.data_ptr() + before, values.data_ptr() + before, out.data_ptr(),
+                        len(both), bound.heads, bound.kv_heads, bound.head_dim,
+                        0 if bound.angles is None else self._step.half,
                         cos.stride(0) if len(cos) > 1 else 0,
                         keys.stride(0), place - first, bound.scale, torch.get_num_threads())
             at.show(place + 1)

@@ -1,9 +1,10 @@
 """Weights of several linear layers side by side in memory, so that one product computes them all.
 
-Nobody else is to see it: every parameter stays the object it was, with its shape, strides and values, at the start of a
-storage of its own that holds nothing else. Only the addresses follow one another, and `Joined.weight` reads them as one
-tensor. What is written to a parameter in place is seen by the product; where a parameter gets other memory
-(`module.to`, `p.data = ...`) the decode step notices and serves no more.
+Nobody else is to see it: every parameter stays the object it was, with its shape, strides and
+values, at the start of a storage of its own that holds nothing else. Only the addresses follow one
+another, and `Joined.weight` reads them as one tensor. What is written to a parameter in place is
+seen by the product; where a parameter gets other memory (`module.to`, `p.data = ...`) the decode
+step notices and serves no more.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from .families import NotRecognised
 
 
 class Joined:
-    """The weights of linear layers as one (outputs, inputs) tensor; of a single layer it is the layer's own."""
+    """The weights of linear layers as one (outputs, inputs) tensor; of a single layer it is the
+    layer's own.
+    """
 
     def __init__(self, layers: Sequence[Linear]) -> None:
-        self._placed: list[tuple[nn.Parameter, int]] = []      # parameters that were moved, and their addresses
+        # parameters that were moved, and their addresses
+        self._placed: list[tuple[nn.Parameter, int]] = []
         weights = [layer.module.weight for layer in layers]
         biases = [layer.module.bias for layer in layers if layer.module.bias is not None]
         if len(layers) == 1:
@@ -32,7 +36,8 @@ class Joined:
             self.bias = biases[0].detach() if biases else None
             return
         if any(layer.transposed for layer in layers):
-            raise NotRecognised("its projections keep their weights as (in, out), which cannot lie side by side")
+            raise NotRecognised(
+                "its projections keep their weights as (in, out), which cannot lie side by side")
         self.weight = self._join(weights)
         try:
             self.bias = self._join(biases) if biases else None
@@ -42,7 +47,8 @@ class Joined:
 
     def _join(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         whole = torch.cat([p.detach() for p in parameters])
-        # DLPack gives each part a storage that is no longer than itself; a view would have that of the whole.
+        # DLPack gives each part a storage that is no longer than itself; a view would have that of
+        # the whole.
         parts = [from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
         for parameter, part in zip(parameters, parts):
             parameter.data = part
@@ -50,8 +56,11 @@ class Joined:
         return whole
 
     def undo(self) -> None:
-        """Gives every parameter memory of its own again; one that got other memory since keeps that."""
-        with torch.inference_mode(False), torch.no_grad():     # weights like any other, whoever undoes it where
+        """Gives every parameter memory of its own again; one that got other memory since keeps
+        that.
+        """
+        # weights like any other, whoever undoes it where
+        with torch.inference_mode(False), torch.no_grad():
             for parameter, address in self._placed:
                 if parameter.data_ptr() == address:
                     parameter.data = parameter.detach().clone()
@@ -59,8 +68,8 @@ class Joined:
 
 
 def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
-    """Raises NotRecognised where someone would notice that weights were moved: they share their memory with another
-    tensor or process, or are laid out in a way that they would lose."""
+    """Raises NotRecognised where someone would notice that weights were moved: they share their
+    memory with another tensor or process, or are laid out in a way that they would lose."""
     tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}.values()
     sharing = Counter(t.untyped_storage().data_ptr() for t in tensors)
     layers = [layer.module for group in groups if len(group) > 1 for layer in group]
@@ -68,8 +77,10 @@ def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
     for layer in layers:
         for name, parameter in layer.named_parameters():
             storage = parameter.untyped_storage()
-            place = f"a {name} of {type(layer).__name__} cannot lie beside those of its neighbours: "
-            if sharing[storage.data_ptr()] > 1 or uses[id(parameter)] > 1 or storage.nbytes() != parameter.nbytes:
+            place = (f"a {name} of {type(layer).__name__} cannot lie beside those of its "
+                     "neighbours: ")
+            if (sharing[storage.data_ptr()] > 1 or uses[id(parameter)] > 1
+                or storage.nbytes() != parameter.nbytes):
                 raise NotRecognised(place + "it shares its memory with another tensor")
             if not parameter.is_contiguous():
                 raise NotRecognised(place + f"its strides are {parameter.stride()}")

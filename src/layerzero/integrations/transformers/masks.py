@@ -1,8 +1,9 @@
 """Masks for transformers, which also say what they are.
 
-transformers' own SDPA masks leave a mask out only where `is_causal` alone says it. Ours are the same tensors, and
-one that is nothing but causality or a window carries a `Pattern`: the attention then needs no mask, so that fast
-kernels qualify. A model that slices, joins or overwrites its mask loses the pattern with it, never the meaning.
+transformers' own SDPA masks leave a mask out only where `is_causal` alone says it. Ours are the
+same tensors, and one that is nothing but causality or a window carries a `Pattern`: the attention
+then needs no mask, so that fast kernels qualify. A model that slices, joins or overwrites its mask
+loses the pattern with it, never the meaning.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from torch import Tensor
 from transformers import masking_utils
 
 _ATTRIBUTE = "_layerzero_pattern"
-_VALUES = "_layerzero_values"                  # of an additive mask: the pattern that its values follow
+# of an additive mask: the pattern that its values follow
+_VALUES = "_layerzero_values"
 
 
 class Pattern(NamedTuple):
-    """What a mask says: keys [first, last) are seen, the last query on the last of them; windows as lz.attention's."""
+    """What a mask says: keys [first, last) are seen, the last query on the last of them; windows as
+    lz.attention's.
+    """
 
     first: int
     last: int
@@ -36,8 +40,10 @@ def attention_mask(**given: Any) -> Tensor | None:
         return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return]
     given["attention_mask"] = None              # it hides nothing
     if pattern.last < given["kv_length"] and given["q_length"] == 1:
-        given["allow_is_causal_skip"] = False   # without a mask, one query would see keys that are not there yet
-    # Overwriting a mask must be seen later, and tensors made in inference mode do not count their versions.
+        # without a mask, one query would see keys that are not there yet
+        given["allow_is_causal_skip"] = False
+    # Overwriting a mask must be seen later, and tensors made in inference mode do not count their
+    # versions.
     with torch.inference_mode(False):
         mask: Tensor | None = masking_utils.sdpa_mask(**given)
     if mask is not None:
@@ -46,7 +52,9 @@ def attention_mask(**given: Any) -> Tensor | None:
 
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
-    """The pattern of a mask for so many queries and keys, if it has one and was not overwritten since."""
+    """The pattern of a mask for so many queries and keys, if it has one and was not overwritten
+    since.
+    """
     found = getattr(mask, _ATTRIBUTE, None)
     if found is None or found[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
@@ -54,12 +62,16 @@ def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
 
 
 def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
-    """Returns the pattern that the values of an additive mask follow, if any; looked up once for all layers."""
+    """Returns the pattern that the values of an additive mask follow, if any; looked up once for
+    all layers.
+    """
     if not mask.is_floating_point() or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return None
-    if masking_utils.is_tracing(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (masking_utils.is_tracing(mask)
+        or (mask.is_cuda and torch.cuda.is_current_stream_capturing())):
         return None                             # its values cannot be looked at
-    if mask.is_inference():                     # counts no versions: an overwritten one would not be noticed
+    # counts no versions: an overwritten one would not be noticed
+    if mask.is_inference():
         return _follows(mask, queries, keys, window)
     known: Any = getattr(mask, _VALUES, None)
     key = mask._version, queries, keys, window
@@ -87,7 +99,8 @@ def _pattern(given: dict[str, Any]) -> Pattern | None:
         offset = given["q_offset"]
         if isinstance(offset, Tensor):
             if queries == 1 and offset.device.type != "cpu":
-                return None                     # one token for a static cache: reading it would wait for the device
+                # one token for a static cache: reading it would wait for the device
+                return None
             offset = given["q_offset"] = int(offset)
         diagonal = offset - given["kv_offset"]         # query 0 stands at this key
         last = diagonal + queries
@@ -101,7 +114,8 @@ def _pattern(given: dict[str, Any]) -> Pattern | None:
         pattern = Pattern(first, last, queries > 1, left, -1)
     elif kind == _FULL:
         pattern = Pattern(0, keys, False, -1, -1)
-    elif kind == _SLIDING_BOTH_WAYS and queries == keys and given["q_offset"] == given["kv_offset"] == 0:
+    elif (kind == _SLIDING_BOTH_WAYS and queries == keys and given["q_offset"] == given["kv_offset"]
+          == 0):
         pattern = Pattern(0, keys, False, held[0], held[0])
     else:
         return None
@@ -117,13 +131,17 @@ def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
 
 
 def _tracing(given: dict[str, Any]) -> bool:
-    """Whether values cannot be looked at: then the mask is computed in the graph, as transformers does it."""
+    """Whether values cannot be looked at: then the mask is computed in the graph, as transformers
+    does it.
+    """
     return masking_utils.is_tracing(given["attention_mask"]) or (
         isinstance(given["q_offset"], Tensor) and masking_utils.is_tracing(given["q_offset"]))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
-    """What a mask function is made of: the code of it and of those it calls, and the values they hold."""
+    """What a mask function is made of: the code of it and of those it calls, and the values they
+    hold.
+    """
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)

@@ -6,12 +6,15 @@ from typing import Any
 
 from torch import nn
 
-OWNED = "_layerzero_config"                    # the attribute of a module that has got a configuration of its own
+# the attribute of a module that has got a configuration of its own
+OWNED = "_layerzero_config"
 
 
 def is_uncapped(module: nn.Module) -> bool:
-    """Does it ask for a softcap that its own attention leaves out? transformers' sdpa knows none, and some releases run
-    it all the same. A model that is patched goes on without: its results stay what they were."""
+    """Does it ask for a softcap that its own attention leaves out? transformers' sdpa knows none,
+    and some releases run it all the same. A model that is patched goes on without: its results stay
+    what they were.
+    """
     if not getattr(module, "attn_logit_softcapping", None):
         return False
     owned: Any = getattr(module, OWNED, None)

@@ -1,12 +1,14 @@
-"""lz.patch(model): the model's own code, with lz computing what it recognises; lz.unpatch(model) undoes it.
+"""lz.patch(model): the model's own code, with lz computing what it recognises; lz.unpatch(model)
+undoes it.
 
     report = lz.patch(model)
     print(report)                              # what is served, what was left, and why
     print(report.explain(**inputs))            # by which kernels
 
-Only this model changes: the classes of its modules (see replacements) and, for attention, the configuration its
-modules read, of which it gets a copy of its own. An attention that the user chose or registered stays (see
-implementations). Any nn.Module can be patched; transformers need not be installed. An error leaves the model as it was.
+Only this model changes: the classes of its modules (see replacements) and, for attention, the
+configuration its modules read, of which it gets a copy of its own. An attention that the user chose
+or registered stays (see implementations). Any nn.Module can be patched; transformers need not be
+installed. An error leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, SAMPLING, Recipe, patched_class, recipe_of, restore, stock_of
 from .report import ModuleRow, PatchReport
 
-_UNCAPPED = ("without the softcap that the model asks for: transformers' sdpa leaves it out, so results stay the same; "
-             "attn_implementation='layerzero' has it")
-_STOCK_DRAW = ("lz.sample has the same probabilities, and would give other tokens for the same seed; "
-               "lz.patch(model, only='sampling') has it all the same")
+_UNCAPPED = (
+    "without the softcap that the model asks for: transformers' sdpa leaves it out, so results "
+    "stay the same; attn_implementation='layerzero' has it")
+_STOCK_DRAW = (
+    "lz.sample has the same probabilities, and would give other tokens for the same seed; "
+    "lz.patch(model, only='sampling') has it all the same")
 
 
 @dataclass
@@ -49,13 +53,16 @@ class _Owned:
     ours: Any
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        register()                             # a copy from a file names an attention that this process may not know
+        # a copy from a file names an attention that this process may not know
+        register()
         vars(self).update(state)
 
 
 @dataclass
 class Changes:
-    """What lz.patch did to modules: the class that each one had, and those that got a configuration of their own."""
+    """What lz.patch did to modules: the class that each one had, and those that got a configuration
+    of their own.
+    """
 
     classes: dict[nn.Module, type] = field(default_factory=dict)
     configs: list[nn.Module] = field(default_factory=list)
@@ -75,14 +82,18 @@ class Changes:
         module.__class__ = patched_class(stock_of(module), recipe)
 
     def own_config(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Gives a module its own copy of its configuration; `memo` has one for all that share it."""
+        """Gives a module its own copy of its configuration; `memo` has one for all that share it.
+        """
         stock: Any = module.config
         ours = copy.deepcopy(stock, memo)
         vars(module).update({"config": ours, OWNED: _Owned(stock, ours)})
         self.configs.append(module)
 
     def undo(self) -> int:
-        """Makes the modules what they were; returns how many changed. What was undone since is skipped."""
+        """Makes the modules what they were; returns how many changed.
+
+        What was undone since is skipped.
+        """
         undone, weights, hidden = set(), [], []
         for module, before in self.classes.items():
             recipe = recipe_of(module)
@@ -100,19 +111,24 @@ class Changes:
                     _carry_over(owned)
                     vars(module)["config"] = owned.stock
         if weights:
-            forget_packed(*weights)            # copies that kernels keep, now that none will ask for them
+            # copies that kernels keep, now that none will ask for them
+            forget_packed(*weights)
         if hidden:
-            raise ConfigError(f"unpatch: {len(hidden)} modules got another class after lz.patch, such as {hidden[0]} "
-                              "(parametrized or sharded?), and stay as they are; undo that first, then unpatch again")
+            raise ConfigError(
+                f"unpatch: {len(hidden)} modules got another class after lz.patch, such as "
+                f"{hidden[0]} (parametrized or sharded?), and stay as they are; undo that first, "
+                "then unpatch again")
         return len(undone)
 
 
-def patch(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> PatchReport:
+def patch(model: nn.Module, *, only: Iterable[str] | None = None,
+          skip: Iterable[str] = ()) -> PatchReport:
     """Let lz compute every module of `model` that it recognises, and say what was left and why.
 
-    only, skip: kinds of modules, of attention, rms_norm, layer_norm, linear, lm_head, mlp, moe, rope.
-    What is recognised and would gain nothing here is left, unless `only` names it. Sampling in generate() is left too,
-    because a seed would give other tokens than before: only="sampling" has lz.sample draw them.
+    only, skip: kinds of modules, of attention, rms_norm, layer_norm, linear, lm_head, mlp, moe,
+    rope. What is recognised and would gain nothing here is left, unless `only` names it. Sampling
+    in generate() is left too, because a seed would give other tokens than before: only="sampling"
+    has lz.sample draw them.
     """
     return apply(model, only=only, skip=skip)[0]
 
@@ -124,7 +140,8 @@ def unpatch(model: nn.Module) -> int:
 
 
 @contextmanager
-def patched(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> Iterator[PatchReport]:
+def patched(model: nn.Module, *, only: Iterable[str] | None = None,
+            skip: Iterable[str] = ()) -> Iterator[PatchReport]:
     """lz.patch for a block; what was patched before it stays so after it."""
     report, changes = apply(model, only=only, skip=skip)
     try:
@@ -133,9 +150,13 @@ def patched(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterab
         changes.undo()
 
 
-def apply(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable[str] = ()) -> tuple[
+def apply(model: nn.Module, *, only: Iterable[str] | None = None,
+          skip: Iterable[str] = ()) -> tuple[
         PatchReport, Changes]:
-    """lz.patch, and what it changed: undoing that leaves what was patched before. All of it is done, or nothing."""
+    """lz.patch, and what it changed: undoing that leaves what was patched before.
+
+    All of it is done, or nothing.
+    """
     kinds = _kinds(only, skip)
     _check(model)
     rows: Counter[ModuleRow] = Counter()
@@ -145,12 +166,16 @@ def apply(model: nn.Module, *, only: Iterable[str] | None = None, skip: Iterable
         if "attention" in kinds:
             _patch_attention(model, rows, changes)
         _patch_sampling(model, SAMPLING in kinds, rows, changes)
-    except BaseException:                      # passed on, an interrupt too: half a model must not stay patched
+    # passed on, an interrupt too: half a model must not stay patched
+    except BaseException:
         changes.undo()
         raise
-    notes = [] if changes or not any(row.op for row in rows) else ["nothing was changed: it is patched already"]
+    notes = ([] if changes or not any(row.op for row in rows)
+             else ["nothing was changed: it is patched already"])
     if any(row.kind == "rms_norm" for row in rows):
-        notes.append("a residual sum and the norm after it stay two steps: the sum is in the code of the layer")
+        notes.append(
+            "a residual sum and the norm after it stay two steps: the sum is in the code of the "
+            "layer")
     table = tuple(replace(row, count=n) for row, n in rows.items())
     table = tuple(sorted(table, key=lambda row: not row.patched))
     return PatchReport(type(model).__name__, table, len(changes), tuple(notes), weakref.ref(model),
@@ -162,7 +187,8 @@ def _patch_modules(
 ) -> None:
     recognise = Recogniser()
     heads = {id(m.get_output_embeddings()) for m in _transformers_models(model)}
-    inside: set[int] = set()                   # what belongs to a module that was looked at as a whole
+    # what belongs to a module that was looked at as a whole
+    inside: set[int] = set()
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
@@ -179,7 +205,8 @@ def _patch_modules(
                 rows[ModuleRow(where, stock_of(module).__name__, "", 0, verdict)] += 1
             elif verdict is None:
                 if any(p is not None for p in module._parameters.values()):
-                    rows[ModuleRow(where, stock_of(module).__name__, "", 0, "nothing that lz computes here")] += 1
+                    rows[ModuleRow(where, stock_of(module).__name__, "", 0,
+                                   "nothing that lz computes here")] += 1
             else:
                 recipe = replace(verdict, kind="lm_head") if id(module) in heads else verdict
                 if recipe.kind not in kinds:
@@ -196,8 +223,11 @@ def _patch_modules(
 
 
 def _vain_rope(module: nn.Module) -> str:
-    """Models compute rope by a few torch operations; a kernel made of torch operations gains nothing over that."""
-    own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1), NOWHERE)
+    """Models compute rope by a few torch operations; a kernel made of torch operations gains
+    nothing over that.
+    """
+    own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
+               NOWHERE)
     if own.device.type == "meta":
         return "its weights are on the meta device; patch once they are loaded"
     q = torch.empty(1, 1, 1, 64, dtype=own.dtype, device=own.device)
@@ -216,7 +246,8 @@ def _where(path: str) -> str:
     return re.sub(r"\b\d+\b", "*", path) or "(model)"
 
 
-def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow], changes: Changes) -> None:
+def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow],
+                    changes: Changes) -> None:
     for whole in _transformers_models(model):
         if not whole.can_generate():
             continue
@@ -226,7 +257,8 @@ def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow], ch
         rows[ModuleRow("generate()", SAMPLING, "" if why is _STOCK_DRAW else "sample", 0, why)] += 1
 
 
-# Attention: sdpa by the interface of transformers, for this model alone; eager functions where they are called.
+# Attention: sdpa by the interface of transformers, for this model alone; eager functions where they
+# are called.
 
 def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Changes) -> None:
     paths = {path: m for path, m in model.named_modules() if asking(m)}
@@ -259,7 +291,9 @@ def _serves(module: nn.Module) -> bool:
 
 
 def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Changes) -> None:
-    """Names lz in every configuration that says sdpa, if all the attention that may see its masks is known."""
+    """Names lz in every configuration that says sdpa, if all the attention that may see its masks
+    is known.
+    """
     holders: dict[int, list[nn.Module]] = {}
     for whole in _transformers_models(model):
         if whole._can_set_attn_implementation():
@@ -284,7 +318,8 @@ def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Ch
 
 def _switch(config: Any) -> None:
     if config._attn_implementation == "sdpa":
-        config._attn_implementation_internal = NAME            # the property would set all that are below it, too
+        # the property would set all that are below it, too
+        config._attn_implementation_internal = NAME
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             _switch(getattr(config, name))
@@ -313,7 +348,8 @@ def _carry_over(owned: _Owned) -> None:
 
 def _check(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        inner = " (its .model is one)" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        inner = (" (its .model is one)" if isinstance(getattr(model, "model", None), nn.Module)
+                 else "")
         raise ConfigError(f"lz.patch wants a torch.nn.Module, got {type(model).__name__}{inner}")
 
 
@@ -322,5 +358,7 @@ def _kinds(only: Iterable[str] | None, skip: Iterable[str]) -> frozenset[str]:
     skipped = (skip,) if isinstance(skip, str) else tuple(skip)
     for name in (*chosen, *skipped):
         if name not in (known := (*KINDS, SAMPLING)):
-            raise ConfigError(f"lz.patch: there is no kind {name!r}{suggest(name, known)}; known: {', '.join(known)}")
+            raise ConfigError(
+                f"lz.patch: there is no kind {name!r}{suggest(name, known)}; known: "
+                f"{', '.join(known)}")
     return frozenset(chosen) - frozenset(skipped)

@@ -1,7 +1,8 @@
-"""Which kernels the decode step runs: those that lz would choose, and for the products, which are nearly all of the
-time, those that are fastest here and now.
+"""Which kernels the decode step runs: those that lz would choose, and for the products, which are
+nearly all of the time, those that are fastest here and now.
 
-On a CUDA device they are timed as they will run: in a graph, over weights that are not in the cache.
+On a CUDA device they are timed as they will run: in a graph, over weights that are not in the
+cache.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from ...world import snapshot as worlds
 Run = Callable[..., Any]
 ROUNDS = 12
 COLD = 4                   # times the cache: so much memory is gone through by one sample
-LARGE, SMALL_CALLS = 1 << 20, 16               # bytes of a tensor that counts for that; calls where there is none
+# bytes of a tensor that counts for that; calls where there is none
+LARGE, SMALL_CALLS = 1 << 20, 16
 
 
 class Binder:
-    """lz.tables.bind, once for each kind of call; which kernels were chosen is kept for the report."""
+    """lz.tables.bind, once for each kind of call; which kernels were chosen is kept for the report.
+    """
 
     def __init__(self, captured: bool) -> None:
         self._bound: dict[Any, Run] = {}
@@ -47,7 +50,8 @@ class Binder:
 
     def _once(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         key = (op, tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors),
-               tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v) for n, v in fixed.items()))
+               tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v)
+                     for n, v in fixed.items()))
         found = self._bound.get(key)
         if found is None:
             found = self._bound[key] = self._bind(op, tensors, fixed)
@@ -56,13 +60,16 @@ class Binder:
     def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         if not self._captured:
             return bind(op, *tensors, **fixed)
-        # What is compiled on first use is compiled before the capture. Inductor's takes too long for what it gains.
+        # What is compiled on first use is compiled before the capture. Inductor's takes too long
+        # for what it gains.
         with context.overriding({"jit": "in_request", "graph_strict_mode": True},
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)
 
     def fastest(self, what: str, op: str, *calls: tuple[Tensor, ...], **fixed: Any) -> Run:
-        """The kernel for calls like these, as lz chooses it; where the step is captured, by a race over them all."""
+        """The kernel for calls like these, as lz chooses it; where the step is captured, by a race
+        over them all.
+        """
         chosen = self(what, op, *calls[0], **fixed)
         if not (self._captured and calls[0][0].is_cuda):
             return chosen
@@ -73,7 +80,8 @@ class Binder:
         self.kernels[what] = found.kernel  # type: ignore[attr-defined]
         return found
 
-    def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]], fixed: dict[str, Any]) -> Run:
+    def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]],
+              fixed: dict[str, Any]) -> Run:
         dispatcher = dispatcher_of(op)
         facts = {**dispatcher.facts(dispatcher.order_arguments(calls[0], fixed)), "graph": True}
         runs = {chosen.kernel: chosen}         # type: ignore[attr-defined]
@@ -98,7 +106,9 @@ class Binder:
 
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Calls one after the other, so many that the large tensors of the first are out of the cache after the last."""
+    """Calls one after the other, so many that the large tensors of the first are out of the cache
+    after the last.
+    """
     wanted, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS
@@ -110,7 +120,8 @@ def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 
 def with_weights(run: Run, *weights: Tensor) -> Run:
     """As a function of the data alone."""
-    if len(weights) == 1:                      # the usual one: unpacking costs a little at every call
+    # the usual one: unpacking costs a little at every call
+    if len(weights) == 1:
         weight, = weights
         return lambda x: run(x, weight)
     return lambda x: run(x, *weights)

@@ -1,8 +1,9 @@
 """What a module computes, told from its parts and proven by its numbers.
 
-The parts (how many weights of which shape, which layers inside) say what a module may be; then it and lz compute the
-same random input, in float64, and only what agrees is replaced. So no list of classes is needed, a class of a known
-name that computes something else is left alone, and an unknown one that computes a known thing is served.
+The parts (how many weights of which shape, which layers inside) say what a module may be; then it
+and lz compute the same random input, in float64, and only what agrees is replaced. So no list of
+classes is needed, a class of a known name that computes something else is left alone, and an
+unknown one that computes a known thing is served.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from ...ops.formulas.moe import GATED, PLAIN
 from ..rewiring import SDPA, mentions, replaced_sdpa, sdpa_aliases
 from .replacements import ROTATIONS, Recipe, forward_for, is_bare, recipe_of, rotary, stock_of
 
-CLOSE = 1e-5                                   # of the largest result; gelu and its tanh form differ by ten times that
-MANY, TOO_MANY = 1 << 26, 1 << 28              # weights that are tried in float32, and in their own dtype
-NOWHERE = torch.empty(0, dtype=torch.float32, device="cpu")            # stands for the weight of a module without any
-Verdict = Recipe | str | None                  # what to do; why nothing is done; nothing that lz knows
+# of the largest result; gelu and its tanh form differ by ten times that
+CLOSE = 1e-5
+# weights that are tried in float32, and in their own dtype
+MANY, TOO_MANY = 1 << 26, 1 << 28
+# stands for the weight of a module without any
+NOWHERE = torch.empty(0, dtype=torch.float32, device="cpu")
+# what to do; why nothing is done; nothing that lz knows
+Verdict = Recipe | str | None
 
 
 class Recogniser:
@@ -43,7 +48,8 @@ class Recogniser:
         look = _kind_of_candidate(module)
         if look is None:
             return None
-        refused = _obstacle(module) or ("" if look in (Recogniser.rope, Recogniser.attention) else _unfit(module))
+        refused = (_obstacle(module) or ("" if look in (Recogniser.rope, Recogniser.attention)
+                                         else _unfit(module)))
         if refused:
             return refused
         key = look, self._likeness(module)
@@ -66,7 +72,8 @@ class Recogniser:
                 self.keep.append(value)
                 value = id(value)
             plain.append((name, value))
-        tensors = [(n, None if t is None else (t.shape, t.dtype, t.device)) for n, t in module._parameters.items()]
+        tensors = [(n, None if t is None else (t.shape, t.dtype, t.device))
+                   for n, t in module._parameters.items()]
         return (type(module), *plain, *tensors,
                 *((n, self._likeness(m)) for n, m in module._modules.items() if m is not None))
 
@@ -80,9 +87,11 @@ class Recogniser:
         name = type(module).__name__
         if not numbers:
             return "no attribute of it is its epsilon" if "norm" in name.lower() else None
-        width = len(next(iter(params.values()))) if params else vars(module).get("normalized_shape", (16,))[0]
+        width = (len(next(iter(params.values()))) if params
+                 else vars(module).get("normalized_shape", (16,))[0])
         tried = [Recipe("rms_norm", "rms_norm", tuple(params), eps=eps, offset=offset)
-                 for eps in numbers for offset in (0.0, 1.0) if len(params) < 2 and (params or not offset)]
+                 for eps in numbers for offset in (0.0, 1.0) if len(params) < 2
+                 and (params or not offset)]
         tried += [Recipe("layer_norm", "layer_norm", names, eps=eps)
                   for eps in numbers for names in permutations(params)]
 
@@ -92,14 +101,17 @@ class Recogniser:
             for recipe in tried:
                 if trial.agrees(recipe, x) and trial.agrees(recipe, small):
                     return recipe
-        return f"a {name} computes neither an RMS norm nor a layer norm" if "norm" in name.lower() else None
+        return (f"a {name} computes neither an RMS norm nor a layer norm" if "norm" in name.lower()
+                else None)
 
     def linear(self, module: nn.Module) -> Verdict:
         weight = next(p for p in module._parameters.values() if p is not None and p.dim() == 2)
-        if set(module._parameters) - {"weight", "bias"} or weight is not module._parameters.get("weight"):
+        if (set(module._parameters) - {"weight", "bias"}
+            or weight is not module._parameters.get("weight")):
             return f"the weights of a {type(module).__name__} are not called weight and bias"
         names = tuple(module._parameters)
-        recipes = [Recipe("linear", "linear", names, transposed=(turned,)) for turned in (False, True)]
+        recipes = [Recipe("linear", "linear", names, transposed=(turned,))
+                   for turned in (False, True)]
         if stock_of(module).forward is nn.Linear.forward:  # type: ignore[attr-defined]
             return recipes[0]
         with trying(module) as trial:
@@ -109,10 +121,13 @@ class Recogniser:
         return f"a {type(module).__name__} computes more or other than x W^T + b"
 
     def mlp(self, module: nn.Module) -> Verdict:
-        layers = {n: m for n, m in module._modules.items() if m is not None and list(m.parameters())}
+        layers = {n: m for n, m in module._modules.items() if m is not None
+                  and list(m.parameters())}
         verdicts = {n: self(m) for n, m in layers.items()}
-        turned = {v.transposed[0] for v in verdicts.values() if isinstance(v, Recipe) and v.kind == "linear"}
-        if any(not isinstance(v, Recipe) or v.kind != "linear" for v in verdicts.values()) or len(turned) != 1:
+        turned = {v.transposed[0] for v in verdicts.values() if isinstance(v, Recipe)
+                  and v.kind == "linear"}
+        if (any(not isinstance(v, Recipe) or v.kind != "linear" for v in verdicts.values())
+            or len(turned) != 1):
             return None
         done = [n for n, m in layers.items() if recipe_of(m) is not None]
         if done:
@@ -132,7 +147,8 @@ class Recogniser:
                     forms = PLAIN if wide == inner else GATED if wide == 2 * inner else ()
                 x = trial.spread(f"{names[0]}.weight", hidden, across) if forms else trial.like
                 for form in forms:
-                    recipe = Recipe("mlp", "mlp", names, tuple(type(layers[n]) for n in names), form=form,
+                    recipe = Recipe("mlp", "mlp", names, tuple(type(layers[n]) for n in names),
+                                    form=form,
                                     transposed=(across,) * len(names), dropout=_may_drop(module))
                     if trial.agrees(recipe, x):
                         return recipe
@@ -148,12 +164,15 @@ class Recogniser:
         assert first is not None and second is not None
         experts, wide, hidden = first.shape
         if tuple(second.shape) != (experts, hidden, wide // 2) or wide % 2:
-            return "its weights are not laid out as (experts, 2 * inner, hidden) and (experts, hidden, inner)"
+            return ("its weights are not laid out as (experts, 2 * inner, hidden) and (experts, "
+                    "hidden, inner)")
 
-        with trying(module, torch.float32) as trial:           # torch's grouped product knows no float64
+        # torch's grouped product knows no float64
+        with trying(module, torch.float32) as trial:
             slots = min(2, experts)
             ids = random(trial.like, 5, experts).topk(slots).indices
-            x, weights = trial.spread(names[0], hidden, False)[0], random(trial.like, 3, slots, seed=2).abs()
+            x, weights = trial.spread(names[0], hidden, False)[0], random(trial.like, 3, slots,
+                                                                          seed=2).abs()
             for form in GATED:
                 recipe = Recipe("moe", "moe", names, form=form, dropout=_may_drop(module))
                 if trial.agrees(recipe, x, ids[:3], weights):
@@ -179,7 +198,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
     """What the module may be, by its parts alone."""
     sizes = [tuple(p.shape) for p in module._parameters.values() if p is not None]
     dims = [len(s) for s in sizes]
-    if isinstance(module, (nn.Embedding, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.modules.conv._ConvNd)):
+    if isinstance(module, (nn.Embedding, nn.modules.batchnorm._NormBase, nn.GroupNorm,
+                           nn.modules.conv._ConvNd)):
         return None
     if isinstance(module, nn.LayerNorm):
         return Recogniser.norm
@@ -190,7 +210,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
             return Recogniser.norm
         if not dims and any("eps" in name and type(v) is float for name, v in vars(module).items()):
             return Recogniser.norm
-    if dims == [3, 3] and not module._buffers and not any(list(m.parameters()) for m in module.children()):
+    if (dims == [3, 3] and not module._buffers
+        and not any(list(m.parameters()) for m in module.children())):
         return Recogniser.moe
     forward = getattr(stock_of(module), "forward", None)
     if isinstance(forward, FunctionType) and (sdpa_aliases(forward) or (
@@ -200,17 +221,21 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
         return Recogniser.rope
     if not dims and not module._buffers:
         layers = [m for m in module.children() if list(m.parameters())]
-        if len(layers) in (2, 3) and all(_kind_of_candidate(m) is Recogniser.linear for m in layers):
+        if (len(layers) in (2, 3) and all(_kind_of_candidate(m) is Recogniser.linear
+                                          for m in layers)):
             return Recogniser.mlp
     return None
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """The functions among the forward's globals that turn queries and keys by tables of cosines and sines."""
+    """The functions among the forward's globals that turn queries and keys by tables of cosines and
+    sines.
+    """
     found = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
-        if callable(function) and not inspect.isclass(function) and ("rot" in name or "rope" in name):
+        if (callable(function) and not inspect.isclass(function)
+            and ("rot" in name or "rope" in name)):
             try:
                 params = list(inspect.signature(getattr(function, "forward", function)).parameters)
             except (TypeError, ValueError):
@@ -225,7 +250,8 @@ def _obstacle(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit"
     if "forward" in vars(module):
-        return "it has a forward of its own, set by accelerate or another library; patch before that"
+        return ("it has a forward of its own, set by accelerate or another library; patch before "
+                "that")
     if not isinstance(stock_of(module).forward, FunctionType):  # type: ignore[attr-defined]
         return "its forward is no Python function"
     return ""
@@ -233,7 +259,8 @@ def _obstacle(module: nn.Module) -> str:
 
 def _unfit(module: nn.Module) -> str:
     """Why its computation cannot be replaced as a whole; "" if it can."""
-    for t in (p for m in (module, *module.children()) for p in m._parameters.values() if p is not None):
+    for t in (p for m in (module, *module.children()) for p in m._parameters.values()
+              if p is not None):
         if type(t) not in (nn.Parameter, Tensor):
             return f"a weight is a {type(t).__name__}, not a plain tensor"
         if t.device.type == "meta":
@@ -260,21 +287,25 @@ def _writes(module: nn.Module) -> str:
 
 def _may_drop(module: nn.Module) -> bool:
     """In training its result may be random."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children()) or bool(
-        {"dropout", "training"} & set(_code(module).co_names))
+    return (any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children())
+            or bool(
+         {"dropout", "training"} & set(_code(module).co_names)))
 
 
 # Trying it out.
 
 def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """The same numbers each time, wherever `like` is, and torch's own generators stay as they are."""
+    """The same numbers each time, wherever `like` is, and torch's own generators stay as they are.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return made.to(device=like.device, dtype=like.dtype)
 
 
 class ModuleTrial:
-    """A module on random inputs, and recipes beside it; on the module's device, as exactly as memory allows."""
+    """A module on random inputs, and recipes beside it; on the module's device, as exactly as
+    memory allows.
+    """
 
     def __init__(self, module: nn.Module, widest: torch.dtype) -> None:
         own = next(module.parameters(), NOWHERE)
@@ -284,7 +315,8 @@ class ModuleTrial:
         self.module, self.like = module, torch.empty(0, dtype=widest, device=own.device)
         self.close = max(CLOSE, 4 * torch.finfo(widest).eps)
         self.weights = {f"module.{name}": w for name, w in _weights(module, self.like)}
-        self.known: dict[tuple[int, ...], tuple[tuple[Tensor, ...], Any]] = {}     # the stock result of inputs
+        # the stock result of inputs
+        self.known: dict[tuple[int, ...], tuple[tuple[Tensor, ...], Any]] = {}
 
     def agrees(self, recipe: Recipe, *given: Tensor) -> bool:
         given = tuple(g.requires_grad_() if g.is_floating_point() else g for g in given)
@@ -292,14 +324,16 @@ class ModuleTrial:
         if key not in self.known:
             self.known[key] = given, self._result(stock_of(self.module).forward, given)  # type: ignore[attr-defined]
         stock = self.known[key][1]
-        return stock is not None and same(stock, self._result(forward_for(_unserved, recipe), given), self.close)
+        return (stock is not None
+                and same(stock, self._result(forward_for(_unserved, recipe), given), self.close))
 
     def _result(self, run: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
         try:
             return functional_call(_Alone(self.module, run), self.weights, given)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # whatever unknown code says to an input that it does not expect: then it is something else
+        # whatever unknown code says to an input that it does not expect: then it is something else
+        except Exception:
             return None
 
     def spread(self, weight: str, width: int, across: bool) -> Tensor:
@@ -319,7 +353,8 @@ def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[M
     try:
         for m, _ in modes:
             m.training = False
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type,
+                                                                              enabled=False):
             yield ModuleTrial(module, widest)
     finally:
         for m, mode in modes:
@@ -342,9 +377,12 @@ class _Alone(nn.Module):
 
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its own matrices, and random vectors: those of a fresh model are all ones or zeros, which tell nothing."""
+    """Its own matrices, and random vectors: those of a fresh model are all ones or zeros, which
+    tell nothing.
+    """
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
-        low, high = (float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel() else (0.0, 0.0)
+        low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
+                     else (0.0, 0.0))
         if low < high and math.isfinite(low) and math.isfinite(high):
             flat = p.detach().to(like.dtype)
             flat = flat.clone() if flat.is_inference() else flat
@@ -356,8 +394,10 @@ def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
 def rotates(function: Callable[..., Any], form: str) -> bool:
     """Does it turn queries and keys by cos and sin in this one of ROTATIONS?"""
     like = NOWHERE
-    q, k, table = random(like, 1, 3, 4, 16), random(like, 1, 1, 4, 16, seed=1), random(like, 2, 1, 4, 8, seed=2)
-    table = table.repeat_interleave(2, -1) if form == "interleaved" else torch.cat((table, table), -1)
+    q, k, table = random(like, 1, 3, 4, 16), random(like, 1, 1, 4, 16,
+                                                    seed=1), random(like, 2, 1, 4, 8, seed=2)
+    table = (table.repeat_interleave(2, -1) if form == "interleaved"
+             else torch.cat((table, table), -1))
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             return same(function(q, k, *table), rotary(_unserved, form)(q, k, *table), CLOSE)
@@ -366,7 +406,8 @@ def rotates(function: Callable[..., Any], form: str) -> bool:
 
 
 def same(stock: Any, ours: Any, close: float) -> bool:
-    """Tensors, or tuples of them, that are equal up to rounding, both with a gradient or neither."""
+    """Tensors, or tuples of them, that are equal up to rounding, both with a gradient or neither.
+    """
     if isinstance(stock, (tuple, list)) or isinstance(ours, (tuple, list)):
         return type(stock) is type(ours) and len(stock) == len(ours) and all(
             same(a, b, close) for a, b in zip(stock, ours))

@@ -1,11 +1,13 @@
 """Classes whose forward calls lz where the stock one computes by itself.
 
-A module is patched by giving it another class, made here: a subclass of its own, of the same name, with another
-`forward`. So weights, hooks, names and identities stay what they were, a deep copy, a pickle and a replica of a
-patched module is patched too, and giving the old class back undoes it exactly. Nothing outside the module changes.
+A module is patched by giving it another class, made here: a subclass of its own, of the same name,
+with another `forward`. So weights, hooks, names and identities stay what they were, a deep copy, a
+pickle and a replica of a patched module is patched too, and giving the old class back undoes it
+exactly. Nothing outside the module changes.
 
-Whatever a forward does not know (more arguments, mixed dtypes, autocast, dropout in training, a weight that is no
-parameter any more, a layer that got a hook or was replaced) is computed by the stock forward, call by call.
+Whatever a forward does not know (more arguments, mixed dtypes, autocast, dropout in training, a
+weight that is no parameter any more, a layer that got a hook or was replaced) is computed by the
+stock forward, call by call.
 """
 
 from __future__ import annotations
@@ -32,23 +34,29 @@ _classes: WeakValueDictionary[tuple[type, Recipe], type] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a module computes, in lz's words. It says everything that is needed to make the class again."""
+    """What a module computes, in lz's words.
+
+    It says everything that is needed to make the class again.
+    """
 
     kind: str                                  # one of KINDS
     op: str
-    names: tuple[str, ...] = ()                # of the module's parts, in the order that the kind wants
+    # of the module's parts, in the order that the kind wants
+    names: tuple[str, ...] = ()
     types: tuple[type, ...] = ()               # of the layers among them
     eps: str = ""                              # the name of an attribute
     offset: float = 0.0
     form: str = ""                             # the activation; of rope, which elements form a pair
     transposed: tuple[bool, ...] = ()          # layers that keep their weight as (in, out)
     dropout: bool = False                      # in training the stock forward serves
-    eager: str = ""                            # the global by which the forward finds its eager attention, where lz
-                                               # computes that one
+    # the global by which the forward finds its eager attention, where lz computes that one
+    eager: str = ""
 
     @property
     def only_eager(self) -> bool:
-        """Nothing but the eager attention is replaced: the module may follow another recipe as well."""
+        """Nothing but the eager attention is replaced: the module may follow another recipe as
+        well.
+        """
         return self.kind == "attention" and bool(self.eager)
 
 
@@ -60,7 +68,9 @@ def patched_class(stock: type, recipe: Recipe) -> type:
         return found
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """For copy and pickle, which find a class by its name: this one is made again from its recipe."""
+        """For copy and pickle, which find a class by its name: this one is made again from its
+        recipe.
+        """
         made = super(ours, self).__reduce_ex__(protocol)
         if type(self) is not ours or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made                        # there is another way already
@@ -68,8 +78,8 @@ def patched_class(stock: type, recipe: Recipe) -> type:
 
     ours: Any = type(stock)(stock.__name__, (stock,), {
         **methods_for(stock, recipe), "__reduce_ex__": reduce,
-        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__,
-        "_layerzero_stock": stock, "_layerzero_recipe": recipe})
+        "__module__": stock.__module__, "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__, "_layerzero_stock": stock, "_layerzero_recipe": recipe})
     _classes[key] = ours
     return ours  # type: ignore[no-any-return]
 
@@ -81,10 +91,13 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def restore(module: nn.Module, to: type) -> None:
-    """Gives the module this class again; also where someone (accelerate does) keeps our forward in an attribute."""
+    """Gives the module this class again; also where someone (accelerate does) keeps our forward in
+    an attribute.
+    """
     ours = type(module)
     for name, value in list(vars(module).items()):
-        if getattr(value, "__func__", None) is ours.forward and getattr(value, "__self__", None) is module:
+        if (getattr(value, "__func__", None) is ours.forward
+            and getattr(value, "__self__", None) is module):
             vars(module)[name] = _forward_of(to).__get__(module)
     module.__class__ = to
 
@@ -109,7 +122,8 @@ def _norm(stock: Forward, recipe: Recipe) -> Forward:
     norm, eps, offset, plain = public(recipe.op), recipe.eps, recipe.offset, torch.float32
     weight_name, bias_name = (*recipe.names, "", "")[:2]
 
-    # Under autocast torch computes norms of half floats in float32; and of mixed dtypes every class makes its own.
+    # Under autocast torch computes norms of half floats in float32; and of mixed dtypes every class
+    # makes its own.
     @functools.wraps(stock)
     def rms(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -142,7 +156,8 @@ def _linear(stock: Forward, recipe: Recipe) -> Forward:
     linear, wanted = public("linear"), len(recipe.names)
     transposed = recipe.transposed == (True,)
 
-    # Under autocast torch keeps the lowered copy of a weight for the whole region: that is its business.
+    # Under autocast torch keeps the lowered copy of a weight for the whole region: that is its
+    # business.
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:
@@ -160,7 +175,8 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
     mlp, activation, dropout = public("mlp"), recipe.form, recipe.dropout
     first, last = recipe.names[0], recipe.names[-1]
     second = recipe.names[1] if len(recipe.names) == 3 else ""
-    first_type, last_type, second_type = recipe.types[0], recipe.types[-1], recipe.types[len(recipe.types) // 2]
+    first_type, last_type, second_type = recipe.types[0], recipe.types[-1], recipe.types[
+        len(recipe.types) // 2]
     turned = recipe.transposed[0]
     compiling = torch.compiler.is_compiling
 
@@ -175,7 +191,8 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
             return stock(self, x)
         weight_in, weight_down = into.weight, down.weight
         weight_up: Any = up.weight if second else None
-        if not x.dtype == weight_in.dtype == weight_down.dtype or (second and weight_up.dtype != x.dtype):
+        if (not x.dtype == weight_in.dtype == weight_down.dtype
+            or (second and weight_up.dtype != x.dtype)):
             return stock(self, x)
         if turned:
             weight_in, weight_down = weight_in.t(), weight_down.t()
@@ -187,10 +204,12 @@ def _mlp(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def is_bare(layer: Any, kind: Any) -> bool:
-    """Nothing happens when this layer is called but its own forward, and that of the class we know."""
+    """Nothing happens when this layer is called but its own forward, and that of the class we know.
+    """
     if type(layer) is not kind or "forward" in vars(layer):
         return False
-    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+                or layer._backward_pre_hooks)
 
 
 def hooked_everywhere() -> bool:
@@ -217,7 +236,8 @@ def _moe(stock: Forward, recipe: Recipe) -> Forward:
     return forward
 
 
-# A function that the forward finds among its module's globals is replaced in a copy of the forward alone.
+# A function that the forward finds among its module's globals is replaced in a copy of the forward
+# alone.
 
 def _rope(stock: Forward, recipe: Recipe) -> Forward:
     assert isinstance(stock, FunctionType)
@@ -244,7 +264,9 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
-    """The eager attention among the globals of the forward, as lz computes it; nothing where it stays."""
+    """The eager attention among the globals of the forward, as lz computes it; nothing where it
+    stays.
+    """
     if not recipe.eager:
         return {}
     from .attention import like_eager  # imports transformers, which is there by now
@@ -252,7 +274,8 @@ def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
     return {recipe.eager: like_eager(stock.__globals__[recipe.eager])}
 
 
-# Which elements form a pair, and how the tables have each column twice: side by side ("halves") or next to each other.
+# Which elements form a pair, and how the tables have each column twice: side by side ("halves") or
+# next to each other.
 ROTATIONS = {"rotate_half": ("rotate_half", True), "interleaved": ("interleaved", False),
              "interleaved_halves": ("interleaved", True)}
 
@@ -262,7 +285,8 @@ def rotary(stock: Callable[..., Any], form: str) -> Callable[..., Any]:
     rope = public("rope")
     style, halves = ROTATIONS[form]
 
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any,
+                             **kwargs: Any) -> Any:
         if args or kwargs or q.dim() != 4 or cos.dim() != 3 or not q.dtype == k.dtype == cos.dtype:
             return stock(q, k, cos, sin, *args, **kwargs)
         width = cos.shape[-1]
@@ -277,16 +301,18 @@ def rotary(stock: Callable[..., Any], form: str) -> Callable[..., Any]:
 
 
 _MAKERS: dict[str, Callable[[Forward, Recipe], Forward]] = {
-    "attention": _attention, "rms_norm": _norm, "layer_norm": _norm, "linear": _linear, "lm_head": _linear,
-    "mlp": _mlp, "moe": _moe, "rope": _rope}
+    "attention": _attention, "rms_norm": _norm, "layer_norm": _norm, "linear": _linear,
+    "lm_head": _linear, "mlp": _mlp, "moe": _moe, "rope": _rope}
 KINDS = tuple(_MAKERS)
-SAMPLING = "sampling"                          # of generate(), for a model as a whole; patched only where it is named
+# of generate(), for a model as a whole; patched only where it is named
+SAMPLING = "sampling"
 
 
 def methods_for(stock: type, recipe: Recipe) -> dict[str, Any]:
     """What a class that follows the recipe has of its own."""
     if recipe.kind == SAMPLING:
-        from .sampling import drawing  # transformers is there by then; modules of other libraries need none
+        # transformers is there by then; modules of other libraries need none
+        from .sampling import drawing
 
         return {"_sample": drawing(stock._sample)}  # type: ignore[attr-defined]
     return {"forward": forward_for(_forward_of(stock), recipe)}

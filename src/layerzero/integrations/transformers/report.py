@@ -21,7 +21,8 @@ class ModuleRow:
     """Modules alike: their path with * for a number, what they are, who computes them now."""
 
     path: str
-    kind: str                                  # one of lz.patch's kinds, or the class of what was left
+    # one of lz.patch's kinds, or the class of what was left
+    kind: str
     op: str                                    # "" for what was left
     count: int
     why: str = ""                              # why it was left, or that it was patched before
@@ -65,7 +66,8 @@ class PatchReport:
     changed: int                               # modules that this call patched
     notes: tuple[str, ...] = ()
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    _before: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False, compare=False)
+    _before: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False,
+                                                     compare=False)
 
     @property
     def patched(self) -> tuple[ModuleRow, ...]:
@@ -84,7 +86,8 @@ class PatchReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "changed": self.changed, "counts": self.counts(),
-                "rows": [{**asdict(row), "patched": row.patched} for row in self.rows], "notes": list(self.notes)}
+                "rows": [{**asdict(row), "patched": row.patched} for row in self.rows],
+                "notes": list(self.notes)}
 
     def __str__(self) -> str:
         served = ", ".join(f"{n} {kind}" for kind, n in self.counts().items()) or "nothing"
@@ -94,25 +97,29 @@ class PatchReport:
                           *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])
 
     def explain(self, *args: Any, **kwargs: Any) -> ModelExplanation:
-        """The kernels that serve a call of the model with these arguments, which is made; without arguments, those
-        that served since the model was patched."""
+        """The kernels that serve a call of the model with these arguments, which is made; without
+        arguments, those that served since the model was patched."""
         if not args and not kwargs:
             rows = [ServedCalls(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
                     for op, kernels in stats().calls.items() for kernel, n in kernels.items()]
             return ModelExplanation(tuple(r for r in rows if r.calls > 0),
-                               "calls of this process since the model was patched, of other models too")
+                               "calls of this process since the model was patched, of other models "
+                               "too")
         model = self._model() if self._model is not None else None
         if model is None:
-            raise ConfigError("explain wants to call the model, which is gone; keep it, or patch it again")
+            raise ConfigError(
+                "explain wants to call the model, which is gone; keep it, or patch it again")
         with recording.recording() as recorder:
             model(*args, **kwargs)
         found: dict[tuple[str, str], ServedCalls] = {}
         for call in recorder.calls:
             kernel = call.name.rpartition(" ")[2]
-            sizes = next((f"{'x'.join(map(str, a.shape))} {a.dtype}" for a in call.arguments.values()
+            sizes = next((f"{'x'.join(map(str, a.shape))} {a.dtype}"
+                          for a in call.arguments.values()
                           if isinstance(a, TensorSpec)), "")
             known = found.get((call.op, kernel))
-            found[call.op, kernel] = ServedCalls(call.op, kernel, call.count + (known.calls if known else 0),
+            found[call.op, kernel] = ServedCalls(call.op, kernel,
+                                                 call.count + (known.calls if known else 0),
                                             known.example if known else sizes)
         return ModelExplanation(tuple(found.values()), f"one call of {self.model}")
 

@@ -1,7 +1,9 @@
-"""What the captured step does on a CUDA device between the products, in fewer launches than the ops would need.
+"""What the captured step does on a CUDA device between the products, in fewer launches than the ops
+would need.
 
-In a graph a small kernel costs two microseconds or more, whatever little it does. Turning queries and keys and writing
-keys and values into the cache is one launch here; attention reads the length of the cache where it lies on the device.
+In a graph a small kernel costs two microseconds or more, whatever little it does. Turning queries
+and keys and writing keys and values into the cache is one launch here; attention reads the length
+of the cache where it lies on the device.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,10 +22,10 @@ __all__ = ["attend", "gate", "turn_and_keep"]
 
 @triton.jit
 def _turn_and_keep_kernel(
-    both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row, both_head, value_row,
-    value_head, room_row, room_token,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_POW: tl.constexpr,
-    REST_POW: tl.constexpr, DIM_POW: tl.constexpr,
+    both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row,
+    both_head, value_row, value_head, room_row, room_token,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    HALF_POW: tl.constexpr, REST_POW: tl.constexpr, DIM_POW: tl.constexpr,
 ):
     """One program for each head of one token: queries first, then keys, then values."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -36,13 +38,16 @@ def _turn_and_keep_kernel(
             target = keys_ptr + row * room_row + position * room_token + (head - HEADS) * DIM
         pair = tl.arange(0, HALF_POW)
         here = pair < HALF
-        angle = angle_ptr + position * (4 * HALF) + pair                       # cos twice, then sin twice
+        # cos twice, then sin twice
+        angle = angle_ptr + position * (4 * HALF) + pair
         cos = tl.load(angle, mask=here, other=0.0).to(tl.float32)
         sin = tl.load(angle + 2 * HALF, mask=here, other=0.0).to(tl.float32)
         first = tl.load(source + pair, mask=here, other=0.0).to(tl.float32)
         second = tl.load(source + HALF + pair, mask=here, other=0.0).to(tl.float32)
-        tl.store(target + pair, (first * cos - second * sin).to(query_ptr.dtype.element_ty), mask=here)
-        tl.store(target + HALF + pair, (second * cos + first * sin).to(query_ptr.dtype.element_ty), mask=here)
+        tl.store(target + pair, (first * cos - second * sin).to(query_ptr.dtype.element_ty),
+                 mask=here)
+        tl.store(target + HALF + pair, (second * cos + first * sin).to(query_ptr.dtype.element_ty),
+                 mask=here)
         if 2 * HALF < DIM:
             rest = 2 * HALF + tl.arange(0, REST_POW)
             tl.store(target + rest, tl.load(source + rest, mask=rest < DIM), mask=rest < DIM)
@@ -51,33 +56,38 @@ def _turn_and_keep_kernel(
         column = tl.arange(0, DIM_POW)
         inside = column < DIM
         value = tl.load(value_ptr + row * value_row + kv_head * value_head + column, mask=inside)
-        tl.store(values_ptr + row * room_row + position * room_token + kv_head * DIM + column, value, mask=inside)
+        tl.store(values_ptr + row * room_row + position * room_token + kv_head * DIM + column,
+                 value, mask=inside)
 
 
 def turn_and_keep(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
                   values: Tensor) -> Tensor:
-    """The queries (batch, heads, dim), turned; keys, turned, and values are written at `position` of the buffers.
+    """The queries (batch, heads, dim), turned; keys, turned, and values are written at `position`
+    of the buffers.
 
-    both: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim), last dimensions dense.
-    angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values: (batch, room,
-    kv_heads, dim), contiguous and alike.
+    both: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
+    last dimensions dense.
+    angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values:
+    (batch, room, kv_heads, dim), contiguous and alike.
     """
     batch, _, turned, dim = both.shape
     kv_heads = value.shape[2]
     heads, half = turned - kv_heads, angles.shape[1] // 4
     query = torch.empty((batch, heads, dim), dtype=both.dtype, device=both.device)
     _turn_and_keep_kernel[(batch, turned + kv_heads)](
-        both, value, angles, position, query, keys, values, both.stride(0), both.stride(2), value.stride(0),
-        value.stride(2), keys.stride(0), keys.stride(1), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half,
-        HALF_POW=triton.next_power_of_2(half), REST_POW=triton.next_power_of_2(max(1, dim - 2 * half)),
+        both, value, angles, position, query, keys, values, both.stride(0), both.stride(2),
+        value.stride(0), value.stride(2), keys.stride(0), keys.stride(1), HEADS=heads,
+        KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_POW=triton.next_power_of_2(half),
+        REST_POW=triton.next_power_of_2(max(1, dim - 2 * half)),
         DIM_POW=triton.next_power_of_2(dim), num_warps=1)
     return query
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
+           window: int | None = None,
            softcap: float = 0.0) -> Tensor:
-    """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values, as above; over the
-    last `window` of these."""
+    """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values,
+    as above; over the last `window` of these."""
     batch, heads, dim = query.shape
     room, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
     out = torch.empty((batch, heads, dim_v), dtype=query.dtype, device=query.device)
@@ -86,6 +96,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
         return t.stride(0), t.stride(2), t.stride(1)
 
     launch(query, keys, values, out, None, (batch, heads, kv_heads, 1, room, dim, dim_v),
-           (query.stride(0), query.stride(1), 0), strides(keys), strides(values), (out.stride(0), out.stride(1), 0),
-           (0, 0, 0), scale, softcap, window - 1 if window else -1, -1, True, lengths=lengths)
+           (query.stride(0), query.stride(1), 0), strides(keys), strides(values),
+           (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
+           else -1, -1, True, lengths=lengths)
     return out

@@ -21,11 +21,13 @@ from ...spec.rules import absent, equals, on, one_of
 
 BYTE_LEVEL_BPE = (
     one_of("tokenizer_kind", "tokenizers"), one_of("algorithm", "BPE"), absent("normalizer"),
-    one_of("pretokenizer", "ByteLevel"), on("plain_bpe"), equals("sampled", False, Code.NOT_DETERMINISTIC))
+    one_of("pretokenizer", "ByteLevel"), on("plain_bpe"),
+    equals("sampled", False, Code.NOT_DETERMINISTIC))
 BYTE_LEVEL_DECODER = (one_of("tokenizer_kind", "tokenizers"), one_of("decoder", "ByteLevel"))
 
 Span = tuple[int, int]
-WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {*map(chr, range(0x2000, 0x200B))}
+WHITE_SPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {
+    *map(chr, range(0x2000, 0x200B))}
 
 
 def _make_byte_characters() -> tuple[str, ...]:
@@ -53,7 +55,8 @@ def _character_class(c: str) -> str:
     category = unicodedata.category(c)
     if category == "Cn":
         raise InvalidCall.of("tokenize", Reason(
-            Code.FEATURE_UNSUPPORTED, f"characters of Unicode {unicodedata.unidata_version} where the tokenizers "
+            Code.FEATURE_UNSUPPORTED,
+            f"characters of Unicode {unicodedata.unidata_version} where the tokenizers "
             "library does not serve the call", f"U+{ord(c):04X}", "text"))
     return {"L": "a", "N": "1"}.get(category[0], "!")
 
@@ -69,7 +72,8 @@ def is_byte_level_bpe(data: Mapping[str, Any]) -> bool:
     check."""
     model, pre = data["model"], data.get("pre_tokenizer") or {}
     vocab = model.get("vocab")
-    if pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping) or not vocab.keys() >= set(BYTE_CHARACTERS):
+    if (pre.get("type") != "ByteLevel" or not isinstance(vocab, Mapping)
+        or not vocab.keys() >= set(BYTE_CHARACTERS)):
         return False
     unsupported = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if any(model.get(name) for name in unsupported):
@@ -108,7 +112,8 @@ class ByteLevelBPE:
     def __init__(self, data: Mapping[str, Any]) -> None:
         model = data["model"]
         self.vocab: Mapping[str, int] = model.get("vocab") or {}
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m)
+                  for m in model.get("merges") or ()]
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
         self.whole_words = bool(model.get("ignore_merges"))
         self.add_prefix_space = bool((data.get("pre_tokenizer") or {}).get("add_prefix_space"))
@@ -116,7 +121,8 @@ class ByteLevelBPE:
         self.post = post_processors(data)
         added = [token for token in data.get("added_tokens") or () if token["content"]]
         self.added = {token["content"]: token for token in added}
-        self.passes = tuple(_compile_matcher([t["content"] for t in added if bool(t.get("normalized")) is late])
+        self.passes = tuple(_compile_matcher([t["content"] for t in added
+                                              if bool(t.get("normalized")) is late])
                             for late in (False, True))
         self.tokens = {i: t for t, i in self.vocab.items()} | {t["id"]: t["content"] for t in added}
         self.special = {t["id"] for t in added if t.get("special")}
@@ -138,7 +144,8 @@ class ByteLevelBPE:
         for post in self.post:
             if post["type"] == "ByteLevel" and post.get("trim_offsets", True):
                 prefixed = post.get("add_prefix_space", True)
-                spans = [_trim_span(i, name, span, prefixed) for i, (name, span) in enumerate(zip(names, spans))]
+                spans = [_trim_span(i, name, span, prefixed)
+                         for i, (name, span) in enumerate(zip(names, spans))]
         return ids, spans
 
     def added_ids(self) -> tuple[list[int], list[int]]:
@@ -152,8 +159,10 @@ class ByteLevelBPE:
         return before, after
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        kept = [self.tokens[i] for i in ids if i in self.tokens and not (skip_special_tokens and i in self.special)]
-        raw = b"".join(bytes(BYTES[c] for c in t) if all(c in BYTES for c in t) else t.encode() for t in kept)
+        kept = [self.tokens[i] for i in ids if i in self.tokens
+                and not (skip_special_tokens and i in self.special)]
+        raw = b"".join(bytes(BYTES[c] for c in t) if all(c in BYTES for c in t) else t.encode()
+                       for t in kept)
         return raw.decode("utf-8", "replace")
 
     def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:
@@ -163,11 +172,13 @@ class ByteLevelBPE:
         for matcher in self.passes:
             if matcher is not None:
                 segments = [part for start, end, token in segments
-                            for part in (self._split_at(text, start, end, matcher, parse_special) if token is None
+                            for part in (self._split_at(text, start, end, matcher, parse_special)
+                                         if token is None
                                          else ((start, end, token),))]
         return (part for part in segments if part[1] > part[0])
 
-    def _split_at(self, text: str, start: int, end: int, matcher: re.Pattern[str], parse_special: bool
+    def _split_at(self, text: str, start: int, end: int, matcher: re.Pattern[str],
+                  parse_special: bool
              ) -> Iterator[tuple[int, int, Any]]:
         for match in matcher.finditer(text, start, end):
             token = self.added[match.group()]
@@ -182,7 +193,8 @@ class ByteLevelBPE:
         prefixed = self.add_prefix_space and not text.startswith(" ")
         shown = " " + text if prefixed else text
         for start, end in split_pieces(shown) if self.use_regex else ((0, len(shown)),):
-            owners = [offset + max(i - prefixed, 0) for i in range(start, end) for _ in shown[i].encode()]
+            owners = [offset + max(i - prefixed, 0) for i in range(start, end)
+                      for _ in shown[i].encode()]
             word = "".join(BYTE_CHARACTERS[b] for b in shown[start:end].encode())
             at = 0
             for token in self._merge(word):
@@ -196,7 +208,8 @@ class ByteLevelBPE:
             return [word]
         parts = list(word)
         while len(parts) > 1:
-            ranked = [(self.ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in self.ranks]
+            ranked = [(self.ranks[pair], i) for i, pair in enumerate(pairwise(parts))
+                      if pair in self.ranks]
             if not ranked:
                 break
             _, i = min(ranked)
@@ -227,32 +240,42 @@ def _trim_span(index: int, token: str, span: Span, add_prefix_space: bool) -> Sp
     return start, end
 
 
-_MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or")
+_MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "n d", "Ġa nd", "h e", "l l", "he ll", "hell o",
+           "Ġ w", "o r", "Ġw or")
 
 
-def tiny_tokenizer(template: bool = False, pad: bool = False, merges: Sequence[str] = _MERGES) -> dict[str, Any]:
+def tiny_tokenizer(template: bool = False, pad: bool = False,
+                   merges: Sequence[str] = _MERGES) -> dict[str, Any]:
     """Returns a small tokenizer.json: the 256 bytes, a few merges, two special tokens and an added
     one."""
     words = [*BYTE_CHARACTERS, *(m.replace(" ", "") for m in merges)]
     vocab = {word: i for i, word in enumerate(words)}
     plain = {"single_word": False, "lstrip": False, "rstrip": False}
     names = [("<s>", True), ("</s>", True), ("<name>", False)]
-    added = [{"id": len(vocab) + i, "content": name, **plain, "normalized": not special, "special": special}
+    added = [{"id": len(vocab) + i, "content": name, **plain, "normalized": not special,
+              "special": special}
              for i, (name, special) in enumerate(names)]
     ids = {token["content"]: token["id"] for token in added}
-    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    post: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
+                            "use_regex": True}
     if template:
-        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                  {"Sequence": {"id": "A", "type_id": 0}},
                   {"SpecialToken": {"id": "</s>", "type_id": 0}}]
         special = {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in ("<s>", "</s>")}
         pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        post = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
-    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": ids["</s>"],
-               "pad_type_id": 0, "pad_token": "</s>"} if pad else None
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        post = {"type": "TemplateProcessing", "single": single, "pair": pair,
+                "special_tokens": special}
+    padding = ({"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
+                "pad_id": ids["</s>"],
+                "pad_type_id": 0, "pad_token": "</s>"} if pad else None)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": True}
     return {
-        "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": byte_level, "post_processor": post, "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "version": "1.0", "truncation": None, "padding": padding, "added_tokens": added,
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": post,
+        "decoder": byte_level, "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                                         "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                                         "ignore_merges": False,
                   "vocab": vocab, "merges": list(merges)}}

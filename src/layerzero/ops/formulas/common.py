@@ -13,13 +13,14 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 # For `Op.reference_kernel` of a formula that reads lengths or indices on the host: nothing can
 # capture or trace it.
 READS_ON_HOST: dict[str, Any] = {
-    "overhead_us": 50.0, "graph_safe": False, "traceable": False, "note": "reads lengths on the host"}
+    "overhead_us": 50.0, "graph_safe": False, "traceable": False,
+    "note": "reads lengths on the host"}
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None, causal_align: str | None, window_left: int, window_right: int,
-    alibi_slopes: Tensor | None, softcap: float,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, causal_align: str | None, window_left: int,
+    window_right: int, alibi_slopes: Tensor | None, softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns attention over (batch, heads, seq, dim), step by step, and its log-sum-exp."""
     group = query.shape[1] // max(key.shape[1], 1)
@@ -28,12 +29,13 @@ def attend(
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
-    bias, hidden = position_terms(scores.shape[-2], scores.shape[-1], is_causal, causal_align, window_left,
-                                  window_right, alibi_slopes, scores.device)
+    bias, hidden = position_terms(scores.shape[-2], scores.shape[-1], is_causal, causal_align,
+                                  window_left, window_right, alibi_slopes, scores.device)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool
+                  else scores + attn_mask)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     weights = torch.softmax(scores, -1)
@@ -45,8 +47,8 @@ def attend(
 
 
 def position_terms(
-    seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int, window_right: int,
-    alibi_slopes: Tensor | None, device: torch.device,
+    seq_q: int, seq_k: int, is_causal: bool, causal_align: str | None, window_left: int,
+    window_right: int, alibi_slopes: Tensor | None, device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the ALiBi bias (1, heads, seq_q, seq_k) and the mask of hidden keys (seq_q, seq_k),
     or None for either."""
@@ -66,13 +68,16 @@ def position_terms(
 
 
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over the last dimension with at least float32 accumulation; the result has x's dtype."""
+    """RMS norm over the last dimension with at least float32 accumulation; the result has x's
+    dtype.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
 
 
-def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str, dtype: torch.dtype,
+def random_rows(gen: torch.Generator, rows: tuple[int, ...], hidden: int, stride: str,
+                dtype: torch.dtype,
                 device: str) -> Tensor:
     """Returns test inputs (*rows, hidden), stored "padded", "sparse", "transposed" or
     contiguous."""

@@ -13,11 +13,13 @@ from ...spec.rules import Condition, at_least, at_most, dtypes
 
 LOSS_RULES: tuple[Condition, ...] = (
     dtypes("int32", "int64", of="targets.dtype"), at_least("vocab", 1, Code.EMPTY_INPUT),
-    at_least("label_smoothing", 0.0, Code.VALUE_OUT_OF_RANGE), at_most("label_smoothing", 1.0, Code.VALUE_OUT_OF_RANGE),
+    at_least("label_smoothing", 0.0, Code.VALUE_OUT_OF_RANGE),
+    at_most("label_smoothing", 1.0, Code.VALUE_OUT_OF_RANGE),
 )
 
 
-def row_losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def row_losses(logits: Tensor, targets: Tensor, ignore_index: int,
+               label_smoothing: float) -> Tensor:
     """Returns the loss of each row in float32 or wider; 0 if the row is ignored."""
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     kept = targets != ignore_index
@@ -40,17 +42,20 @@ def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction:
 def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
     """Raises InvalidCall if a target is neither a column of the logits nor ignored."""
     targets, vocab = values["targets"], facts["vocab"]
-    if facts["tensor_kind"] != "plain" or targets.device.type == "meta" or facts["graph"] or not targets.numel():
+    if (facts["tensor_kind"] != "plain" or targets.device.type == "meta" or facts["graph"]
+        or not targets.numel()):
         return
     kept = torch.where(targets == values["ignore_index"], 0, targets)
     low, high = (int(n) for n in torch.aminmax(kept))
     if low < 0 or high >= vocab:
         raise InvalidCall.of(op, Reason(
-            Code.VALUE_OUT_OF_RANGE, f"between 0 and {vocab - 1}, or {values['ignore_index']} to be ignored",
+            Code.VALUE_OUT_OF_RANGE,
+            f"between 0 and {vocab - 1}, or {values['ignore_index']} to be ignored",
             f"{low} to {high}", "targets"))
 
 
-def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str, dtype: str,
+def random_targets(gen: torch.Generator, rows: tuple[int, ...], vocab: int, ignored: str,
+                   dtype: str,
                    device: str, ignore_index: int) -> Tensor:
     """Returns test inputs: `ignored` is "", "some" or "all"."""
     targets = torch.randint(0, vocab, rows, generator=gen)

@@ -18,8 +18,8 @@ from .quant import pack_nibbles, unpack_nibbles
 
 
 def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration:
-    """Returns the alteration that replaces one argument by `value`, or by value(arguments) if it is a
-    function.
+    """Returns the alteration that replaces one argument by `value`, or by value(arguments) if it is
+    a function.
 
     It does not apply where the argument is absent or has that value already.
     """
@@ -27,14 +27,16 @@ def replace_argument(kind: str, words: str, name: str, value: Any) -> Alteration
         if name not in v or v[name] is None:
             return None
         new = value(v) if callable(value) else value
-        same = torch.equal(new, v[name]) if isinstance(new, Tensor) and new.shape == v[name].shape else (
-            not isinstance(v[name], Tensor) and new == v[name])
+        same = (torch.equal(new, v[name]) if isinstance(new, Tensor) and new.shape == v[name].shape
+                else (
+             not isinstance(v[name], Tensor) and new == v[name]))
         return None if same else {**v, name: new}
 
     return Alteration(kind, words, alter)
 
 
-def change_results(kind: str, words: str, change: Callable[[Values, tuple[Any, ...]], Any]) -> Alteration:
+def change_results(kind: str, words: str,
+                   change: Callable[[Values, tuple[Any, ...]], Any]) -> Alteration:
     """Returns the alteration that applies `change` to the reference's results."""
     def alter(op: Any, v: Values) -> Results | None:
         out = op.reference(**v)
@@ -78,7 +80,8 @@ def lse_in_base_two(v: Values, out: tuple[Any, ...]) -> Any:
 
 
 def shift_window(name: str, by: int) -> Callable[[Any, Values], Values | None]:
-    return lambda op, v: {**v, name: v[name] + by} if v.get(name, -1) >= 0 and v[name] + by >= 0 else None
+    return lambda op, v: {**v, name: v[name] + by} if v.get(name,
+                                                            -1) >= 0 and v[name] + by >= 0 else None
 
 
 def softcap_before_scale(op: Any, v: Values) -> Values | None:
@@ -86,8 +89,10 @@ def softcap_before_scale(op: Any, v: Values) -> Values | None:
 
 
 SCORES = (
-    Alteration("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0 else {**v, "scale": 1.0}),
-    replace_argument("scale", "the default scale whatever was given", "scale", lambda v: v["query"].shape[-1] ** -0.5
+    Alteration("scale", "the scale left out", lambda op, v: None if scale_of(v) == 1.0
+               else {**v, "scale": 1.0}),
+    replace_argument("scale", "the default scale whatever was given", "scale",
+                     lambda v: v["query"].shape[-1] ** -0.5
          if "query" in v else 1.0),
     Alteration("scale", "the scale applied twice", lambda op, v: {**v, "scale": scale_of(v) ** 2}),
     replace_argument("mask", "causality ignored", "is_causal", False),
@@ -102,7 +107,8 @@ SOFTCAP = (
 WINDOW = (
     *(Alteration("window", f"{name} off by one ({by:+d})", shift_window(name, by))
       for name in ("window_left", "window_right") for by in (1, -1)),
-    *(replace_argument("window", f"{name} ignored", name, -1) for name in ("window_left", "window_right")),
+    *(replace_argument("window", f"{name} ignored", name, -1)
+      for name in ("window_left", "window_right")),
 )
 
 LSE = (
@@ -119,7 +125,8 @@ def drop_argument(name: str) -> Callable[[Any, Values], Values | None]:
 def lengthen_context(by: int) -> Callable[[Any, Values], Values | None]:
     def alter(op: Any, v: Values) -> Values | None:
         lens, table = v["context_lens"], v["block_table"]
-        size = v["key_cache" if "key_cache" in v else "ckv_cache"].shape[1 if v.get("kv_layout", "NHD") == "NHD" else 2]
+        size = v["key_cache" if "key_cache" in v
+                 else "ckv_cache"].shape[1 if v.get("kv_layout", "NHD") == "NHD" else 2]
         room = (table >= 0).sum(1) * size
         new = torch.minimum((lens + by).clamp(min=0), room.to(lens.dtype))
         return {**v, "context_lens": new} if not torch.equal(new, lens) else None
@@ -142,11 +149,13 @@ PAGES = (
     Alteration("out of bounds", "one token past context_lens read", lengthen_context(1)),
     Alteration("out of bounds", "the whole last page read", lengthen_context(10 ** 6)),
     Alteration("mask", "the last token left out", lengthen_context(-1)),
-    Alteration("stale page", "the pages of a sequence taken in the order of the pool", rearrange_pages(
+    Alteration("stale page", "the pages of a sequence taken in the order of the pool",
+               rearrange_pages(
         lambda row: row.sort().values)),
     Alteration("stale page", "the first page of a sequence read for all of them", rearrange_pages(
         lambda row: row[:1].expand_as(row))),
-    Alteration("stale page", "the pages of a sequence taken backwards", rearrange_pages(lambda row: row.flip(0))),
+    Alteration("stale page", "the pages of a sequence taken backwards",
+               rearrange_pages(lambda row: row.flip(0))),
 )
 
 NORM = (
@@ -154,7 +163,8 @@ NORM = (
     Alteration("scale", "the weight left out", drop_argument("weight")),
     replace_argument("convention", "eps squared", "eps", lambda v: v["eps"] ** 2),
     replace_argument("scale", "the offset of the weight ignored", "offset", 0.0),
-    Alteration("scale", "one added to the weight", lambda op, v: None if v.get("weight") is None else {
+    Alteration("scale", "one added to the weight", lambda op, v: None if v.get("weight") is None
+               else {
         **v, "weight": v["weight"] + 1.0}),
 )
 

@@ -91,12 +91,15 @@ def assign_experts(ids: Tensor, experts: int, offset: int, capacity: int) -> Ten
     return torch.where(kept, local, experts)
 
 
-def check_routing(op: str, topk_ids: Tensor | None, topk_weights: Tensor | None, logits: Tensor | None) -> None:
+def check_routing(op: str, topk_ids: Tensor | None, topk_weights: Tensor | None,
+                  logits: Tensor | None) -> None:
     """Raises InvalidCall unless either ids and weights or logits are given."""
     if logits is None and (topk_ids is None or topk_weights is None):
         raise InvalidCall.of(op, Reason(
-            Code.MISSING_METADATA, "give topk_ids and topk_weights (from lz.moe_gate), or logits and top_k", None,
+            Code.MISSING_METADATA,
+            "give topk_ids and topk_weights (from lz.moe_gate), or logits and top_k", None,
             "topk_ids" if topk_ids is None else "topk_weights"))
     if logits is not None and (topk_ids is not None or topk_weights is not None):
         raise InvalidCall.of(op, Reason(
-            Code.FEATURE_UNSUPPORTED, "absent where topk_ids and topk_weights are given", "a tensor", "logits"))
+            Code.FEATURE_UNSUPPORTED, "absent where topk_ids and topk_weights are given",
+            "a tensor", "logits"))

@@ -22,7 +22,8 @@ from ...spec.rules import Condition, any_of, at_least, equals, one_of, present
 INTEGERS = ("int32", "int64")
 
 
-Part = tuple[Tensor, Tensor]                   # attention over some of the keys: output and log-sum-exp
+# attention over some of the keys: output and log-sum-exp
+Part = tuple[Tensor, Tensor]
 
 
 class SequenceSpan(NamedTuple):
@@ -33,7 +34,8 @@ class SequenceSpan(NamedTuple):
     length: int
 
 
-def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor | None,
+def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor,
+               cu_seqlens_q: Tensor | None,
                page_size: int, max_seqlen_q: int | None) -> list[SequenceSpan]:
     """Returns the sequences of a call, read on the host and checked."""
     lengths: list[int] = context_lens.tolist()
@@ -42,22 +44,27 @@ def read_spans(op: str, tokens: int, block_table: Tensor, context_lens: Tensor, 
     if lengths and (min(lengths) < 0 or max(lengths) > capacity):
         i = next(i for i, n in enumerate(lengths) if not 0 <= n <= capacity)
         raise InvalidCall.of(op, Reason(
-            Code.KV_METADATA_INVALID, f"from 0 to {capacity} ({block_table.shape[1]} pages of {page_size})", lengths[i],
+            Code.KV_METADATA_INVALID,
+            f"from 0 to {capacity} ({block_table.shape[1]} pages of {page_size})", lengths[i],
             f"context_lens[{i}]"))
     sequences = [SequenceSpan(a, b, n) for a, b, n in zip(starts, starts[1:], lengths)]
     longest = max((s.last - s.first for s in sequences), default=0)
-    if cu_seqlens_q is not None and (len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != tokens
-                                     or any(s.last < s.first for s in sequences)):
+    if (cu_seqlens_q is not None and (len(starts) != len(lengths) + 1 or starts[0] != 0
+                                      or starts[-1] != tokens
+                                      or any(s.last < s.first for s in sequences))):
         raise InvalidCall.of(op, Reason(
-            Code.KV_METADATA_INVALID, f"{len(lengths) + 1} numbers from 0 to the {tokens} query tokens, never falling",
+            Code.KV_METADATA_INVALID,
+            f"{len(lengths) + 1} numbers from 0 to the {tokens} query tokens, never falling",
             str(starts), "cu_seqlens_q"))
     if max_seqlen_q is not None and longest > max_seqlen_q:
         raise InvalidCall.of(op, Reason(
-            Code.VALUE_OUT_OF_RANGE, f">= {longest}, the longest query", max_seqlen_q, "max_seqlen_q"))
+            Code.VALUE_OUT_OF_RANGE, f">= {longest}, the longest query", max_seqlen_q,
+            "max_seqlen_q"))
     return sequences
 
 
-def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[SequenceSpan], page_size: int) -> None:
+def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[SequenceSpan],
+                page_size: int) -> None:
     """Raises InvalidCall unless every used entry of the table is a page of the pool."""
     for i, s in enumerate(sequences):
         row = block_table[i, :-(-s.length // page_size)]
@@ -67,8 +74,8 @@ def check_pages(op: str, pages: int, block_table: Tensor, sequences: list[Sequen
         if low < 0 or high >= pages:
             j = int(((row < 0) | (row >= pages)).nonzero()[0])
             raise InvalidCall.of(op, Reason(
-                Code.BLOCK_TABLE_INVALID, f"from 0 to {pages - 1} (the pool has {pages} pages)", int(row[j]),
-                f"block_table[{i}, {j}]"))
+                Code.BLOCK_TABLE_INVALID, f"from 0 to {pages - 1} (the pool has {pages} pages)",
+                int(row[j]), f"block_table[{i}, {j}]"))
 
 
 def check_metadata(op: str, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -88,7 +95,8 @@ def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, se
     for name in (first, second):
         if values[name].dim() != layout.count(",") + 1:
             raise InvalidCall.of(op, Reason(
-                Code.KV_CACHE_LAYOUT_MISMATCH, f"{layout} for {name}", f"shape {tuple(values[name].shape)}", name))
+                Code.KV_CACHE_LAYOUT_MISMATCH, f"{layout} for {name}",
+                f"shape {tuple(values[name].shape)}", name))
     first_shape, second_shape = tuple(values[first].shape), tuple(values[second].shape)
     if first_shape[:-1] != second_shape[:-1]:
         raise InvalidCall.of(op, Reason(
@@ -97,14 +105,17 @@ def check_shapes(op: str, values: Mapping[str, Any], layout: str, first: str, se
     table, lengths, starts = values["block_table"], values["context_lens"], values["cu_seqlens_q"]
     if table.dim() != 2:
         raise InvalidCall.of(op, Reason(
-            Code.BLOCK_TABLE_INVALID, "of shape (batch, max_pages)", str(tuple(table.shape)), "block_table"))
+            Code.BLOCK_TABLE_INVALID, "of shape (batch, max_pages)", str(tuple(table.shape)),
+            "block_table"))
     if lengths.dim() != 1 or lengths.shape[0] != table.shape[0]:
         raise InvalidCall.of(op, Reason(
-            Code.KV_METADATA_INVALID, f"of shape ({table.shape[0]},), one length for each row of block_table",
+            Code.KV_METADATA_INVALID,
+            f"of shape ({table.shape[0]},), one length for each row of block_table",
             str(tuple(lengths.shape)), "context_lens"))
     if starts is not None and starts.dim() != 1:
         raise InvalidCall.of(op, Reason(
-            Code.KV_METADATA_INVALID, f"of shape ({table.shape[0] + 1},)", str(tuple(starts.shape)), "cu_seqlens_q"))
+            Code.KV_METADATA_INVALID, f"of shape ({table.shape[0] + 1},)", str(tuple(starts.shape)),
+            "cu_seqlens_q"))
 
 
 # Derived sizes of the query's division into sequences; error messages show their names.
@@ -119,7 +130,8 @@ METADATA_RULES: tuple[Condition, ...] = (
     one_of("block_table.dtype", *INTEGERS, code=Code.BLOCK_TABLE_INVALID),
     one_of("context_lens.dtype", *INTEGERS, code=Code.KV_METADATA_INVALID),
     one_of("cu_seqlens_q.dtype", None, *INTEGERS, code=Code.KV_METADATA_INVALID),
-    any_of(present("cu_seqlens_q.dtype"), equals("query_tokens_minus_batch", 0, Code.KV_METADATA_INVALID)),
+    any_of(present("cu_seqlens_q.dtype"),
+           equals("query_tokens_minus_batch", 0, Code.KV_METADATA_INVALID)),
     equals("cu_seqlens_q_length_minus_batch", 1, Code.KV_METADATA_INVALID),
     at_least("max_seqlen_q", 0, Code.VALUE_OUT_OF_RANGE),
     at_least("page_size", 1, Code.PAGE_SIZE_UNSUPPORTED),
@@ -171,14 +183,16 @@ def page_table_from_csr(indptr: Tensor, indices: Tensor, last_page_len: Tensor |
     where = (indptr[:-1, None] + column).where(used, 0)
     table = indices[where] if indices.numel() else indices.new_zeros(where.shape)
     full = counts * page_size
-    lengths = full if last_page_len is None else (full - page_size + last_page_len).where(counts > 0, 0)
+    lengths = (full if last_page_len is None
+               else (full - page_size + last_page_len).where(counts > 0, 0))
     return table.masked_fill(~used, 0).to(indices.dtype), lengths.to(indptr.dtype)
 
 
 # Test inputs.
 
-def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int, dtype: torch.dtype, device: str,
-                 order: str = "shuffled", spare: int = 2) -> tuple[Tensor, Tensor, Tensor, int]:
+def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int, dtype: torch.dtype,
+                 device: str, order: str = "shuffled",
+                 spare: int = 2) -> tuple[Tensor, Tensor, Tensor, int]:
     """Returns (block_table, context_lens, used slots, pages). Unused entries of the table are -1.
 
     `order`: "shuffled" pages, or "neighbours": each sequence's pages are adjacent.

@@ -43,14 +43,16 @@ MAX_ATTEMPTS = 64                              # spaces tried from the end of th
 # Alternatives of the patterns in use (GPT-2, cl100k, Llama 3, Qwen 2, o200k), without possessive
 # quantifiers. None matches something visible followed by a space, and none looks behind.
 _ALTERNATIVES = frozenset((
-    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"'(?:[sdmt]|ll|ve|re)",
-    r"'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?[\p{L}]+", r" ?\p{N}+", r" ?[\p{N}]+", r" ?[^\s\p{L}\p{N}]+",
-    r"\s+(?!\S)", r"\s+", r"\s", r"\s+$", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r"\p{N}", r"\p{N}+",
+    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+    r"'(?:[sdmt]|ll|ve|re)", r"'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?[\p{L}]+", r" ?\p{N}+",
+    r" ?[\p{N}]+", r" ?[^\s\p{L}\p{N}]+", r"\s+(?!\S)", r"\s+", r"\s", r"\s+$",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r"\p{N}", r"\p{N}+",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s*[\r\n]",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"))
 _LOCAL_NORMALIZERS = frozenset((
-    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt", "Precompiled"))
+    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt",
+    "Precompiled"))
 _SPLITS_AT_SPACES = frozenset(("Whitespace", "WhitespaceSplit", "BertPreTokenizer"))
 _POSSESSIVE = re.compile(r"([+?*]|\{\d+(?:,\d*)?\})\+")
 _VISIBLE = re.compile(r"[!-~]+")
@@ -61,23 +63,29 @@ class SplitPoints:
     """Where the texts of one tokenizer can be split."""
 
     spaces: bool = False
-    special: Mapping[str, int] = field(default_factory=dict)     # added tokens to split in front of: content -> id
-    ordinary: Mapping[str, int] = field(default_factory=dict)    # likewise, if special tokens are encoded as text
+    # added tokens to split in front of: content -> id
+    special: Mapping[str, int] = field(default_factory=dict)
+    # likewise, if special tokens are encoded as text
+    ordinary: Mapping[str, int] = field(default_factory=dict)
     longest: int = 0                           # length of the longest added token
-    offsets: bool = True                       # the offsets of a part encoded alone are those in the whole, shifted
+    # the offsets of a part encoded alone are those in the whole, shifted
+    offsets: bool = True
 
 
 def split_points_from_json(data: Mapping[str, Any]) -> SplitPoints:
     """Returns the split points of a tokenizer.json."""
     added = data.get("added_tokens") or ()
-    splittable = [t for t in added if not (t.get("normalized") or t.get("lstrip") or t.get("single_word"))
+    splittable = [t for t in added if not (t.get("normalized") or t.get("lstrip")
+                                           or t.get("single_word"))
                   and t["content"] and t["content"] == t["content"].strip()]
     reaches_over_spaces = any(t.get("rstrip") or any(c.isspace() for c in t["content"])
-                              or (t.get("normalized") and not _VISIBLE.fullmatch(t["content"])) for t in added)
+                              or (t.get("normalized") and not _VISIBLE.fullmatch(t["content"]))
+                              for t in added)
     spaces = (not reaches_over_spaces and _is_local(data.get("normalizer"))
               and _splits_at_spaces(data.get("pre_tokenizer")))
     post = data.get("post_processor") or {}
-    trimming = any(p.get("trim_offsets") and p.get("add_prefix_space") for p in (post, *post.get("processors", ())))
+    trimming = any(p.get("trim_offsets") and p.get("add_prefix_space")
+                   for p in (post, *post.get("processors", ())))
     return SplitPoints(spaces, {t["content"]: t["id"] for t in splittable},
                        {t["content"]: t["id"] for t in splittable if not t.get("special")},
                        max((len(t["content"]) for t in added), default=0), not trimming)
@@ -85,7 +93,8 @@ def split_points_from_json(data: Mapping[str, Any]) -> SplitPoints:
 
 def split_points_from_pattern(pattern: str, special_tokens: Mapping[str, int]) -> SplitPoints:
     """Returns the split points of a tiktoken encoding."""
-    spaces = is_known_pattern(pattern) and not any(c.isspace() for token in special_tokens for c in token)
+    spaces = (is_known_pattern(pattern)
+              and not any(c.isspace() for token in special_tokens for c in token))
     return SplitPoints(spaces, dict(special_tokens), {}, max(map(len, special_tokens), default=0))
 
 
@@ -94,7 +103,8 @@ def _is_local(normalizer: Mapping[str, Any] | None) -> bool:
         return True
     if normalizer.get("type") == "Sequence":
         return all(map(_is_local, normalizer.get("normalizers", ())))
-    if normalizer.get("type") == "Replace":    # as sentencepiece's converters write: several spaces become one
+    # as sentencepiece's converters write: several spaces become one
+    if normalizer.get("type") == "Replace":
         return normalizer.get("pattern") == {"Regex": " {2,}"} and normalizer.get("content") == " "
     return normalizer.get("type") in _LOCAL_NORMALIZERS
 
@@ -103,7 +113,8 @@ def _splits_at_spaces(pre: Mapping[str, Any] | None) -> bool:
     kind = pre.get("type") if pre else None
     if pre is None or kind in _SPLITS_AT_SPACES:
         return pre is not None
-    if kind == "Sequence":                     # later members get the pieces of the first one by one
+    # later members get the pieces of the first one by one
+    if kind == "Sequence":
         # Digits splits between digits and others only: a split point stays one.
         members = [m for m in pre.get("pretokenizers", ()) if m.get("type") != "Digits"]
         return bool(members) and _splits_at_spaces(members[0])
@@ -112,7 +123,8 @@ def _splits_at_spaces(pre: Mapping[str, Any] | None) -> bool:
     if kind == "Metaspace":
         return bool(pre.get("split", True)) and pre.get("replacement") == "▁"
     if kind == "Split":
-        whole = (pre.get("behavior"), bool(pre.get("invert"))) in (("Isolated", False), ("Removed", True))
+        whole = (pre.get("behavior"), bool(pre.get("invert"))) in (("Isolated", False),
+                                                                   ("Removed", True))
         return whole and is_known_pattern((pre.get("pattern") or {}).get("Regex", ""))
     return False
 
@@ -158,8 +170,10 @@ class _TokenSpans:
     tokens: tuple[int, ...]                    # indexes of ids
 
     @classmethod
-    def of(cls, text: str, ids: Sequence[int], spans: Sequence[Span], contents: Mapping[int, str]) -> _TokenSpans:
-        tokens = tuple(i for i, (token_id, (s, e)) in enumerate(zip(ids, spans)) if contents.get(token_id) == text[s:e])
+    def of(cls, text: str, ids: Sequence[int], spans: Sequence[Span],
+           contents: Mapping[int, str]) -> _TokenSpans:
+        tokens = tuple(i for i, (token_id, (s, e)) in enumerate(zip(ids, spans))
+                       if contents.get(token_id) == text[s:e])
         return cls(array("I", [s for s, _ in spans]), array("I", [e for _, e in spans]), tokens)
 
     def first(self, kept: int) -> list[Span]:
@@ -169,9 +183,11 @@ class _TokenSpans:
 class _StoredText:
     """A stored text and its ids. The spans of the ids are computed on first use."""
 
-    def __init__(self, text: str, ids: list[int], offsets: Offsets, contents: Mapping[int, str]) -> None:
+    def __init__(self, text: str, ids: list[int], offsets: Offsets,
+                 contents: Mapping[int, str]) -> None:
         self.text, self.ids, self.used = text, ids, 0
-        self._spans: _TokenSpans | Callable[[], _TokenSpans] = lambda: _TokenSpans.of(text, ids, offsets(), contents)
+        self._spans: _TokenSpans | Callable[[], _TokenSpans] = lambda: _TokenSpans.of(
+            text, ids, offsets(), contents)
 
     def spans(self) -> _TokenSpans:
         spans = self._spans
@@ -202,7 +218,8 @@ class PrefixMemory:
         self.split_points, self.eager = split_points, eager
         self._texts: dict[tuple[Any, str], tuple[_StoredText, ...]] = {}
         self._contents = {parse: {i: content for content, i in tokens.items()}
-                          for parse, tokens in ((True, split_points.special), (False, split_points.ordinary))}
+                          for parse, tokens in ((True, split_points.special),
+                                                (False, split_points.ordinary))}
         self._clock = count(1)
         self._hits = self._misses = self._reused = 0
 
@@ -253,10 +270,12 @@ class PrefixMemory:
     def _split(self, entry: _StoredText, shared: int) -> tuple[int, int]:
         """Returns the last split point in the common prefix and the number of ids before it; (0, 0)
         if there is none."""
-        if not (self.split_points.spaces or self.split_points.special or self.split_points.ordinary):
+        if not (self.split_points.spaces or self.split_points.special
+                or self.split_points.ordinary):
             return 0, 0
         spans = entry.spans()
-        last = bisect_right(spans.tokens, shared - self.split_points.longest, key=spans.starts.__getitem__) - 1
+        last = bisect_right(spans.tokens, shared - self.split_points.longest,
+                            key=spans.starts.__getitem__) - 1
         kept = spans.tokens[last] if last >= 0 else 0
         best = (spans.starts[kept], kept) if last >= 0 else (0, 0)
         at = shared
@@ -282,7 +301,8 @@ class PrefixMemory:
             entry.used = next(self._clock)
             others = sorted(self._texts.get(key, ()), key=lambda e: e.used)[1 - MAX_TEXTS_PER_KEY:]
             self._texts[key] = (entry, *others)
-            while len(stored := self._all()) > MAX_TEXTS or sum(len(e.text) for _, e in stored) > MAX_CHARACTERS:
+            while (len(stored := self._all()) > MAX_TEXTS
+                   or sum(len(e.text) for _, e in stored) > MAX_CHARACTERS):
                 oldest_key, oldest = min(stored, key=lambda pair: pair[1].used)
                 remaining = tuple(e for e in self._texts[oldest_key] if e is not oldest)
                 if remaining:
@@ -297,7 +317,8 @@ class PrefixMemory:
 
     def counts(self) -> PrefixCounts:
         stored = self._all()
-        return PrefixCounts(self._hits, self._misses, self._reused, len(stored), sum(len(e.text) for _, e in stored))
+        return PrefixCounts(self._hits, self._misses, self._reused, len(stored),
+                            sum(len(e.text) for _, e in stored))
 
 
 def _shift(spans: Sequence[Span], by: int) -> list[Span]:
@@ -323,7 +344,8 @@ _memories: dict[str, PrefixMemory] = {}
 _storing = threading.Lock()
 
 
-def prefix_memory(identity: str, split_points: Callable[[], SplitPoints], eager: bool) -> PrefixMemory:
+def prefix_memory(identity: str, split_points: Callable[[], SplitPoints],
+                  eager: bool) -> PrefixMemory:
     """Returns the memory of the tokenizer with this identity; equal identities encode texts
     equally."""
     memory = _memories.get(identity)

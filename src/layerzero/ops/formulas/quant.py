@@ -1,18 +1,22 @@
-"""Number formats with few bits: how a value becomes a code, how codes are stored, how scales are laid out.
+"""Number formats with few bits: how a value becomes a code, how codes are stored, how scales are
+laid out.
 
-- `int8`      value = (code - zero) * scale; symmetric codes are -127..127 with zero 0, others -128..127.
+- `int8`
+        value = (code - zero) * scale; symmetric codes are -127..127 with zero 0, others -128..127.
 - `int4`      value = (code - zero) * scale; codes are 0..15, and zero is 8 where none is given.
 - `fp8_e4m3`, `fp8_e5m2`  value = code * scale; the largest codes are 448 and 57344.
-- `nf4`       value = table[code] * scale; the sixteen quantiles of QLoRA, scale = largest magnitude of the block.
-- `mxfp4`     value = e2m1[code] * scale; scale is a power of two (e8m0) for each 32 elements (OCP MX).
+- `nf4`
+        value = table[code] * scale; the sixteen quantiles of QLoRA, scale = largest magnitude of
+        the block.
+- `mxfp4`  value = e2m1[code] * scale; scale is a power of two (e8m0) for each 32 elements (OCP MX).
 - `nvfp4`     value = e2m1[code] * scale * global_scale; scale is e4m3 for each 16 elements.
 
-Four-bit codes are stored two in a byte: element 2i in the low four bits, element 2i + 1 in the high four. A row
-of odd length ends with a byte whose high bits are zero.
+Four-bit codes are stored two in a byte: element 2i in the low four bits, element 2i + 1 in the high
+four. A row of odd length ends with a byte whose high bits are zero.
 
-Scales have as many dimensions as the tensor. In the last one there is one for each `block_size` elements (the last
-block may be shorter), or one for the row; in the one before it, one for each `block_rows` rows; where a dimension
-of the scales is 1, the scale is shared along it.
+Scales have as many dimensions as the tensor. In the last one there is one for each `block_size`
+elements (the last block may be shorter), or one for the row; in the one before it, one for each
+`block_rows` rows; where a dimension of the scales is 1, the scale is shared along it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from ...spec.reason import Code, Reason
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 TINY = torch.finfo(torch.float32).tiny
 
@@ -91,7 +96,8 @@ NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
 
 # Scales.
 
-def scale_shape(shape: torch.Size, granularity: str, block_size: int, block_rows: int) -> tuple[int, ...]:
+def scale_shape(shape: torch.Size, granularity: str, block_size: int,
+                block_rows: int) -> tuple[int, ...]:
     """Returns the shape of the scales of a tensor."""
     if granularity == "tensor":
         return (1,) * len(shape)
@@ -110,19 +116,24 @@ def expand_scales(scales: Tensor, shape: torch.Size, block_size: int, block_rows
     return scales
 
 
-def check_scales(op: str, name: str, scales: Tensor, shape: torch.Size, block_size: int, block_rows: int) -> None:
-    """Raises InvalidCall with SCALE_LAYOUT_MISMATCH unless the scales fit a tensor of this shape."""
+def check_scales(op: str, name: str, scales: Tensor, shape: torch.Size, block_size: int,
+                 block_rows: int) -> None:
+    """Raises InvalidCall with SCALE_LAYOUT_MISMATCH unless the scales fit a tensor of this shape.
+    """
     got = scales.shape
     if got == (1,) * len(shape) or (len(got) == len(shape) and got == (*shape[:-1], 1)):
         return
     want = scale_shape(shape, "block", block_size or max(shape[-1], 1), block_rows)
     if got != want:
         raise InvalidCall.of(op, Reason(
-            Code.SCALE_LAYOUT_MISMATCH, f"{name} of shape {want} (block_size {block_size}, block_rows {block_rows}), "
-            f"{(*shape[:-1], 1)} or {(1,) * len(shape)} for a tensor of shape {tuple(shape)}", str(tuple(got)), name))
+            Code.SCALE_LAYOUT_MISMATCH,
+            f"{name} of shape {want} (block_size {block_size}, block_rows {block_rows}), "
+            f"{(*shape[:-1], 1)} or {(1,) * len(shape)} for a tensor of shape {tuple(shape)}",
+            str(tuple(got)), name))
 
 
-def split_blocks(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, tuple[int, ...]]:
+def split_blocks(x: Tensor, granularity: str, block_size: int,
+                 block_rows: int) -> tuple[Tensor, tuple[int, ...]]:
     """Returns `x` reshaped into blocks, padded with zeros, and the axes that make up a block."""
     if granularity == "tensor":
         return x, tuple(range(x.dim()))
@@ -148,18 +159,21 @@ def block_amax(x: Tensor, granularity: str, block_size: int, block_rows: int) ->
     return blocks.abs().amax(axes, keepdim=granularity != "block")
 
 
-def block_min_max(x: Tensor, granularity: str, block_size: int, block_rows: int) -> tuple[Tensor, Tensor]:
+def block_min_max(x: Tensor, granularity: str, block_size: int,
+                  block_rows: int) -> tuple[Tensor, Tensor]:
     """Returns the minimum and the maximum over each block and zero."""
     if not x.numel():
         zeros = x.new_zeros(scale_shape(x.shape, granularity, block_size, block_rows))
         return zeros, zeros
     blocks, axes = split_blocks(x, granularity, block_size, block_rows)
     keep = granularity != "block"
-    return blocks.amin(axes, keepdim=keep).clamp(max=0.0), blocks.amax(axes, keepdim=keep).clamp(min=0.0)
+    return blocks.amin(axes, keepdim=keep).clamp(max=0.0), blocks.amax(axes, keepdim=keep).clamp(
+        min=0.0)
 
 
-def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, block_rows: int, symmetric: bool,
-                global_scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, block_rows: int,
+                symmetric: bool, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None,
+                                                                       Tensor | None]:
     """Returns scales, zeros and the global scale for finite float32 values."""
     if fmt.integer and not symmetric:
         low, high = block_min_max(finite, granularity, block_size, block_rows)
@@ -169,7 +183,8 @@ def make_scales(finite: Tensor, fmt: Format, granularity: str, block_size: int, 
         return scales, zeros, None
     amax = block_amax(finite, granularity, block_size, block_rows)
     if fmt.name == "mxfp4":
-        exponent = (torch.frexp(amax).exponent - 3).clamp(-127, 127)       # floor(log2) - 2, the exponent of 4
+        # floor(log2) - 2, the exponent of 4
+        exponent = (torch.frexp(amax).exponent - 3).clamp(-127, 127)
         return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu), None, None
     if fmt.name == "nvfp4":
         if global_scale is None:
@@ -190,7 +205,8 @@ def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     if fmt.name == "int8":
         low = -127.0 if zeros is None else -128.0
-        return (ratio.round() if zeros is None else ratio.round() + zeros).clamp(low, 127.0).to(torch.int8)
+        return (ratio.round() if zeros is None
+                else ratio.round() + zeros).clamp(low, 127.0).to(torch.int8)
     if fmt.name == "int4":
         shifted = ratio.round() + (8.0 if zeros is None else zeros)
         return pack_nibbles(shifted.clamp(1.0 if zeros is None else 0.0, 15.0).to(torch.uint8))
@@ -198,7 +214,8 @@ def encode(ratio: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
         midpoints = torch.tensor(NF4_MIDPOINTS, device=ratio.device)
         return pack_nibbles((ratio[..., None] > midpoints).sum(-1, dtype=torch.uint8))
     magnitude = ratio.abs()
-    code = ((magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)      # ties to the even code
+    # ties to the even code
+    code = ((magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)
             + (magnitude >= 1.75) + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0))
     return pack_nibbles(code + (ratio < 0).to(torch.uint8) * 8)
 
@@ -214,7 +231,8 @@ def decode(q: Tensor, fmt: Format, size: int, zeros: Tensor | None, wide: torch.
     return values
 
 
-def dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int, block_size: int,
+def dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, size: int,
+                     block_size: int,
                      block_rows: int, global_scale: Tensor | None = None) -> Tensor:
     """Dequantizes codes to float32, or to float64 if the scales are float64."""
     wide = torch.float64 if scales.dtype == torch.float64 else torch.float32

@@ -33,15 +33,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     return torch.cat((rotated, wide[..., 2 * half:]), -1).to(x.dtype)
 
 
-def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str, dtype: torch.dtype) -> Tensor:
+def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str,
+                  dtype: torch.dtype) -> Tensor:
     """Returns the rows of `table` for the tokens, in at least float32, with an axis of size 1 for
     the heads."""
     rows = table if position_ids is None else torch.nn.functional.embedding(position_ids, table)
-    return rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3 if layout == "bhsd" else -2)
+    return rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3 if layout == "bhsd"
+                                                                        else -2)
 
 
 def detect_style(
-    output: Tensor, q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, layout: str = "bhsd",
+    output: Tensor, q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
+    layout: str = "bhsd",
 ) -> Literal["rotate_half", "interleaved", "both", "neither"]:
     """Returns the convention that `output` follows as a rotation of `q`: "both" where they agree,
     as at position 0."""
@@ -49,7 +52,8 @@ def detect_style(
     scale = max(float(q.abs().max()), 1e-30) if q.numel() else 1.0
     # A few roundings of the output: the conventions differ by as much as q itself.
     close = 4 * torch.finfo(output.dtype).eps * scale
-    fits = [s for s in STYLES if not q.numel() or _max_difference(output, rotate(q, cos, sin, s)) <= close]
+    fits = [s for s in STYLES if not q.numel() or _max_difference(output, rotate(q, cos, sin, s))
+            <= close]
     return "both" if len(fits) == 2 else fits[0] if fits else "neither"  # type: ignore[return-value]
 
 
@@ -77,14 +81,16 @@ def ntk_frequencies(dim: int, base: float, factor: float) -> Tensor:
     return frequencies(dim, base * factor ** (dim / (dim - 2)))
 
 
-def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int, seq_len: int) -> Tensor:
+def dynamic_ntk_frequencies(dim: int, base: float, factor: float, original: int,
+                            seq_len: int) -> Tensor:
     """Returns NTK-aware frequencies with the factor for `seq_len`; unscaled up to the original
     length."""
     seq_len = max(seq_len, original)
     return ntk_frequencies(dim, base, (factor * seq_len / original) - (factor - 1))
 
 
-def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_fast: float, beta_slow: float,
+def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_fast: float,
+                     beta_slow: float,
                      truncate: bool) -> Tensor:
     """Returns YaRN frequencies: high ones are kept, low ones are interpolated, with a ramp
     between."""
@@ -103,12 +109,14 @@ def yarn_frequencies(dim: int, base: float, factor: float, original: int, beta_f
     return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+def yarn_attention_factor(factor: float, mscale: float | None,
+                          mscale_all_dim: float | None) -> float:
     """Returns YaRN's factor of cos and sin, which keeps the entropy of the softmax."""
     def mscale_of(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return mscale_of(mscale) / mscale_of(mscale_all_dim) if mscale and mscale_all_dim else mscale_of(1.0)
+    return (mscale_of(mscale) / mscale_of(mscale_all_dim) if mscale and mscale_all_dim
+            else mscale_of(1.0))
 
 
 def llama3_frequencies(dim: int, base: float, factor: float, original: int, low_freq_factor: float,
@@ -117,7 +125,8 @@ def llama3_frequencies(dim: int, base: float, factor: float, original: int, low_
     between blended."""
     plain = frequencies(dim, base)
     wavelength = 2 * math.pi / plain
-    is_long, is_short = wavelength > original / low_freq_factor, wavelength < original / high_freq_factor
+    is_long, is_short = (wavelength > original / low_freq_factor,
+                         wavelength < original / high_freq_factor)
     scaled = torch.where(is_long, plain / factor, plain)
     blend = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     return torch.where(is_long | is_short, scaled, (1 - blend) * scaled / factor + blend * scaled)
@@ -133,17 +142,19 @@ def longrope_attention_factor(factor: float, original: int) -> float:
     return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def proportional_frequencies(head_dim: int, base: float, factor: float, proportion: float) -> Tensor:
+def proportional_frequencies(head_dim: int, base: float, factor: float,
+                             proportion: float) -> Tensor:
     """Returns frequencies for the first `proportion` of the pairs of a head, zeros for the
     others."""
     rotated_pairs = int(proportion * head_dim // 2)
-    rotating = 1.0 / (base ** (torch.arange(0, 2 * rotated_pairs, 2, dtype=torch.int64).to(torch.float32) / head_dim))
+    rotating = 1.0 / (base ** (torch.arange(0, 2 * rotated_pairs, 2,
+                                            dtype=torch.int64).to(torch.float32) / head_dim))
     return torch.cat((rotating, torch.zeros(head_dim // 2 - rotated_pairs))) / factor
 
 
 def xpos_decay(dim: int, positions: Tensor, scale_base: float) -> Tensor:
-    """Returns the XPos factor of a query at each position, by which a key is divided; one column per
-    pair.
+    """Returns the XPos factor of a query at each position, by which a key is divided; one column
+    per pair.
 
     Positions count from their middle: that cancels in every product of query and key and keeps the
     numbers small.

@@ -1,7 +1,7 @@
 """Random numbers, filters and the draw, shared by the sampling operations.
 
-Random numbers are part of the contract, so that every kernel draws the same token from the same seed.
-Draw j of row r is one float64 in [0, 1), computed by SplitMix64 from a counter:
+Random numbers are part of the contract, so that every kernel draws the same token from the same
+seed. Draw j of row r is one float64 in [0, 1), computed by SplitMix64 from a counter:
 
     state = mix(mix(seed) + offset * GOLDEN) + (r + 1) * GOLDEN + j * STRIDE   (mod 2^64)
     u = (mix(state) >> 11) * 2^-53
@@ -56,8 +56,9 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tensor | None, seed: int | None,
-                   seed_rows: Tensor | None, offset: int, generator: torch.Generator | None) -> Tensor:
+def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tensor | None,
+                   seed: int | None, seed_rows: Tensor | None, offset: int,
+                   generator: torch.Generator | None) -> Tensor:
     """Returns (batch, draws) numbers in [0, 1): `uniforms`, or from the seeds, or from torch's
     generator."""
     wide = accumulator_dtype(device)
@@ -70,7 +71,8 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
     else:
         first = mix_int(mix_int(int(seed or 0)) + offset * GOLDEN) + GOLDEN
         if device.type == "cpu" and batch * draws <= 16:       # faster than a dozen torch calls
-            numbers = [[(mix_int(first + r * GOLDEN + j * STRIDE) >> 11) * 2.0 ** -53 for j in range(draws)]
+            numbers = [[(mix_int(first + r * GOLDEN + j * STRIDE) >> 11) * 2.0 ** -53
+                        for j in range(draws)]
                        for r in range(batch)]
             return torch.tensor(numbers, dtype=wide).reshape(batch, draws)
         start = torch.arange(batch, device=device) * as_int64(GOLDEN) + as_int64(first)
@@ -79,8 +81,8 @@ def random_numbers(batch: int, draws: int, device: torch.device, uniforms: Tenso
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Returns the column of each row that `uniform` (batch, 1) selects; weights are >= 0, float64, by
-    token id.
+    """Returns the column of each row that `uniform` (batch, 1) selects; weights are >= 0, float64,
+    by token id.
 
     A column of weight zero is never selected, unless all are.
     """
@@ -91,7 +93,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def first_beyond(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     """Returns the first column of positive weight whose cumulative weight exceeds `target`, or the
     last."""
-    below = 1.0 - torch.finfo(cumulative.dtype).eps / 2                    # x * below is the next number below x
+    # x * below is the next number below x
+    below = 1.0 - torch.finfo(cumulative.dtype).eps / 2
     target = torch.minimum(target, cumulative[:, -1:] * below)
     return ((cumulative > target) & (weights > 0)).to(torch.uint8).argmax(-1, keepdim=True)
 
@@ -122,7 +125,8 @@ def make_filters(vocab: int, temperature: float, top_k: int, top_p: float, min_p
                    min_p if min_p_rows is None else min_p_rows[:, None].to(wide), max_top_k)
 
 
-def rank_scores(values: Tensor, temperature: float, temperature_rows: Tensor | None, from_probs: bool) -> Tensor:
+def rank_scores(values: Tensor, temperature: float, temperature_rows: Tensor | None,
+                from_probs: bool) -> Tensor:
     """Returns the scores that rank tokens, at least float32: log-weights with maximum 0, or the
     probabilities.
 
@@ -193,7 +197,8 @@ def apply_penalties(logits: Tensor, history: Tensor | None, token_counts: Tensor
 def penalize(x: Tensor, seen: Tensor, counts: Tensor, penalties: Penalties) -> Tensor:
     """Applies penalties elementwise. Repetition divides positive logits and multiplies negative
     ones."""
-    repetition, presence, frequency = (p.to(x.dtype) if isinstance(p, Tensor) else p for p in penalties)
+    repetition, presence, frequency = (p.to(x.dtype) if isinstance(p, Tensor) else p
+                                       for p in penalties)
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     return x - frequency * counts - presence * (counts > 0).to(x.dtype)
 
@@ -202,7 +207,8 @@ def count_tokens(history: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Returns (batch, vocab), the count of each token in the history; ids outside the vocabulary
     are padding."""
     counts = torch.zeros((history.shape[0], vocab + 1), dtype=dtype, device=history.device)
-    return counts.scatter_add_(1, token_columns(history, vocab), torch.ones_like(history, dtype=dtype))[:, :vocab]
+    return counts.scatter_add_(1, token_columns(history, vocab),
+                               torch.ones_like(history, dtype=dtype))[:, :vocab]
 
 
 def token_columns(tokens: Tensor, vocab: int) -> Tensor:
@@ -220,7 +226,8 @@ def distribution(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
     """Returns (batch, vocab), the probabilities that lz.sample draws from, at least float32; zeros
     if none is possible."""
     scores = rank_scores(logits, temperature, None, from_probs)
-    filters = make_filters(scores.shape[-1], temperature, top_k, top_p, min_p, None, None, None, None, scores.dtype)
+    filters = make_filters(scores.shape[-1], temperature, top_k, top_p, min_p, None, None, None,
+                           None, scores.dtype)
     weights = filter_weights(scores, filters, from_probs)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total > 0, total, 1.0)).to(scores.dtype)
@@ -232,11 +239,13 @@ def filter_weights(scores: Tensor, filters: Filters, from_probs: bool) -> Tensor
     weights = token_weights(scores, from_probs)
     if filters.max_top_k == 1:
         return one_hot(scores.argmax(-1, keepdim=True), weights) * (weights > 0)
-    if filters.max_top_k == scores.shape[-1] and not isinstance(filters.top_p, Tensor) and filters.top_p >= 1.0:
+    if (filters.max_top_k == scores.shape[-1] and not isinstance(filters.top_p, Tensor)
+        and filters.top_p >= 1.0):
         return torch.where(weights >= filters.min_p * weights.amax(-1, keepdim=True), weights, 0.0)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(1, order)
-    return torch.zeros_like(weights).scatter(1, order, torch.where(keep_mask(ranked, filters), ranked, 0.0))
+    return torch.zeros_like(weights).scatter(1, order,
+                                             torch.where(keep_mask(ranked, filters), ranked, 0.0))
 
 
 # Speculative decoding.

@@ -92,10 +92,12 @@ def make_kernel(encode: Encode) -> Callable[..., Tokens]:
     """Returns a kernel of lz.tokenize that encodes by a library's `encode`."""
 
     def run(
-        text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True, parse_special: bool | None = None,
-        truncation: bool | None = None, padding: bool | str | None = None, max_length: int | None = None,
-        truncation_side: str | None = None, padding_side: str | None = None, pad_id: int | None = None,
-        pad_to_multiple_of: int | None = None, return_offsets: bool = False, return_attention_mask: bool = True,
+        text: str | list[str], tokenizer: Any, *, add_special_tokens: bool = True,
+        parse_special: bool | None = None, truncation: bool | None = None,
+        padding: bool | str | None = None, max_length: int | None = None,
+        truncation_side: str | None = None, padding_side: str | None = None,
+        pad_id: int | None = None, pad_to_multiple_of: int | None = None,
+        return_offsets: bool = False, return_attention_mask: bool = True,
         cache_prefix: bool = False,
     ) -> Tokens:
         handle = identify_again(tokenizer)
@@ -119,7 +121,9 @@ def check_texts(text: Any) -> Sequence[str]:
         texts = text
         for i, item in enumerate(texts):
             if not isinstance(item, str):
-                raise InvalidCall.of("tokenize", Reason(Code.WRONG_TYPE, "a str", type(item).__name__, f"text[{i}]"))
+                raise InvalidCall.of("tokenize",
+                                     Reason(Code.WRONG_TYPE, "a str", type(item).__name__,
+                                            f"text[{i}]"))
     else:
         raise InvalidCall.of("tokenize", Reason(
             Code.WRONG_TYPE, "a str or a list of them", type(text).__name__, "text"))
@@ -130,22 +134,25 @@ def check_texts(text: Any) -> Sequence[str]:
             except UnicodeEncodeError as e:
                 name = "text" if isinstance(text, str) else f"text[{i}]"
                 raise InvalidCall.of("tokenize", Reason(
-                    Code.VALUE_OUT_OF_RANGE, "Unicode text; text.encode('utf-16', 'surrogatepass').decode('utf-16', "
-                    "'replace') repairs it", f"a lone surrogate at character {e.start}", name)) from e
+                    Code.VALUE_OUT_OF_RANGE,
+                    "Unicode text; text.encode('utf-16', 'surrogatepass').decode('utf-16', "
+                    "'replace') repairs it", f"a lone surrogate at character {e.start}",
+                    name)) from e
     return texts
 
 
 @lru_cache(maxsize=1024, typed=True)           # True and 1 differ
-def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool | str | None, max_length: int | None,
-                    truncation_side: str | None, padding_side: str | None, pad_id: int | None,
-                    multiple: int | None) -> Lengths:
+def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool | str | None,
+                    max_length: int | None, truncation_side: str | None, padding_side: str | None,
+                    pad_id: int | None, multiple: int | None) -> Lengths:
     """Returns the call's truncation and padding, by default the tokenizer's; raises InvalidCall if
     incomplete."""
     cut = settings.truncation if truncation is None else truncation
     limit = settings.max_length if max_length is None else max_length
     if cut and limit is None:
         raise InvalidCall.of("tokenize", Reason(
-            Code.MISSING_METADATA, "truncation needs it, and this tokenizer has none of its own", None, "max_length"))
+            Code.MISSING_METADATA, "truncation needs it, and this tokenizer has none of its own",
+            None, "max_length"))
     if padding is None:
         pad = settings.padding
     elif isinstance(padding, bool):
@@ -154,21 +161,25 @@ def resolve_lengths(settings: Settings, truncation: bool | None, padding: bool |
         pad = padding
     else:
         raise InvalidCall.of("tokenize", Reason(
-            Code.VALUE_OUT_OF_RANGE, (False, True, "longest", "max_length", None), str(padding), "padding"))
-    length = settings.pad_length if max_length is None and settings.pad_length is not None else limit
+            Code.VALUE_OUT_OF_RANGE, (False, True, "longest", "max_length", None), str(padding),
+            "padding"))
+    length = (settings.pad_length if max_length is None and settings.pad_length is not None
+              else limit)
     if pad == "max_length" and length is None:
         raise InvalidCall.of("tokenize", Reason(
             Code.MISSING_METADATA, "padding='max_length' needs it", None, "max_length"))
     filler = settings.pad_id if pad_id is None else pad_id
     if pad and filler is None:
         raise InvalidCall.of("tokenize", Reason(
-            Code.MISSING_METADATA, "padding needs it, and this tokenizer has none of its own", None, "pad_id"))
-    return Lengths(limit if cut else None, (truncation_side or settings.truncation_side) == "left", pad, length,
-                   filler or 0, multiple or settings.pad_to_multiple_of or 1,
+            Code.MISSING_METADATA, "padding needs it, and this tokenizer has none of its own", None,
+            "pad_id"))
+    return Lengths(limit if cut else None, (truncation_side or settings.truncation_side) == "left",
+                   pad, length, filler or 0, multiple or settings.pad_to_multiple_of or 1,
                    (padding_side or settings.padding_side) == "left")
 
 
-def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, offsets: bool, mask: bool,
+def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, offsets: bool,
+             mask: bool,
              identity: str) -> Tokens:
     """Truncates, adds special tokens and pads."""
     rows, spans = [], []
@@ -190,7 +201,8 @@ def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, off
         target += -target % lengths.multiple
         if target > MAX_PADDED_LENGTH:
             raise InvalidCall.of("tokenize", Reason(
-                Code.VALUE_OUT_OF_RANGE, f"a length of at most {MAX_PADDED_LENGTH} to pad to", target, "max_length"))
+                Code.VALUE_OUT_OF_RANGE, f"a length of at most {MAX_PADDED_LENGTH} to pad to",
+                target, "max_length"))
         for i, ids in enumerate(rows):
             missing = target - len(ids)
             if missing > 0:
@@ -207,7 +219,8 @@ def room_for_text(limit: int, around: int) -> int:
     """Returns how many ids of the text fit beside the added special tokens."""
     if limit < around:
         raise InvalidCall.of("tokenize", Reason(
-            Code.VALUE_OUT_OF_RANGE, f">= {around}, the special tokens that are added", limit, "max_length"))
+            Code.VALUE_OUT_OF_RANGE, f">= {around}, the special tokens that are added", limit,
+            "max_length"))
     return limit - around
 
 
@@ -218,15 +231,18 @@ def _pad(row: list[Any], filler: Any, missing: int, left: bool) -> list[Any]:
 def read_sequences(ids: Any) -> tuple[list[list[int]], bool]:
     """Returns the sequences of a call of lz.detokenize, and whether it was a single one."""
     values = ids.ids if isinstance(ids, Tokens) else ids
-    if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.bool or values.dim() > 2):
+    if (isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.bool
+                                        or values.dim() > 2)):
         raise InvalidCall.of("detokenize", Reason(
-            Code.WRONG_TYPE, "integers in one or two dimensions", f"{values.dtype} {tuple(values.shape)}", "ids"))
+            Code.WRONG_TYPE, "integers in one or two dimensions",
+            f"{values.dtype} {tuple(values.shape)}", "ids"))
     rows = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(rows, int) and not isinstance(rows, bool):
         rows = [rows]
     if not isinstance(rows, (list, tuple)):
         raise InvalidCall.of("detokenize", Reason(
-            Code.WRONG_TYPE, "a list of ids, a list of such lists, a tensor, or what lz.tokenize returned",
+            Code.WRONG_TYPE,
+            "a list of ids, a list of such lists, a tensor, or what lz.tokenize returned",
             type(ids).__name__, "ids"))
     single = not any(isinstance(row, (list, tuple)) for row in rows)
     if single:
@@ -236,7 +252,8 @@ def read_sequences(ids: Any) -> tuple[list[list[int]], bool]:
 
 def _read_ids(row: Any, name: str) -> list[int]:
     if not isinstance(row, (list, tuple)):
-        raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "a list like the others", type(row).__name__, name))
+        raise InvalidCall.of("detokenize", Reason(Code.WRONG_TYPE, "a list like the others",
+                                                  type(row).__name__, name))
     try:
         ids = [i if type(i) is int else index(i) for i in row]
     except TypeError as e:

@@ -15,7 +15,8 @@ from ...spec.reason import shown
 
 LIMITS = FileLimits(size=256 << 20)                # files of large vocabularies have 40 MB
 _MAX_ID = 2 ** 31                              # exclusive, for ids and lengths
-_MEMBERS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors",
+_MEMBERS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers",
+            "post_processor": "processors",
             "decoder": "decoders"}
 
 
@@ -25,7 +26,9 @@ def parse_tokenizer_json(text: str, source: str) -> dict[str, Any]:
     error = next(_errors(data), None)
     if error is not None:
         where, want, got = error
-        raise DataError(f"{source}: wanted a tokenizer.json, in which {where} is {want}; got {shown(got, most=120)}")
+        raise DataError(
+            f"{source}: wanted a tokenizer.json, in which {where} is {want}; got "
+            f"{shown(got, most=120)}")
     checked: dict[str, Any] = data
     return checked
 
@@ -43,17 +46,20 @@ def _errors(data: Any) -> Errors:
     if not isinstance(added, (list, type(None))):
         yield "added_tokens", "a list", added
     for i, token in enumerate(added or ()):
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not _is_id(token.get("id")):
+        if (not isinstance(token, dict) or not isinstance(token.get("content"), str)
+            or not _is_id(token.get("id"))):
             yield f"added_tokens[{i}]", "an object with a content and an id", token
     for name, members in _MEMBERS.items():
         yield from _component_errors(data.get(name), name, members)
     cut, pad = data.get("truncation"), data.get("padding")
     for name, part in (("truncation", cut), ("padding", pad)):
-        if part is not None and (not isinstance(part, dict) or not isinstance(part.get("direction", ""), str)):
+        if (part is not None
+            and (not isinstance(part, dict) or not isinstance(part.get("direction", ""), str))):
             yield name, "an object whose direction is a text", part
             return
     fixed = (pad or {}).get("strategy")
-    numbers = {"truncation.max_length": (cut or {}).get("max_length"), "padding.pad_id": (pad or {}).get("pad_id"),
+    numbers = {"truncation.max_length": (cut or {}).get("max_length"),
+               "padding.pad_id": (pad or {}).get("pad_id"),
                "padding.pad_to_multiple_of": (pad or {}).get("pad_to_multiple_of"),
                "padding.strategy.Fixed": fixed.get("Fixed") if isinstance(fixed, dict) else None}
     for name, value in numbers.items():
@@ -66,7 +72,8 @@ def _vocabulary_errors(model: Mapping[str, Any]) -> Errors:
     if isinstance(vocab, dict):
         bad = next((item for item in vocab.items() if not _is_id(item[1])), None)
     elif isinstance(vocab, list):
-        bad = next((item for item in vocab if not (isinstance(item, list) and len(item) == 2 and isinstance(
+        bad = next((item for item in vocab
+                    if not (isinstance(item, list) and len(item) == 2 and isinstance(
             item[0], str) and type(item[1]) in (int, float))), None)
     else:
         bad = vocab
@@ -77,7 +84,8 @@ def _vocabulary_errors(model: Mapping[str, Any]) -> Errors:
         return
     for i, pair in enumerate(merges or ()):
         if not isinstance(pair, str) and not (
-                isinstance(pair, list) and len(pair) == 2 and all(isinstance(half, str) for half in pair)):
+                isinstance(pair, list) and len(pair) == 2
+                and all(isinstance(half, str) for half in pair)):
             yield f"model.merges[{i}]", "a text of two tokens or a list of two", pair
     if not isinstance(model.get("type"), (str, type(None))):
         yield "model.type", "a text", model["type"]
@@ -106,7 +114,8 @@ def _component_errors(part: Any, where: str, members: str) -> Errors:
 def _template_errors(part: Mapping[str, Any], where: str) -> Errors:
     known, single = part.get("special_tokens"), part.get("single")
     if not isinstance(known, dict) or not all(
-            isinstance(token, dict) and isinstance(token.get("ids"), list) and all(map(_is_id, token["ids"]))
+            isinstance(token, dict) and isinstance(token.get("ids"), list)
+            and all(map(_is_id, token["ids"]))
             for token in known.values()):
         yield f"{where}.special_tokens", "an object of tokens with their ids", known
     elif not isinstance(single, list):
@@ -114,9 +123,11 @@ def _template_errors(part: Mapping[str, Any], where: str) -> Errors:
     else:
         for i, item in enumerate(single):
             special = item.get("SpecialToken") if isinstance(item, dict) else None
-            named = isinstance(special, dict) and isinstance(special.get("id"), str) and special["id"] in known
+            named = (isinstance(special, dict) and isinstance(special.get("id"), str)
+                     and special["id"] in known)
             if not (isinstance(item, dict) and ("Sequence" in item or named)):
-                yield f"{where}.single[{i}]", "a Sequence, or a SpecialToken of special_tokens", item
+                yield (f"{where}.single[{i}]", "a Sequence, or a SpecialToken of special_tokens",
+                       item)
 
 
 def _is_id(value: Any) -> bool:

@@ -18,7 +18,16 @@ from torch import Tensor
 from ...dispatch import facts as reading
 from ...machine import faults, hardware
 from ...machine.loading import LoadFailed
-from ...operate.graphs import WARM_UPS, Attempt, Calls, Problem, attempt, first_cause, problem_of, why_no_capture
+from ...operate.graphs import (
+    WARM_UPS,
+    Attempt,
+    Calls,
+    Problem,
+    attempt,
+    first_cause,
+    problem_of,
+    why_no_capture,
+)
 from ...operate.inspection import dispatcher_of
 from ...selection.policy import suggest
 from ...spec.codec import Record
@@ -29,11 +38,22 @@ from ...world import certificates, context
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate
 from ..comparison import compare, tolerance_of
-from .contract import call, case_values, judge_result, load_once, may_be_chance, refusals, results_of, upcast
+from .contract import (
+    call,
+    case_values,
+    judge_result,
+    load_once,
+    may_be_chance,
+    refusals,
+    results_of,
+    upcast,
+)
 
 REPLAYS = 3
-MAX_CASES = 2                                  # captured per kernel: the first that it accepts, and the last
-FACTORS = (-1.0, 0.5, -1.25)                   # of a user's inputs, per replay; a norm cancels a positive one
+# captured per kernel: the first that it accepts, and the last
+MAX_CASES = 2
+# of a user's inputs, per replay; a norm cancels a positive one
+FACTORS = (-1.0, 0.5, -1.25)
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,8 @@ class GraphVerdict:
         return f"{self.kernel}: {verdict} in a CUDA graph" + (f": {self.why}" if self.why else "")
 
 
-def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any, **kwargs: Any) -> GraphVerdict:
+def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any,
+                  **kwargs: Any) -> GraphVerdict:
     """Can this kernel be captured in a CUDA graph on this machine? With an op and arguments: the
     selected kernel.
 
@@ -70,7 +91,8 @@ def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any
         return GraphVerdict(kernel.id if kernel else str(kernel_or_op), None, absent)
     if kernel is not None and not args and not kwargs:
         return verdict_of_certificate(kernel) or capture_cases(kernel)
-    return _verdict_of_call(kernel, kernel.op.name if kernel else _op_name(kernel_or_op), args, kwargs)
+    return _verdict_of_call(kernel, kernel.op.name if kernel else _op_name(kernel_or_op), args,
+                            kwargs)
 
 
 def _op_name(op: Any) -> str:
@@ -80,19 +102,22 @@ def _op_name(op: Any) -> str:
     return dispatcher_of(op).op.name
 
 
-def _verdict_of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GraphVerdict:
+def _verdict_of_call(kernel: Kernel | None, op: str, args: tuple[Any, ...],
+                     kwargs: Mapping[str, Any]) -> GraphVerdict:
     dispatcher = dispatcher_of(op)
     values = dispatcher.order_arguments(args, kwargs)
     if kernel is None:
         with context.overriding({"graph_strict_mode": True}) as override:
-            plan = worlds.current().plan(dispatcher.op, dispatcher.facts(values), override, thorough=True)
+            plan = worlds.current().plan(dispatcher.op, dispatcher.facts(values), override,
+                                         thorough=True)
         if not plan.steps:
             problem = Problem("no kernel", str(plan))
             return GraphVerdict(op, False, "no kernel may serve this call in a graph", (problem,))
         kernel = worlds.current().catalog.by_id[plan.steps[0].kernel]
     arguments = dict(zip(dispatcher.names, values))
     if reasons := refusals(kernel, arguments):
-        return GraphVerdict(kernel.id, None, "it does not take this call: " + "; ".join(r.message for r in reasons))
+        return GraphVerdict(kernel.id, None,
+                            "it does not take this call: " + "; ".join(r.message for r in reasons))
     problems, graph = capture_and_replay(kernel, arguments, None,
                                          str(reading.dtype_name(_first_tensor(arguments).dtype)))
     return _conclude(kernel, problems, graph, 1)
@@ -125,11 +150,14 @@ def capture_cases(kernel: Kernel) -> GraphVerdict:
     return _conclude(kernel, problems, graph, captures)
 
 
-def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt, captures: int) -> GraphVerdict:
+def _conclude(kernel: Kernel, problems: list[Problem], graph: Attempt,
+              captures: int) -> GraphVerdict:
     if not captures:
-        return GraphVerdict(kernel.id, None, "it takes no case of its op whose inputs can be changed in place")
+        return GraphVerdict(kernel.id, None,
+                            "it takes no case of its op whose inputs can be changed in place")
     why = str(problems[0]) if problems else ""
-    if not graph.begun:                        # it fails without a graph, which shows nothing about graphs
+    # it fails without a graph, which shows nothing about graphs
+    if not graph.begun:
         return GraphVerdict(kernel.id, None, why, tuple(problems), 0, captures)
     certificates.record_capture(kernel, why)
     if worlds.current().catalog.by_id.get(kernel.id) is kernel:
@@ -142,7 +170,8 @@ def certificate_fields(kernel: Kernel, device: str) -> dict[str, Any]:
     if device != "cuda" or kernel.op.read is not None or why_no_capture():
         return {}
     verdict = capture_cases(kernel)
-    return {"graph_safe": verdict.safe, "graph_problem": verdict.why if verdict.safe is False else "",
+    return {"graph_safe": verdict.safe, "graph_problem": verdict.why if verdict.safe is False
+            else "",
             "graph_bytes": verdict.pool_bytes}
 
 
@@ -161,7 +190,8 @@ def _capturable_cases(kernel: Kernel) -> Iterator[tuple[Values, ReplayInputs | N
         values = case_values(op, case, dtype, "cuda")
         if not _is_writable(values) or refusals(kernel, values):
             continue
-        replays = [(case_values(op, case, dtype, "cuda", 2 * i + 1), case_values(op, case, dtype, "cuda", 2 * i + 2))
+        replays = [(case_values(op, case, dtype, "cuda", 2 * i + 1),
+                    case_values(op, case, dtype, "cuda", 2 * i + 2))
                    for i in range(REPLAYS)]
         if all(_same_layout(values, inputs) for pair in replays for inputs in pair):
             yield values, replays, dtype
@@ -171,13 +201,17 @@ def _is_writable(values: Values) -> bool:
     """Can every tensor be overwritten in place? Not if one is expanded or empty, or there is
     none."""
     tensors = [v for v in values.values() if isinstance(v, Tensor)]
-    return bool(tensors) and not any(isinstance(v, torch.Generator) for v in values.values()) and all(
-        t.numel() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)) for t in tensors)
+    return (bool(tensors) and not any(isinstance(v, torch.Generator) for v in values.values())
+            and all(
+         t.numel() and not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape))
+         for t in tensors))
 
 
 def _same_layout(a: Values, b: Values) -> bool:
-    return all((x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) if isinstance(x, Tensor)
-               and isinstance(y, Tensor) else type(x) is type(y) and x == y for x, y in ((a[n], b[n]) for n in a))
+    return all((x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+               if isinstance(x, Tensor)
+               and isinstance(y, Tensor) else type(x) is type(y) and x == y
+               for x, y in ((a[n], b[n]) for n in a))
 
 
 def capture_and_replay(kernel: Kernel, values: Values, replays: ReplayInputs | None,
@@ -188,7 +222,8 @@ def capture_and_replay(kernel: Kernel, values: Values, replays: ReplayInputs | N
     if replays is None:
         replays = [(_scale(values, factor), _scale(values, -factor)) for factor in FACTORS]
     with torch.no_grad():
-        capture = attempt(lambda: (results_of(call(kernel, first)), results_of(call(kernel, second))))
+        capture = attempt(lambda: (results_of(call(kernel, first)),
+                                   results_of(call(kernel, second))))
         problems = list(capture.problems)
         streams = (torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream())
         for number, (pair, stream) in enumerate(zip(replays, streams), 1):
@@ -197,8 +232,10 @@ def capture_and_replay(kernel: Kernel, values: Values, replays: ReplayInputs | N
             for static, fresh in zip((first, second), pair):
                 _write(static, fresh)
             _replay(capture.graph, stream)
-            for position, static, result in zip(("first", "second"), (first, second), capture.result):
-                problems += _stale_results(kernel.op, dtype, static, result, f"replay {number}, {position} call")
+            for position, static, result in zip(("first", "second"), (first, second),
+                                                capture.result):
+                problems += _stale_results(kernel.op, dtype, static, result,
+                                           f"replay {number}, {position} call")
     return problems, capture
 
 
@@ -211,14 +248,17 @@ def _replay(graph: Any, stream: Any) -> None:
     torch.cuda.synchronize()
 
 
-def _stale_results(op: Op, dtype: str, values: Values, result: tuple[Any, ...], when: str) -> list[Problem]:
+def _stale_results(op: Op, dtype: str, values: Values, result: tuple[Any, ...],
+                   when: str) -> list[Problem]:
     expected, eager = results_of(op.reference(**upcast(values))), results_of(op.reference(**values))
     judgements = [judge_result(op, dtype, f"result {i}", got, got, true, plain)
-                  for i, (got, true, plain) in enumerate(zip(result, expected, eager)) if isinstance(got, Tensor)]
+                  for i, (got, true, plain) in enumerate(zip(result, expected, eager))
+                  if isinstance(got, Tensor)]
     complaints = [c.text for judgement in judgements for c in judgement.complaints]
     if not complaints or may_be_chance(result, max(judgement.ratio for judgement in judgements)):
         return []                              # just outside the tolerance: rounding, not the graph
-    return [Problem("stale result", f"{when}: the result does not follow the inputs: {complaints[0]}")]
+    return [Problem("stale result",
+                    f"{when}: the result does not follow the inputs: {complaints[0]}")]
 
 
 def _copy(values: Values) -> Values:
@@ -227,7 +267,8 @@ def _copy(values: Values) -> Values:
 
 
 def _scale(values: Values, factor: float) -> Values:
-    return {n: (v.float() * factor).to(v.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+    return {n: (v.float() * factor).to(v.dtype) if isinstance(v, Tensor) and v.is_floating_point()
+            else v
             for n, v in values.items()}
 
 
@@ -263,7 +304,8 @@ class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls p
     pool_bytes: int = 0
     device_bytes: int = 0
     problems: tuple[Problem, ...] = ()
-    worst: float = field(default=0.0)          # largest difference between a replay and the function
+    # largest difference between a replay and the function
+    worst: float = field(default=0.0)
 
     @property
     def ok(self) -> bool:
@@ -273,18 +315,22 @@ class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls p
         return self.ok
 
     def __str__(self) -> str:
-        head = "can be captured in a CUDA graph" if self.ok else "cannot be captured in a CUDA graph"
-        lines = [f"{head}: {self.replays} replays with changed inputs agree (largest difference {self.worst:.3g}), "
-                 f"{self.pool_bytes} bytes in its own pool"]
+        head = ("can be captured in a CUDA graph" if self.ok
+                else "cannot be captured in a CUDA graph")
+        lines = [
+            f"{head}: {self.replays} replays with changed inputs agree (largest difference "
+            f"{self.worst:.3g}), {self.pool_bytes} bytes in its own pool"]
         lines += [f"  !! {problem}" for problem in self.problems]
-        return "\n".join([*lines, *(f"  {c.count:4} x {c.kernel:<28} lz.{c.op}" for c in self.calls)])
+        return "\n".join([*lines, *(f"  {c.count:4} x {c.kernel:<28} lz.{c.op}"
+                                    for c in self.calls)])
 
 
 def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int = WARM_UPS,
                            capture_error_mode: str = "global", **kwargs: Any) -> GraphReport:
     """Capture `fn(*args, **kwargs)`, replay it with changed inputs, and compare with `fn` itself.
 
-    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards. `fn` runs several
+    Floating-point tensors among the arguments are overwritten meanwhile and restored afterwards.
+    `fn` runs several
     times: state that it keeps elsewhere, such as a cache, advances.
     """
     if absent := why_no_capture():
@@ -295,10 +341,12 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
     def restore(factor: float = 1.0) -> None:
         with torch.no_grad():
             for tensor, original in zip(inputs, originals):
-                tensor.copy_(original if factor == 1.0 or not original.is_floating_point() else original * factor)
+                tensor.copy_(original if factor == 1.0 or not original.is_floating_point()
+                             else original * factor)
 
     problems, worst, agreeing = [], 0.0, 0     # type: list[Problem], float, int
-    capture = attempt(lambda: fn(*args, **kwargs), None, warm_ups, capture_error_mode=capture_error_mode)
+    capture = attempt(lambda: fn(*args, **kwargs), None, warm_ups,
+                      capture_error_mode=capture_error_mode)
     if capture.problems:
         restore()
         return GraphReport(_captured_calls(capture.calls), 0, capture.pool_bytes,
@@ -315,7 +363,8 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
             problems += differing
             worst, agreeing = max(worst, largest), agreeing + (not differing)
     except faults.FAULTS as e:
-        problems.append(problem_of(first_cause(e), "replaying: "))     # raises if the device is lost
+        # raises if the device is lost
+        problems.append(problem_of(first_cause(e), "replaying: "))
     restore()
     return GraphReport(_captured_calls(capture.calls), agreeing, capture.pool_bytes,
                        capture.device_bytes, tuple(problems), worst)
@@ -323,7 +372,8 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
 
 def _differences(got: list[Tensor], want: list[Tensor], number: int) -> tuple[list[Problem], float]:
     if len(got) != len(want):
-        return [Problem("stale result", f"replay {number}: {len(got)} results, the function gives {len(want)}")], 0.0
+        return [Problem("stale result",
+                        f"replay {number}: {len(got)} results, the function gives {len(want)}")], 0.0
     tolerance = tolerance_of(reading.dtype_name(t.dtype) for t in want)
     verdicts = [compare(f"result {i}", a, b, tolerance) for i, (a, b) in enumerate(zip(got, want))]
     problems = [Problem("stale result", f"replay {number}: {v}") for v in verdicts if not v.passed]
@@ -333,11 +383,13 @@ def _differences(got: list[Tensor], want: list[Tensor], number: int) -> tuple[li
 def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result.detach()]
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    parts = (result.values() if isinstance(result, Mapping) else result
+             if isinstance(result, (tuple, list)) else ())
     return [t for part in parts for t in _tensors(part)]
 
 
 def _captured_calls(calls: Calls) -> tuple[CapturedCall, ...]:
-    verdicts = certificates.capture_verdicts(worlds.current().catalog.kernels, hardware.probe("cuda"))
+    verdicts = certificates.capture_verdicts(worlds.current().catalog.kernels,
+                                             hardware.probe("cuda"))
     return tuple(CapturedCall(op, kernel, count, verdicts.get(kernel))
                  for op, kernels in calls.items() for kernel, count in kernels.items())

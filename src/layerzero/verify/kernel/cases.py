@@ -1,12 +1,14 @@
 """Generates more cases than an op declares: sizes swept one by one, and its own cases combined.
 
-- `_sweep`: every integer parameter of the input generator, over sizes where kernels take other paths: around powers of
-  two, around tiles of 64 and 128, odd ones, one.
+- `_sweep`: every integer parameter of the input generator, over sizes where kernels take other
+  paths: around powers of two, around tiles of 64 and 128, odd ones, one.
 - `_cross`: two or three of the op's own cases combined, with a size or two changed.
 - `Op.stress`: what neither would find, such as very long or very many.
-- `find_argument_cases`: for one kernel, cases with an argument that it accepts but no other accepted case gives.
+- `find_argument_cases`: for one kernel, cases with an argument that it accepts but no other
+  accepted case gives.
 
-A combination that the contract refuses, or that costs too much, is dropped: the op's own checks and reference decide.
+A combination that the contract refuses, or that costs too much, is dropped: the op's own checks and
+reference decide.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from .contract import case_values, formula
 
 Case = Mapping[str, Any]
 
-SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 100, 112, 127, 128, 129, 160,
-         191, 192, 193, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 576, 640, 704, 768, 1000, 1024,
-         1025, 1536, 2048)
+SIZES = (1, 2, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 100, 112,
+         127, 128, 129, 160, 191, 192, 193, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 576,
+         640, 704, 768, 1000, 1024, 1025, 1536, 2048)
 FEW_SIZES = (1, 2, 3, 5, 16, 31, 33, 96, 127, 192, 257, 320, 512, 1025)
-_NOT_TESTED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")   # only for torch's signature; random
+# only for torch's signature; random
+_NOT_TESTED = ("enable_gqa", "dropout_p", "seed", "seed_rows", "offset")
 MAX_FLOPS, MAX_ELEMENTS = 6e7, 1.2e6           # the largest case of sweeps and crossings
 
 
@@ -55,7 +58,8 @@ def _cases(op: Op, lane: str, seed: int) -> tuple[Case, ...]:
     rng = random.Random(f"{op.name} {seed}")
     sizes, crossings = {"quick": (FEW_SIZES, 12), "full": (SIZES, 60), "stress": (SIZES, 150)}[lane]
     stress = [c for c in op.stress if _is_accepted(op, c, None)]
-    candidates = [*stress, *(c for c in _sweep(op, sizes) if _is_accepted(op, c)), *_cross(op, rng, crossings, stress)]
+    candidates = [*stress, *(c for c in _sweep(op, sizes) if _is_accepted(op, c)),
+                  *_cross(op, rng, crossings, stress)]
     for case in candidates:
         by_key.setdefault(case_key(case), case)
     return tuple(by_key.values())
@@ -66,8 +70,10 @@ def unrestricted_arguments(kernel: Kernel) -> list[str]:
     value."""
     restricted = {leaf.fact.partition(".")[0] for rule in kernel.requires for leaf in rule.leaves()}
     optional = [p for p in kernel.op.params
-                if not p.required and p.kind != "generator" and p.name not in (*restricted, *_NOT_TESTED)]
-    return [p.name for p in optional if p.name != kernel.op.variant or set(kernel.variants) - {p.default}]
+                if not p.required and p.kind != "generator"
+                and p.name not in (*restricted, *_NOT_TESTED)]
+    return [p.name for p in optional if p.name != kernel.op.variant
+            or set(kernel.variants) - {p.default}]
 
 
 def given_arguments(op: Op, values: Mapping[str, Any]) -> frozenset[str]:
@@ -99,14 +105,16 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
     op = kernel.op
     known = {dtype: known_cases(op, lane, seed, dtype) for dtype in op.dtypes}
     accepted = [(dtype, *row) for dtype, rows in known.items() for row in rows if takes(row[2])]
-    missing = set(unrestricted_arguments(kernel)).difference(*(given for _, _, given, _ in accepted))
+    missing = set(unrestricted_arguments(kernel)).difference(
+        *(given for _, _, given, _ in accepted))
     chosen: list[ArgumentCase] = []
     for name in sorted(missing) if accepted else ():
         donors = [(case, given) for case, given, _ in known[op.dtypes[0]] if name in given][:4]
         candidates: list[tuple[bool, ArgumentCase]] = []
         for donor, donor_given in donors:
             nearest = sorted(accepted, key=lambda row: -len(row[2] & donor_given))[:6]  # type: ignore[misc]
-            candidates += _combinations(op, name, donor, [(case, dtype) for dtype, case, _, _ in nearest], takes)
+            candidates += _combinations(op, name, donor,
+                                        [(case, dtype) for dtype, case, _, _ in nearest], takes)
             if candidates and candidates[-1][0]:
                 break
         chosen += [max(candidates, key=lambda candidate: candidate[0])[1]] if candidates else []
@@ -114,17 +122,21 @@ def find_argument_cases(kernel: Kernel, lane: str, devices: Sequence[Mapping[str
 
 
 def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, str]],
-                  takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[tuple[bool, ArgumentCase]]:
+                  takes: Callable[[Mapping[str, Any]], bool]) -> Iterator[
+                      tuple[bool, ArgumentCase]]:
     """Yields (does the argument affect the result?, case) up to the first where it does."""
     for base, dtype in bases:
-        joined = ({**base, **donor}, {**donor, **base}, *({**base, param: donor[param]} for param in donor))
+        joined = ({**base, **donor}, {**donor, **base},
+                  *({**base, param: donor[param]} for param in donor))
         base_size = _relative_size(op, base)   # larger combinations must stay below MAX_FLOPS
         candidates = [ArgumentCase(name, case) for case in joined
-                if _is_accepted(op, case, None if _relative_size(op, case) <= base_size else MAX_FLOPS)]
+                if _is_accepted(op, case, None if _relative_size(op, case) <= base_size
+                                else MAX_FLOPS)]
         candidates.append(ArgumentCase(name, base, donor))
         for candidate in candidates:
             values = with_argument(op, candidate, dtype)
-            if values is not None and name in given_arguments(op, values) and takes(read(op, values)):
+            if (values is not None and name in given_arguments(op, values)
+                and takes(read(op, values))):
                 affects = _affects_result(op, values, name)
                 yield affects, candidate
                 if affects:
@@ -134,7 +146,9 @@ def _combinations(op: Op, name: str, donor: Case, bases: Sequence[tuple[Case, st
 def _affects_result(op: Op, values: Mapping[str, Any], name: str) -> bool:
     """Does the result change without the argument?"""
     try:
-        with_it, without_it = formula(op, values), formula(op, {**values, name: op.by_name[name].default})
+        with_it, without_it = formula(op,
+                                      values), formula(op,
+                                                       {**values, name: op.by_name[name].default})
     except FAULTS:                             # the call is invalid without it
         return True
     if len(with_it) != len(without_it):
@@ -157,7 +171,8 @@ def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str =
     values = case_values(op, argument_case.case, dtype, device, seed)
     if argument_case.donor is None:
         return values
-    values[argument_case.argument] = case_values(op, argument_case.donor, dtype, device, seed)[argument_case.argument]
+    values[argument_case.argument] = case_values(op, argument_case.donor, dtype, device,
+                                                 seed)[argument_case.argument]
     try:
         facts = read(op, values)
         if any(rule.check(facts) is not None for rule in op.requires):
@@ -177,7 +192,8 @@ def small_stress(op: Op) -> list[Case]:
 
 def _numbers(op: Op) -> dict[str, Any]:
     """Returns the input generator's integer and integer-tuple parameters with their defaults."""
-    defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items() if n != "seed"}
+    defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items()
+                if n != "seed"}
     return {n: d for n, d in defaults.items() if type(d) is int or (
         isinstance(d, tuple) and d and all(type(i) is int and i > 0 for i in d))}
 
@@ -185,11 +201,13 @@ def _numbers(op: Op) -> dict[str, Any]:
 def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
     """Yields cases with one number changed; where it is large, the others are small."""
     numbers = _numbers(op)
-    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d) for n, d in numbers.items()}
+    small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
+             for n, d in numbers.items()}
     for name, default in numbers.items():
         others = {n: d for n, d in small.items() if n != name and d != numbers[n]}
         for n in sizes:
-            yield {**(others if n > 128 else {}), name: n if type(default) is int else (*default[:-1], n)}
+            yield {**(others if n > 128 else {}), name: n if type(default) is int
+                   else (*default[:-1], n)}
         if not isinstance(default, int):
             yield from ({name: (n,)} for n in (1, 4, 9))
             yield {name: (*default, *default)}
@@ -219,7 +237,8 @@ def _relative_size(op: Op, case: Case) -> float:
         return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
 
     numbers = _numbers(op)
-    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int or isinstance(case.get(n), tuple)}
+    sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
+             or isinstance(case.get(n), tuple)}
     return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())
 
 

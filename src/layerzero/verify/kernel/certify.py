@@ -1,4 +1,5 @@
-"""Level 1 of verification: every kernel against its contract, forward and backward; a certificate for those that pass.
+"""Level 1 of verification: every kernel against its contract, forward and backward; a certificate
+for those that pass.
 
 Three lanes. `quick` takes seconds per kernel: all cases of the op at every dtype, a few more sizes
 and crossings, each kind of circumstance once, gradients. `full` has every size and every layout of
@@ -43,7 +44,8 @@ from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
-LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}   # and their seeds
+# and their seeds
+LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 
 
@@ -84,19 +86,22 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status, "cases": self.ran,
-            "skipped": len(self.results) - self.ran, "worst": self.worst, "seconds": round(self.seconds, 2),
-            "refusal": self.refusal if self.status == "skipped" else "",
-            "certificate": encode(self.certificate),
+            "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status,
+            "cases": self.ran, "skipped": len(self.results) - self.ran, "worst": self.worst,
+            "seconds": round(self.seconds, 2), "refusal": self.refusal if self.status == "skipped"
+            else "", "certificate": encode(self.certificate),
             "diagnosis": None if self.diagnosis is None else {
-                "class": self.diagnosis.kind, "says": self.diagnosis.says, "where": self.diagnosis.where,
-                "advice": self.diagnosis.advice},
-            "failures": [{"case": dict(r.case), "dtype": r.dtype, "circumstance": r.circumstance, "seed": r.seed,
+                "class": self.diagnosis.kind, "says": self.diagnosis.says,
+                "where": self.diagnosis.where, "advice": self.diagnosis.advice},
+            "failures": [{"case": dict(r.case), "dtype": r.dtype, "circumstance": r.circumstance,
+                          "seed": r.seed,
                           "kinds": list(r.kinds), "detail": r.detail} for r in self.failures[:20]]}
 
 
-def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick", seeds: Sequence[int] | None = None, *,
-            stop_early: bool = False, on_result: Callable[[CaseResult], None] | None = None) -> Verdict:
+def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
+            seeds: Sequence[int] | None = None, *,
+            stop_early: bool = False, on_result: Callable[[CaseResult], None]
+            | None = None) -> Verdict:
     """Verifies one kernel, or diagnoses what is wrong with it. Nothing is written.
 
     `stop_early`: after a failure only a few more cases run, enough for the diagnosis.
@@ -153,7 +158,8 @@ def publish() -> None:
 
 # The checks of a kernel.
 
-def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
+def _checks(kernel: Kernel, device: str, lane: str,
+            seeds: Sequence[int]) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
     absent = loading.availability(kernel) or _wrong_device(kernel, device)
     if absent is not None:
@@ -161,27 +167,34 @@ def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Ite
         return
     for seed in seeds:
         cases = cases_for(op, lane, seed)
-        argument_cases, _ = find_argument_cases(kernel, lane, [hardware.probe(device).facts()], seed)
-        cases += tuple(argument_case.case for argument_case in argument_cases if argument_case.donor is None)
+        argument_cases, _ = find_argument_cases(kernel, lane, [hardware.probe(device).facts()],
+                                                seed)
+        cases += tuple(argument_case.case for argument_case in argument_cases
+                       if argument_case.donor is None)
         cells = [(case, dtype) for case in cases for dtype in dtypes_for(op, lane, case)]
         cells = _accepted_cells(kernel, cells, device, seed)
         if kernel.jit:
             limit = JIT_CASES[lane]
             cells = cells[::max(len(cells) // limit, 1)][:limit]
-            yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in cells)
-            if lane != "quick" and seed == seeds[0]:           # each may compile again, so each kind once
+            yield from (partial(check_case, kernel, case, dtype, device, seed)
+                        for case, dtype in cells)
+            # each may compile again, so each kind once
+            if lane != "quick" and seed == seeds[0]:
                 yield from _circumstance_checks(kernel, cells, device, "quick", seed)
                 yield from islice(_gradient_checks(kernel, device, "quick", seed), limit)
             continue
         own_keys = {case_key(case) for case in op.cases}
-        first = [cell for cell in cells if case_key(cell[0]) in own_keys and cell[1] == op.dtypes[0]]
-        later = sorted((cell for cell in cells if cell not in first), key=lambda cell: case_key(cell[0]) in own_keys)
+        first = [cell for cell in cells if case_key(cell[0]) in own_keys
+                 and cell[1] == op.dtypes[0]]
+        later = sorted((cell for cell in cells if cell not in first),
+                       key=lambda cell: case_key(cell[0]) in own_keys)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed)
             if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
-        yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed, WithArgument(argument_case))
+        yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
+                            WithArgument(argument_case))
                     for argument_case in argument_cases if argument_case.donor is not None
                     for dtype in dtypes_for(op, lane, argument_case.case))
         yield from _circumstance_checks(kernel, cells, device, lane, seed)
@@ -192,13 +205,16 @@ def _checks(kernel: Kernel, device: str, lane: str, seeds: Sequence[int]) -> Ite
 def _wrong_device(kernel: Kernel, device: str) -> Reason | None:
     """Returns why the kernel can serve no call on this device, by its rules on hardware alone."""
     facts = hardware.probe(device).facts()
-    device_rules = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()} <= facts.keys())
-    return next((reason for rule in device_rules if (reason := rule.check(facts)) is not None), None)
+    device_rules = (rule for rule in kernel.requires if {leaf.fact for leaf in rule.leaves()}
+                    <= facts.keys())
+    return next((reason for rule in device_rules if (reason := rule.check(facts)) is not None),
+                None)
 
 
 def _accepted_cells(kernel: Kernel, cells: list[Cell], device: str, seed: int) -> list[Cell]:
     """Returns all cells; for a JIT kernel, which runs only a few, those it accepts."""
-    return [c for c in cells if _accepts(kernel, c, device, seed)] or cells[:1] if kernel.jit else cells
+    return ([c for c in cells if _accepts(kernel, c, device, seed)] or cells[:1] if kernel.jit
+            else cells)
 
 
 def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
@@ -231,15 +247,18 @@ def _most_tensors_first(op: Op, cells: Iterator[Cell], device: str) -> list[Cell
     return [cell for _, _, cell in sorted(ranked, key=lambda row: row[:2])]
 
 
-def _gradient_checks(kernel: Kernel, device: str, lane: str, seed: int) -> Iterator[Callable[[], CaseResult]]:
+def _gradient_checks(kernel: Kernel, device: str, lane: str,
+                     seed: int) -> Iterator[Callable[[], CaseResult]]:
     op = kernel.op
     if not kernel.differentiable or not op.differentiable:
         return
-    dtypes = [d for d in op.dtypes if d in ("float32", "bfloat16")] if lane == "quick" else [*op.dtypes, "float64"]
+    dtypes = ([d for d in op.dtypes if d in ("float32", "bfloat16")] if lane == "quick"
+              else [*op.dtypes, "float64"])
     own_cases = [c for c in op.cases if lane != "quick"
                  and not is_degenerate(op, read(op, case_values(op, c, op.dtypes[0])))]
     cases = (*gradient_cases(op), *own_cases)
-    yield from (partial(check_gradients, kernel, case, dtype, device, seed) for case in cases for dtype in dtypes)
+    yield from (partial(check_gradients, kernel, case, dtype, device, seed) for case in cases
+                for dtype in dtypes)
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, name)
                 for case in cases[:1] for name in op.differentiable)
 
@@ -249,16 +268,19 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str, seed: int) -> Itera
 def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
     target, ran = hardware.probe(device), [r for r in verdict.results if r.status != "skipped"]
     grid = sorted(f"{case_key(r.case)} {r.dtype} {r.circumstance} {r.seed}" for r in ran)
-    over_eager = [r.error / r.eager_error for r in ran if r.eager_error > 0 and r.error < float("inf")]
+    over_eager = [r.error / r.eager_error for r in ran if r.eager_error > 0
+                  and r.error < float("inf")]
     return Certificate(
-        kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op), target.signature, target.name, len(ran),
-        len(verdict.results) - len(ran), tuple(sorted({r.dtype for r in ran})),
+        kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op), target.signature,
+        target.name, len(ran), len(verdict.results) - len(ran),
+        tuple(sorted({r.dtype for r in ran})),
         hashlib.sha256("\n".join(grid).encode()).hexdigest()[:16],
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
         made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        layerzero=loading.installed_version("layerzero") or "", **certificate_fields(kernel, device))
+        layerzero=loading.installed_version("layerzero") or "",
+        **certificate_fields(kernel, device))
 
 
 def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
@@ -270,7 +292,8 @@ def nan_propagates(kernel: Kernel, device: str = "cpu") -> bool | None:
     for case in op.cases[:8]:
         values = case_values(op, case, op.dtypes[0], device)
         main = values.get(op.main_tensor)
-        if not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
+        if (not isinstance(main, Tensor) or not main.is_floating_point() or main.dtype.itemsize == 1
+            or not main.numel()):
             continue
         main[(-1,) * main.dim()] = torch.nan
         if refusals(kernel, values):

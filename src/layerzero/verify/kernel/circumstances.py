@@ -1,4 +1,5 @@
-"""The same call in other circumstances: a kernel that is right on fresh contiguous tensors may be wrong otherwise.
+"""The same call in other circumstances: a kernel that is right on fresh contiguous tensors may be
+wrong otherwise.
 
 They are derived from any op's declaration: a tensor in another layout, one tensor passed twice,
 contents changed in place after an earlier call, autocast, recorded gradients, many runs, offsets
@@ -21,7 +22,16 @@ from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from .cases import ArgumentCase, with_argument
-from .contract import CaseResult, Circumstance, call, case_values, judge_result, refusals, results_of, upcast
+from .contract import (
+    CaseResult,
+    Circumstance,
+    call,
+    case_values,
+    judge_result,
+    refusals,
+    results_of,
+    upcast,
+)
 from .guarded import LAYOUTS, with_distant_rows, with_layout
 
 
@@ -46,9 +56,11 @@ class Expanded(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 2 or t.shape[0] < 2 or not t.numel():
+        if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 2 or t.shape[0] < 2
+            or not t.numel()):
             return None
-        if t.dtype.itemsize == 1 or not bool(t[0].isfinite().all()):       # unused slots of a page may hold NaN
+        # unused slots of a page may hold NaN
+        if t.dtype.itemsize == 1 or not bool(t[0].isfinite().all()):
             return None
         return {**values, self.tensor: t[:1].expand_as(t)}
 
@@ -61,7 +73,8 @@ class UnusualValues(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values.get(op.main_tensor)
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1 or not t.numel():
+        if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
+            or not t.numel()):
             return None
         if self.how == "zeros":
             filled = torch.zeros_like(t)
@@ -96,7 +109,8 @@ class SharedTensor(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         first, second = values[self.first], values[self.second]
-        alike = (isinstance(first, Tensor) and isinstance(second, Tensor) and first.shape == second.shape
+        alike = (isinstance(first, Tensor) and isinstance(second, Tensor)
+                 and first.shape == second.shape
                  and first.dtype == second.dtype and first.is_floating_point())
         return {**values, self.second: first} if alike else None
 
@@ -106,9 +120,11 @@ class ChangedInPlace(Circumstance):
 
     name = "changed in place after a call"
 
-    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
         tensors = {n: t for n, t in values.items() if isinstance(t, Tensor)}
-        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape or (0 in t.stride() and t.numel() > 1)
+        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape
+               or (0 in t.stride() and t.numel() > 1)
                for n, t in tensors.items()):
             return None
         for _ in range(2):
@@ -123,7 +139,8 @@ class AfterAnotherCall(Circumstance):
 
     name = "after another call"
 
-    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
         call(kernel, other)
         return values
 
@@ -144,10 +161,13 @@ class Autocast(Circumstance):
 class InferenceMode(Circumstance):
     name = "in inference mode"
 
-    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
         by_id: dict[int, Tensor] = {}          # inference tensors, as activations are
-        return {n: by_id.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                                    .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride() else v
+        return {n: by_id.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype,
+                                                               device=v.device)
+                                    .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride()
+                else v
                 for n, v in values.items()}
 
     def around(self, device: str) -> Any:
@@ -192,7 +212,8 @@ class FarApart(Circumstance):
 def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """Yields the circumstances of a lane: quick has each kind, full every layout of every
     tensor."""
-    yield from (ChangedInPlace(), AfterAnotherCall(), Autocast(), InferenceMode(), RecordingGradients(), Repeated())
+    yield from (ChangedInPlace(), AfterAnotherCall(), Autocast(), InferenceMode(),
+                RecordingGradients(), Repeated())
     if op.read is not None:
         return
     yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
@@ -225,7 +246,8 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
     case = op.dropout_case
     values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPOUT_P}
     value = values["value"]
-    values["value"] = torch.eye(value.shape[-1], device=device, dtype=value.dtype).expand(value.shape).contiguous()
+    values["value"] = torch.eye(value.shape[-1], device=device,
+                                dtype=value.dtype).expand(value.shape).contiguous()
     details: dict[str, Any] = {"circumstance": f"dropout {DROPOUT_P}", "seed": seed}
     reasons = refusals(kernel, values)
     if reasons:
@@ -236,11 +258,13 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
         try:
             first, second = (call(kernel, values).double() for _ in range(2))
         except FAULTS as e:
-            return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
+            return CaseResult(kernel.id, case, dtype, "failed",
+                              detail=str(reason_of(e, classify(e))),
                               kinds=("fault",), **details)
     dropped = first == 0
     deviation = float(torch.where(dropped, 0.0, (first - expected).abs() / expected).max())
-    share, deviation_of_share = float(dropped.double().mean()), (DROPOUT_P * (1 - DROPOUT_P) / dropped.numel()) ** 0.5
+    share, deviation_of_share = float(dropped.double().mean()), (DROPOUT_P * (1 - DROPOUT_P)
+                                                                 / dropped.numel()) ** 0.5
     problems = []
     if abs(share - DROPOUT_P) > 6 * deviation_of_share:
         problems.append(f"{share:.3f} of the weights were dropped, not {DROPOUT_P}")
@@ -248,11 +272,13 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
         problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
     if not problems and torch.equal(first, second):
         problems.append("two calls dropped the same weights")
-    return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed", detail="; ".join(problems),
+    return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed",
+                      detail="; ".join(problems),
                       kinds=("distribution",) if problems else (), **details)
 
 
-def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
+def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                  seed: int = 0,
                   threads: int = 4, rounds: int = 6) -> CaseResult:
     """Calls the kernel from several threads at once with their own inputs: calls must share
     nothing."""
@@ -272,17 +298,20 @@ def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
             with ThreadPoolExecutor(threads) as pool:
                 results = list(pool.map(work, inputs))
     except FAULTS as e:
-        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))), circumstance=name,
+        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
+                          circumstance=name,
                           seed=seed, kinds=("threads",))
     for values, runs in zip(inputs, results):
         with torch.no_grad():
-            truth, eager = results_of(op.reference(**upcast(values))), results_of(op.reference(**values))
+            truth, eager = results_of(op.reference(**upcast(values))), results_of(
+                op.reference(**values))
         if op.read is not None:
             complaints = [f"{r!r:.200} instead of {eager!r:.200}" for r in runs if r != eager]
         else:
             complaints = [c.text for r in runs for parts in zip(r, r, truth, eager)
                           for c in judge_result(op, dtype, "result", *parts).complaints]
         if complaints:
-            return CaseResult(kernel.id, case, dtype, "failed", detail=complaints[0], circumstance=name, seed=seed,
+            return CaseResult(kernel.id, case, dtype, "failed", detail=complaints[0],
+                              circumstance=name, seed=seed,
                               kinds=("threads",))
     return CaseResult(kernel.id, case, dtype, "passed", circumstance=name, seed=seed)

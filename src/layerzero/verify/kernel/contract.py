@@ -1,16 +1,19 @@
 """Checks a kernel against the contract of its op, one case at a time, with the upcast reference.
 
 A kernel passes a case when, for every result:
-- shape and dtype are those of the op's meta function, and it shares no memory with an input, with the result of
-  another call or with itself;
+- shape and dtype are those of the op's meta function, and it shares no memory with an input, with
+  the result of another call or with itself;
 - it is finite where the reference is, and equal to it where that is infinite;
-- its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a few roundings; in
-  float32, and where a result is wider than the inputs, a quarter of the op's tolerance is always allowed (in float64
-  the whole tolerance decides: there the reference is no more exact than the kernel);
-- its error is within the op's tolerance (rtol, atol), unless the eager formula's is not, or only just;
-- a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every input: so nothing was
-  left unwritten, read before it was written, or read beside an input;
-and no input has changed, not even the parts of its storage outside the view, nor torch's global state.
+- its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a
+  few roundings; in float32, and where a result is wider than the inputs, a quarter of the op's
+  tolerance is always allowed (in float64 the whole tolerance decides: there the reference is no
+  more exact than the kernel);
+- its error is within the op's tolerance (rtol, atol), unless the eager formula's is not, or only
+  just;
+- a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every
+  input: so nothing was left unwritten, read before it was written, or read beside an input;
+and no input has changed, not even the parts of its storage outside the view, nor torch's global
+state.
 
 An error is the largest of many roundings, and so is the eager one it is compared with. A case that
 is just outside (by less than a factor of two, or of many where a result has few elements) is
@@ -87,7 +90,8 @@ class CaseResult:
         return f"{head}, error {self.error:.3g}, eager {self.eager_error:.3g}{detail}"
 
 
-def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def case_values(op: Op, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                seed: int = 0) -> dict[str, Any]:
     """Returns the arguments of a case, every parameter of the op by name."""
     inputs = op.inputs(**case, dtype=getattr(torch, dtype), device=device, seed=seed)
     return {p.name: inputs.get(p.name, p.default) for p in op.params}
@@ -113,7 +117,8 @@ def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
     needs_layout = op.variant and kernel.variants and variant not in kernel.variants
     transforms = (Transform("layout", kernel.variants[0]),) if needs_layout else ()
     arguments = with_own_generators(values)
-    return bind(op, kernel, load_once(kernel), transforms, variant).run(*(arguments[p.name] for p in op.params))
+    return bind(op, kernel, load_once(kernel), transforms,
+                variant).run(*(arguments[p.name] for p in op.params))
 
 
 def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -138,7 +143,8 @@ class Circumstance:
         """Returns the values in this circumstance; None if it does not apply."""
         return values
 
-    def before(self, kernel: Kernel, values: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
         """Runs before the calls that are judged. `other`: values of the same case from another
         seed."""
         return values
@@ -150,30 +156,36 @@ class Circumstance:
 AS_DECLARED = Circumstance()
 
 
-def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
+def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+               seed: int = 0,
                circumstance: Circumstance = AS_DECLARED, again: bool = True) -> CaseResult:
     """Runs and judges one case. Only the kernel's own faults become a failure; a mistake in the
     case raises."""
     op = kernel.op
 
-    def result(status: str, reasons: tuple[Reason, ...] = (), complaints: Sequence[Complaint] = (), detail: str = "",
+    def result(status: str, reasons: tuple[Reason, ...] = (), complaints: Sequence[Complaint] = (),
+               detail: str = "",
                errors: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> CaseResult:
         return CaseResult(kernel.id, case, dtype, status, reasons, *errors, detail or "; ".join(
-            c.text for c in complaints), circumstance.name, seed, tuple(dict.fromkeys(c.kind for c in complaints)))
+            c.text for c in complaints), circumstance.name, seed,
+                          tuple(dict.fromkeys(c.kind for c in complaints)))
 
     changed_values = circumstance.alter(op, case_values(op, case, dtype, device, seed))
     if changed_values is None:
         return result("skipped", detail="does not apply")
     values = changed_values
-    if not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad for v in values.values()):
+    if (not kernel.differentiable and any(isinstance(v, Tensor) and v.requires_grad
+                                          for v in values.values())):
         return result("skipped", detail="declares no backward")
     reasons = refusals(kernel, values)
     if reasons:
         return result("skipped", reasons)
     try:
         with warnings.catch_warnings(), torch.no_grad(), circumstance.around(device):
-            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
-            prepared = circumstance.before(kernel, values, case_values(op, case, dtype, device, seed + 1))
+            warnings.filterwarnings("ignore",
+                                    message=".*does not have a deterministic implementation.*")
+            prepared = circumstance.before(kernel, values,
+                                           case_values(op, case, dtype, device, seed + 1))
             if prepared is None:
                 return result("skipped", detail="does not apply")
             outcome = _runs(kernel, prepared, device, circumstance.runs)
@@ -187,11 +199,13 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = outcome.results[:2]
     with torch.no_grad():
-        exact, eager, declared = formula(op, upcast(values)), formula(op, values), results_of(op.meta(**values))
+        exact, eager, declared = formula(op, upcast(values)), formula(op, values), results_of(
+            op.meta(**values))
     complaints += [*_shape_complaints(first, declared), *_aliasing(outcome.results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
-    judgements = [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts, even=circumstance.even)
+    judgements = [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
+                               even=circumstance.even)
                   for i, parts in enumerate(zip(first, second, exact, eager))]
     if kernel.deterministic:
         complaints += _nondeterminism(outcome.results)
@@ -203,14 +217,17 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
             retries = [check_case(kernel, case, dtype, device, seed + 1000 + i, circumstance, False)
                        for i in range(RETRIES)]
             if _was_chance(op, errors, retries):
-                return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*errors[:2], 1.0))
+                return result("passed", detail=f"just outside once: {complaints[0].text}",
+                              errors=(*errors[:2], 1.0))
     notes = "; ".join(n for j in judgements for n in j.notes)
-    return result("failed", (), complaints, "", errors) if complaints else result("passed", (), (), notes, errors)
+    return (result("failed", (), complaints, "", errors) if complaints
+            else result("passed", (), (), notes, errors))
 
 
 def may_be_chance(results: Sequence[Any], ratio: float) -> bool:
     """May an error of `ratio` times the allowed one be chance?"""
-    few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS for t in results)
+    few = any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() < FEW_ELEMENTS
+              for t in results)
     return ratio <= JUST_OUTSIDE or (few and ratio <= FAR_OUTSIDE)
 
 
@@ -221,7 +238,8 @@ def _was_chance(op: Op, errors: tuple[float, float, float], retries: Sequence[Ca
     if errors[2] <= JUST_OUTSIDE and sum(retry.status == "failed" for retry in retries) < 2:
         return True
     runs = [errors, *((retry.error, retry.eager_error, retry.ratio) for retry in retries)]
-    rounding = max((e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0), default=0.0)
+    rounding = max((e / r - op.tolerance.times_eager * eager for e, eager, r in runs if r > 0),
+                   default=0.0)
     allowed = op.tolerance.times_eager * max(eager for _, eager, _ in runs) + max(rounding, 0.0)
     return max(e for e, _, _ in runs) <= allowed
 
@@ -245,7 +263,8 @@ def _runs(kernel: Kernel, values: dict[str, Any], device: str, runs: int) -> _Ou
         complaints += [Complaint("out of bounds", f"{text}, or the memory beside it") for text in
                        find_changes(guarded_values, guarded_before)]
     after = global_state(device)
-    complaints += [Complaint("global state", f"{name} was changed") for name in state if after[name] != state[name]]
+    complaints += [Complaint("global state", f"{name} was changed") for name in state
+                   if after[name] != state[name]]
     complaints += [Complaint("aliasing", f"result {i} changed when the kernel was called again")
                    for i, (a, b) in enumerate(zip(results[0], copies))
                    if isinstance(a, Tensor) and not torch.equal(_without_nan(a), _without_nan(b))]
@@ -269,7 +288,8 @@ def _nondeterminism(results: Sequence[tuple[Tensor, ...]]) -> Iterator[Complaint
             return
 
 
-def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None, dtypes: Iterable[str] | None = None,
+def check_kernel(kernel: Kernel, cases: Iterable[Mapping[str, Any]] | None = None,
+                 dtypes: Iterable[str] | None = None,
                  device: str = "cpu", seed: int = 0) -> list[CaseResult]:
     """Checks every case at every dtype, by default those of the op."""
     cases = tuple(kernel.op.cases if cases is None else cases)
@@ -282,7 +302,8 @@ def worst_indices(out: Tensor, truth: Tensor, n: int = 3) -> list[tuple[int, ...
     if not out.numel():
         return []
     differences = (out.double() - truth.double()).abs().reshape(-1)
-    differences = torch.where(out.reshape(-1) == truth.reshape(-1), 0.0, differences.nan_to_num(nan=math.inf))
+    differences = torch.where(out.reshape(-1) == truth.reshape(-1), 0.0,
+                              differences.nan_to_num(nan=math.inf))
     flat_indices = differences.topk(min(n, differences.numel())).indices.tolist()
     return [tuple(int(i) for i in _unravel(flat, out.shape)) for flat in flat_indices]
 
@@ -298,17 +319,22 @@ class Judgement:
     notes: tuple[str, ...] = ()
 
 
-def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor, eager: Tensor,
+def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
+                 eager: Tensor,
                  even: bool = True) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
     tolerance."""
     if not first.numel():
         return Judgement(0.0, 0.0, 0.0)
     first, second, eager = map(_as_codes, (first, second, eager))
-    if not first.is_floating_point():          # tokens, codes and counts must equal the formula at this dtype
-        wrong = [when for out, when in ((first, ""), (second, " over poisoned memory")) if not torch.equal(out, eager)]
-        return Judgement(float(bool(wrong)), 0.0, math.inf if wrong else 0.0, tuple(Complaint("error",
-            f"{name}{when}: differs from the formula at {worst_indices(first, eager)}") for when in wrong))
+    # tokens, codes and counts must equal the formula at this dtype
+    if not first.is_floating_point():
+        wrong = [when for out, when in ((first, ""), (second, " over poisoned memory"))
+                 if not torch.equal(out, eager)]
+        return Judgement(float(bool(wrong)), 0.0, math.inf if wrong else 0.0,
+                         tuple(Complaint("error",
+            f"{name}{when}: differs from the formula at {worst_indices(first, eager)}")
+                               for when in wrong))
     finite = truth.isfinite()
     rtol, atol = op.tolerance.of(dtype)
     eager_error, size = _error(eager, truth, finite), _largest(truth[finite].abs())
@@ -325,19 +351,22 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
         bad &= ~(truth.isnan() & out.isnan())
         if bad.any():
             complaints.append(Complaint(
-                "not finite", f"{name}{when}: {int(bad.sum())} of {out.numel()} not finite where the reference is, or "
-                f"finite where it is not, first at {tuple(bad.nonzero()[0].tolist())}"))
+                "not finite",
+                f"{name}{when}: {int(bad.sum())} of {out.numel()} not finite where the reference "
+                f"is, or finite where it is not, first at {tuple(bad.nonzero()[0].tolist())}"))
     if not complaints and error > bound:
         complaints.append(Complaint(
-            "error", f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager {eager_error:.3g} + "
-            f"rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
+            "error",
+            f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager "
+            f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     ratio = error / bound if bound else float(error > 0)
     outside = _outside(first, truth, finite, rtol, atol)
     if not complaints and even and outside > 1:
         eager_outside = _outside(eager, truth, finite, rtol, atol)
         if eager_outside > 1 or outside <= op.tolerance.times_eager * eager_outside:
-            notes.append(f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager formula "
-                         f"({eager_error:.3g})")
+            notes.append(
+                f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager "
+                f"formula ({eager_error:.3g})")
         else:
             ratio = max(ratio, outside)
             complaints.append(Complaint(
@@ -388,17 +417,19 @@ def _shape_complaints(got: Sequence[Any], declared: Sequence[Tensor]) -> Iterato
             yield Complaint("shape", f"result {i} is {a!r}, the contract says a tensor")
         elif a.shape != b.shape or a.dtype != b.dtype or a.device.type != b.device.type:
             yield Complaint("dtype" if a.shape == b.shape else "shape",
-                            f"result {i} is {tuple(a.shape)} {a.dtype} on {a.device.type}, the contract says "
-                            f"{tuple(b.shape)} {b.dtype} on {b.device.type}")
+                            f"result {i} is {tuple(a.shape)} {a.dtype} on {a.device.type}, the "
+                            f"contract says {tuple(b.shape)} {b.dtype} on {b.device.type}")
 
 
 def _aliasing(runs: Sequence[tuple[Any, ...]], values: Mapping[str, Any]) -> Iterator[Complaint]:
-    inputs = {_storage_address(v): name for name, v in values.items() if isinstance(v, Tensor) and v.numel()}
+    inputs = {_storage_address(v): name for name, v in values.items() if isinstance(v, Tensor)
+              and v.numel()}
     for i, t in enumerate(runs[0]):
         if not isinstance(t, Tensor) or not t.numel():
             continue
         if _storage_address(t) in inputs:
-            yield Complaint("aliasing", f"result {i} shares memory with {inputs[_storage_address(t)]}")
+            yield Complaint("aliasing",
+                            f"result {i} shares memory with {inputs[_storage_address(t)]}")
         if any(isinstance(u, Tensor) and u.numel() and _storage_address(u) == _storage_address(t)
                for other in runs[1:] for u in other):
             yield Complaint("aliasing", f"result {i} shares memory with the result of another call")
@@ -418,10 +449,12 @@ def results_of(result: Any) -> tuple[Any, ...]:
 
 def upcast(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the same rounded numbers in float64."""
-    return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in values.items()}
+    return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for name, v in values.items()}
 
 
 def with_own_generators(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the generators among the values: every call draws the same numbers."""
-    return {name: torch.Generator(v.device).set_state(v.get_state()) if isinstance(v, torch.Generator) else v
+    return {name: torch.Generator(v.device).set_state(v.get_state())
+            if isinstance(v, torch.Generator) else v
             for name, v in values.items()}

@@ -32,7 +32,13 @@ from ...spec.kernel import Kernel, accepted_params
 from ...spec.op import Op
 from ...spec.rules import AnyOf, Condition, Rule, When
 from ...world.catalog import Catalog
-from .cases import find_argument_cases, given_arguments, known_cases, small_stress, unrestricted_arguments
+from .cases import (
+    find_argument_cases,
+    given_arguments,
+    known_cases,
+    small_stress,
+    unrestricted_arguments,
+)
 from .contract import case_values, formula, results_of
 from .gradients import gradient_cases
 
@@ -75,13 +81,15 @@ def static_checks(catalog: Catalog) -> Iterator[Checked]:
     """Yields the report of each check over the whole catalog."""
     ops, kernels = tuple(catalog.ops.values()), catalog.kernels
     of_ops: tuple[tuple[str, str, Callable[[Op], Iterator[str]]], ...] = (
-        ("cases", "every case is a call that the contract allows, the same again for the same seed", _cases),
+        ("cases", "every case is a call that the contract allows, the same again for the same seed",
+         _cases),
         ("meta", "the meta function foretells shape and dtype of every result", _meta),
         ("tolerances", "every dtype of the cases has a tolerance", _tolerances),
         ("cost", "operations and bytes of every case can be told", _cost))
     of_kernels: tuple[tuple[str, str, Callable[[Kernel], Iterator[str]]], ...] = (
         ("loads", "every kernel loads, or says why not", _loads),
-        ("rules", "every rule reads a fact of its op, can be met, and turns calls away by itself", _rules),
+        ("rules", "every rule reads a fact of its op, can be met, and turns calls away by itself",
+         _rules),
         ("claims", "what a kernel claims, some case reaches", _claims))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,8 +106,10 @@ def _run_check(name: str, says: str, subjects: Sequence[Any], check: Callable[[A
         try:
             findings += [Finding(name, name_of(subject), text) for text in check(subject)]
         except FAULTS as e:                    # code in a declaration may raise anything
-            findings.append(Finding(name, name_of(subject), f"the check ended in {type(e).__name__}: {e}"))
-    return Checked(name, says, len(subjects), tuple(findings), seconds=time.perf_counter() - started)
+            findings.append(Finding(name, name_of(subject),
+                                    f"the check ended in {type(e).__name__}: {e}"))
+    return Checked(name, says, len(subjects), tuple(findings),
+                   seconds=time.perf_counter() - started)
 
 
 def docs_check(root: Path) -> Checked:
@@ -108,7 +118,8 @@ def docs_check(root: Path) -> Checked:
     if not script.is_file():
         return Checked("docs", says, 0, note=f"there is no {script}: not a source checkout")
     started = time.perf_counter()
-    process = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=300)
+    process = subprocess.run([sys.executable, str(script), "--check"], capture_output=True,
+                             text=True, timeout=300)
     lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
     findings = () if process.returncode == 0 else tuple(
         Finding("docs", "docs/", line, "run make docs") for line in lines or ["--check failed"])
@@ -125,16 +136,19 @@ def _cases(op: Op) -> Iterator[str]:
             violations = [str(r) for rule in op.requires if (r := rule.check(facts)) is not None]
             if violations:
                 yield f"case {dict(case)} at {dtype} breaks the contract: {violations[0]}"
-            if any(isinstance(v, Tensor) and not torch.equal(_bits(v), _bits(again[n])) for n, v in values.items()):
-                yield f"case {dict(case)} at {dtype} differs from call to call: draw from a generator with the seed"
+            if any(isinstance(v, Tensor) and not torch.equal(_bits(v), _bits(again[n]))
+                   for n, v in values.items()):
+                yield (f"case {dict(case)} at {dtype} differs from call to call: draw from a "
+                       "generator with the seed")
 
 
 def _bits(t: Tensor) -> Tensor:
     """Returns the bytes of a tensor: NaN then equals itself, and one-byte dtypes can be
     compared."""
     flat = t.detach().contiguous()
-    return flat.view(torch.uint8) if flat.dim() and flat.numel() else flat.reshape(1).view(torch.uint8) if (
-        flat.numel()) else flat.to(torch.uint8)
+    return (flat.view(torch.uint8) if flat.dim() and flat.numel()
+            else flat.reshape(1).view(torch.uint8) if (
+         flat.numel()) else flat.to(torch.uint8))
 
 
 def _meta(op: Op) -> Iterator[str]:
@@ -153,7 +167,8 @@ def _tolerances(op: Op) -> Iterator[str]:
     if op.read is not None:
         return
     for dtype in set(op.dtypes) - op.tolerance.by_dtype.keys():
-        dtypes = [t.dtype for case in op.cases for t in results_of(op.meta(**case_values(op, case, dtype)))]
+        dtypes = [t.dtype for case in op.cases
+                  for t in results_of(op.meta(**case_values(op, case, dtype)))]
         if getattr(torch, dtype) in dtypes:    # other result dtypes are judged as what they are
             yield f"gives {dtype}, which has no tolerance and would be judged by that of float32"
     for dtype, (rtol, atol) in op.tolerance.by_dtype.items():
@@ -193,30 +208,35 @@ def _loads(kernel: Kernel) -> Iterator[str]:
         handled = (*accepted, *restricted, "enable_gqa", kernel.op.variant)
         if not p.required and p.name not in handled and not _forbidden(
                 kernel.op, p.name, [facts for _, facts in _accepted_calls(kernel)]):
-            yield f"does not take {p.name}, and no rule holds it at its default: it would be ignored in silence"
+            yield (f"does not take {p.name}, and no rule holds it at its default: it would be "
+                   "ignored in silence")
 
 
 def _nvidia_device(name: str, sm: int, generation: str, cores: int) -> Device:
-    return Device("cuda", 0, name, "nvidia", sm=sm, gpu_generation=generation, tensor_core_generation=cores,
-                  supports_bf16=True, supports_fp8=sm >= 89, supports_fp4=sm >= 100,
-                  torch_version=str(torch.__version__), runtime_version="13.0")
+    return Device("cuda", 0, name, "nvidia", sm=sm, gpu_generation=generation,
+                  tensor_core_generation=cores, supports_bf16=True, supports_fp8=sm >= 89,
+                  supports_fp4=sm >= 100, torch_version=str(torch.__version__),
+                  runtime_version="13.0")
 
 
 @lru_cache(maxsize=None)
 def _device_models() -> tuple[Device, ...]:
     """Returns models of the hardware that a kernel may be for, whatever this machine has."""
     cpu = hardware.probe("cpu")
-    return (replace(cpu, isa=CPU_ISA, supports_bf16=True), replace(cpu, isa=("avx2",), supports_bf16=False),
+    return (replace(cpu, isa=CPU_ISA, supports_bf16=True),
+            replace(cpu, isa=("avx2",), supports_bf16=False),
             _nvidia_device("H200", 90, "hopper", 4), _nvidia_device("B200", 100, "blackwell", 5),
             _nvidia_device("A100", 80, "ampere", 3),
-            Device("cuda", 0, "MI300X", "amd", arch="gfx942", gpu_generation="cdna3", supports_bf16=True,
+            Device("cuda", 0, "MI300X", "amd", arch="gfx942", gpu_generation="cdna3",
+                   supports_bf16=True,
                    supports_fp8=True, torch_version=str(torch.__version__)))
 
 
 @lru_cache(maxsize=None)
 def _known_calls(op: Op) -> tuple[tuple[frozenset[str], Facts], ...]:
     """Returns (given arguments, facts) of every case at every dtype, with and without gradients."""
-    return tuple(row for dtype in op.dtypes for case in (*op.cases, *small_stress(op), *gradient_cases(op))
+    return tuple(row for dtype in op.dtypes
+                 for case in (*op.cases, *small_stress(op), *gradient_cases(op))
                  for row in _call_rows(op, case_values(op, case, dtype)))
 
 
@@ -245,14 +265,16 @@ def _allowed_devices(kernel: Kernel) -> list[Mapping[str, Any]]:
     """Returns the facts of the devices that the kernel's rules on hardware allow."""
     facts_of_models = [device.facts() for device in _device_models()]
     return [facts for facts in facts_of_models if all(
-        r.check(facts) is None for r in kernel.requires if {leaf.fact for leaf in r.leaves()} <= facts.keys())]
+        r.check(facts) is None for r in kernel.requires
+        if {leaf.fact for leaf in r.leaves()} <= facts.keys())]
 
 
 def _rules(kernel: Kernel) -> Iterator[str]:
     for rule in kernel.requires:
         unknown = sorted({leaf.fact for leaf in rule.leaves()} - kernel.op.fact_names)
         if unknown:
-            yield f"the rule '{rule}' reads {', '.join(unknown)}, which lz.{kernel.op.name} does not have"
+            yield (f"the rule '{rule}' reads {', '.join(unknown)}, which lz.{kernel.op.name} does "
+                   "not have")
     accepted = _accepted_calls(kernel)
     if not accepted:
         return                                 # reported by _claims
@@ -265,7 +287,8 @@ def _can_refuse(rule: Condition, op: Op, accepted: Sequence[Facts]) -> bool:
     """Can the rule alone refuse a call: an accepted one with only the facts changed that the rule
     reads?"""
     calls = [accepted[0], *accepted[1::max(len(accepted) // 8, 1)]]
-    return any(_refuses(rule, {**facts, **change}) for change in _violating_facts(rule, op) for facts in calls)
+    return any(_refuses(rule, {**facts, **change}) for change in _violating_facts(rule, op)
+               for facts in calls)
 
 
 def _refuses(rule: Condition, facts: Facts) -> bool:
@@ -283,7 +306,8 @@ def _violating_facts(rule: Condition, op: Op) -> Iterator[Facts]:
     elif isinstance(rule, AnyOf):
         changes: list[Facts] = [{}]
         for part in rule.rules:
-            changes = [{**a, **b} for a in changes[:64] for b in list(_violating_facts(part, op))[:8]]
+            changes = [{**a, **b} for a in changes[:64]
+                       for b in list(_violating_facts(part, op))[:8]]
         yield from changes
     else:
         yield from ({rule.fact: value} for value in _refused_values(rule, op))
@@ -309,33 +333,44 @@ def _refused_values(rule: Rule, op: Op) -> Iterator[Any]:
 
 
 def _other_values(rule: Rule, op: Op) -> tuple[Any, ...]:
-    """Values of a fact that may be text or nothing: the choices of a parameter, dtypes, devices, numbers."""
+    """Values of a fact that may be text or nothing: the choices of a parameter, dtypes, devices,
+    numbers.
+    """
     param = op.by_name.get(rule.fact)
     return param.choices if param is not None and param.choices else (
-        "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool", "float8_e4m3fn",
-        "float8_e5m2", "cpu", "cuda", "xpu", "mps", "nvidia", "amd", "intel", "subclass", "another", "BPE", None,
-        True, False, 0, 1, 2, 3, 7, 64, 192, 1000, "ampere", "hopper", "blackwell")
+        "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool",
+        "float8_e4m3fn", "float8_e5m2", "cpu", "cuda", "xpu", "mps", "nvidia", "amd", "intel",
+        "subclass", "another", "BPE", None, True, False, 0, 1, 2, 3, 7, 64, 192, 1000, "ampere",
+        "hopper", "blackwell")
 
 
 def _claims(kernel: Kernel) -> Iterator[str]:
     op, accepted = kernel.op, _accepted_calls(kernel)
     if not accepted:
-        if op.read is None:                    # cases of text depend on the library that reads the tokenizer
-            yield "accepts no case of its op on any known hardware: add a case that reaches it, or drop it"
+        # cases of text depend on the library that reads the tokenizer
+        if op.read is None:
+            yield ("accepts no case of its op on any known hardware: add a case that reaches it, "
+                   "or drop it")
         return
     if op.read is not None:
         return
     for fact, value in _declared_values(kernel):
-        if not any(facts.get(fact) == value for _, facts in accepted) and not _in_quick_lane(kernel, fact, value) and (
-                fact == "dtype" or fact in find_argument_cases(kernel, "quick", _allowed_devices(kernel))[1]):
+        if (not any(facts.get(fact) == value for _, facts in accepted)
+            and not _in_quick_lane(kernel, fact, value) and (
+                 fact == "dtype"
+                 or fact in find_argument_cases(kernel, "quick", _allowed_devices(kernel))[1])):
             yield f"claims the {fact} {value}, which no case that it accepts has"
-    if kernel.differentiable and op.differentiable and not any(facts["grad"] for _, facts in accepted) and not any(
-            leaf.fact == "grad" or leaf.fact.endswith("requires_grad") for r in kernel.requires for leaf in r.leaves()):
+    if (kernel.differentiable and op.differentiable
+        and not any(facts["grad"] for _, facts in accepted) and not any(
+             leaf.fact == "grad" or leaf.fact.endswith("requires_grad") for r in kernel.requires
+             for leaf in r.leaves())):
         yield "claims a backward, which no case that it accepts asks for"
-    untested = set(unrestricted_arguments(kernel)).difference({op.variant}, *(given for given, _ in accepted))
+    untested = set(unrestricted_arguments(kernel)).difference({op.variant},
+                                                              *(given for given, _ in accepted))
     if untested:
         untested &= find_argument_cases(kernel, "quick", _allowed_devices(kernel))[1]
-    for name in sorted(n for n in untested if not _forbidden(op, n, [facts for _, facts in accepted])):
+    for name in sorted(n for n in untested
+                       if not _forbidden(op, n, [facts for _, facts in accepted])):
         yield f"takes {name} and no rule limits it, but no case gives it, nor any two cases joined"
 
 
@@ -358,6 +393,9 @@ def _in_quick_lane(kernel: Kernel, fact: str, value: str) -> bool:
 def _forbidden(op: Op, name: str, accepted: Sequence[Facts]) -> bool:
     """Does the contract itself refuse the argument in every call that the kernel accepts?"""
     with_argument = [facts for given, facts in _known_calls(op) if name in given][:4]
-    changes = [{n: v for n, v in facts.items() if n.partition(".")[0] == name} for facts in with_argument]
-    calls = [{**facts, **change} for facts in accepted[::max(len(accepted) // 16, 1)] for change in changes]
-    return bool(calls) and all(any(_refuses(rule, facts) for rule in op.requires) for facts in calls)
+    changes = [{n: v for n, v in facts.items() if n.partition(".")[0] == name}
+               for facts in with_argument]
+    calls = [{**facts, **change} for facts in accepted[::max(len(accepted) // 16, 1)]
+             for change in changes]
+    return (bool(calls) and all(any(_refuses(rule, facts) for rule in op.requires)
+                                for facts in calls))

@@ -29,15 +29,23 @@ from .guarded import guarded, poisoned_memory
 
 # class -> what to do about it
 CLASSES: Mapping[str, str] = {
-    "mask": "look at how the mask, causality or sequence boundaries reach the kernel; or let a rule refuse such calls",
-    "alignment": "the diagonal is where causal_align says: pass the kernel its offset, or let a rule refuse the other",
-    "convention": "the library means something else by this argument: convert it in the backend's adapter",
+    "mask":
+        "look at how the mask, causality or sequence boundaries reach the kernel; or let a rule "
+        "refuse such calls",
+    "alignment":
+        "the diagonal is where causal_align says: pass the kernel its offset, or let a rule refuse "
+        "the other",
+    "convention": "the library means something else by this argument: convert it in the backend's "
+                  "adapter",
     "scale": "look at which factor the library applies itself, and where",
-    "head map": "query head h belongs to KV head h // group: expand with repeat_interleave, not repeat",
-    "window": "the window counts keys left and right of the diagonal, the diagonal itself not included",
+    "head map": "query head h belongs to KV head h // group: expand with repeat_interleave, not "
+                "repeat",
+    "window": "the window counts keys left and right of the diagonal, the diagonal itself not "
+              "included",
     "position bias": "pass the bias on, or let a rule refuse calls with one",
     "capacity": "an expert serves the first `capacity` pairs in token order, no fewer and no more",
-    "distribution": "the draw must be the contract's function of its random number; see ops/formulas/sampling.py",
+    "distribution": "the draw must be the contract's function of its random number; see "
+                    "ops/formulas/sampling.py",
     "precision": "accumulate in float32 or wider, and round once at the end",
     "uninitialised output": "write every element of the result; rows, tails and empty inputs too",
     "out of bounds": "read and write only what the shapes, strides and lengths cover",
@@ -47,7 +55,8 @@ CLASSES: Mapping[str, str] = {
     "aliasing": "return memory of the result's own",
     "gradient": "mend the backward, or declare differentiable=False",
     "dtype": "the result has the dtype of the contract, whatever autocast says",
-    "layout": "honour the strides, or declare a rule (contiguous): such calls are then copied or refused",
+    "layout": "honour the strides, or declare a rule (contiguous): such calls are then copied or "
+              "refused",
     "state": "keep nothing between calls that is not looked up by contents or version",
     "shape": "return what the op's meta function says",
     "global state": "leave torch's settings and random numbers as they were",
@@ -59,16 +68,18 @@ CLASSES: Mapping[str, str] = {
     "unknown": "compare it with the op's reference on the case above",
 }
 # Kinds of complaint that are the diagnosis if every failing case has them.
-_DIRECT = ("distribution", "in-place change", "aliasing", "shape", "dtype", "threads", "fault", "global state")
+_DIRECT = ("distribution", "in-place change", "aliasing", "shape", "dtype", "threads", "fault",
+           "global state")
 _BY_CIRCUMSTANCE = (
     ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "state"), ("after another call", "state"),
-    ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"), (" is ", "layout"),
-    ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"), ("transposed", "layout"),
-    ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
+    ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"),
+    (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
+    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
 # And by the fact that distinguishes failing calls.
-_BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"), ("softcap", "scale"),
-            ("causal_align", "alignment"), ("stride_last", "layout"), ("contiguous", "layout"))
+_BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
+            ("softcap", "scale"), ("causal_align", "alignment"), ("stride_last", "layout"),
+            ("contiguous", "layout"))
 STRIDED = ("sparse", "padded", "transposed", "offset", "spread")
 MAX_RERUNS = 8                                 # failing cases that are rerun
 
@@ -88,7 +99,8 @@ class Diagnosis:
         return f"{self.kind}: {self.says}{where}. What to do: {self.advice}"
 
 
-def diagnose(kernel: Kernel, results: Sequence[CaseResult], device: str = "cpu") -> Diagnosis | None:
+def diagnose(kernel: Kernel, results: Sequence[CaseResult],
+             device: str = "cpu") -> Diagnosis | None:
     """Returns the diagnosis; None if nothing failed."""
     failed = [r for r in results if r.status == "failed"]
     if not failed:
@@ -100,7 +112,8 @@ def diagnose(kernel: Kernel, results: Sequence[CaseResult], device: str = "cpu")
     return Diagnosis(kind, says, where)
 
 
-def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult], device: str,
+def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult],
+             device: str,
              where: str) -> tuple[str, str]:
     for kind in _DIRECT:
         if all(kind in r.kinds for r in failed):
@@ -111,7 +124,8 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     alteration = _explain_by_alteration(kernel, forward, device)
     if alteration:
         return alteration
-    strided = [r for r in forward if "stride" in r.case or "memory" in r.case or r.circumstance.endswith(STRIDED)]
+    strided = [r for r in forward if "stride" in r.case or "memory" in r.case
+               or r.circumstance.endswith(STRIDED)]
     if len(strided) == len(forward) and not any("out of bounds" in r.kinds for r in forward):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
     memory_fault = _explain_by_memory(kernel, forward, device)
@@ -121,15 +135,20 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     if all(names):                             # it fails only under circumstances
         for word, kind in _BY_CIRCUMSTANCE:
             if all(word in name for name in names):
-                return kind, f"right as it is, wrong {_listed_names(sorted(names))}: {forward[0].detail}"
-        kinds = Counter(next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown") for name in names)
-        return kinds.most_common(1)[0][0], f"right as it is, wrong {_listed_names(sorted(names))}: {forward[0].detail}"
+                return (kind,
+                        f"right as it is, wrong {_listed_names(sorted(names))}: "
+                        f"{forward[0].detail}")
+        kinds = Counter(next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
+                        for name in names)
+        return kinds.most_common(1)[0][
+            0], f"right as it is, wrong {_listed_names(sorted(names))}: {forward[0].detail}"
     for kind in _DIRECT:
         if all(kind in r.kinds for r in forward):
             return kind, forward[0].detail
     if all("non-determinism" in r.kinds for r in forward):
         has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in forward)
-        return "state" if has_errors else "non-determinism", f"the result depends on earlier calls: {forward[0].detail}"
+        return ("state" if has_errors else "non-determinism",
+                f"the result depends on earlier calls: {forward[0].detail}")
     for fact, kind in _BY_FACT:
         if fact in where:
             return kind, forward[0].detail
@@ -138,16 +157,20 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     dtypes = {r.dtype for r in forward}
     argument = _common_argument(kernel.op, where)
     if argument and "float32" in dtypes:
-        return "convention", f"right without {argument}, wrong with it, in float32 too: {forward[0].detail}"
-    right_when_wide = "float32" not in dtypes and any(r.passed and r.dtype == "float32" for r in results)
+        return ("convention",
+                f"right without {argument}, wrong with it, in float32 too: {forward[0].detail}")
+    right_when_wide = ("float32" not in dtypes
+                       and any(r.passed and r.dtype == "float32" for r in results))
     if right_when_wide or all(r.error < 0.05 for r in forward):
-        excess = f"{forward[0].ratio:.1f} times what is allowed" if math.isfinite(forward[0].ratio) else "other codes"
+        excess = (f"{forward[0].ratio:.1f} times what is allowed" if math.isfinite(forward[0].ratio)
+                  else "other codes")
         return "precision", (f"close, but {excess}, in "
                              f"{', '.join(sorted(dtypes))}: {forward[0].detail}")
     if any(r.passed for r in results) and where:
         return "sizes", forward[0].detail
     if kernel.op.family == "sampling":
-        return "distribution", f"other tokens or probabilities than the contract's: {forward[0].detail}"
+        return ("distribution",
+                f"other tokens or probabilities than the contract's: {forward[0].detail}")
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
 
 
@@ -162,12 +185,14 @@ def _common_argument(op: Op, where: str) -> str:
 
 
 def _listed_names(names: Sequence[str]) -> str:
-    return "under " + (" / ".join(names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return "under " + (" / ".join(names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4
+                                                 else "")
 
 
 # By altered references.
 
-def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> tuple[str, str] | None:
+def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
+                           device: str) -> tuple[str, str] | None:
     """Returns the alteration that explains most failing cases, if at least half of those it applies
     to."""
     votes: Counter[tuple[str, str]] = Counter()
@@ -188,12 +213,15 @@ def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult], device:
                 continue
             applied[alteration.kind, alteration.words] += 1
             votes[alteration.kind, alteration.words] += _are_close(kernel.op, r.dtype, out, altered)
-    if not votes or not (best := max(votes, key=lambda k: (votes[k], -applied[k]))) or not votes[best]:
+    if (not votes or not (best := max(votes, key=lambda k: (votes[k], -applied[k])))
+        or not votes[best]):
         return None
     if votes[best] * 2 < applied[best]:
         return None
-    return best[0], (f"it gives what the reference gives with {best[1]}, in {votes[best]} of {applied[best]} failing "
-                     "cases where that makes a difference")
+    return (best[0],
+            (
+                f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
+                         f"{applied[best]} failing cases where that makes a difference"))
 
 
 def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -222,7 +250,8 @@ def _are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:
         elif not x.is_floating_point() or not y.is_floating_point():
             if not torch.equal(x, y):
                 return False
-        elif not torch.allclose(x.double(), y.double(), rtol=max(8 * rtol, 1e-6), atol=max(8 * atol, 1e-6),
+        elif not torch.allclose(x.double(), y.double(), rtol=max(8 * rtol, 1e-6),
+                                atol=max(8 * atol, 1e-6),
                                 equal_nan=True):
             return False
     return True
@@ -230,9 +259,11 @@ def _are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _sample(failed: Sequence[CaseResult], count: int) -> list[CaseResult]:
     """Samples failing cases evenly, the widest dtype first, without large ones if possible."""
-    ranked = sorted(failed, key=lambda r: (bool(r.circumstance), {"float32": 0, "int64": 0}.get(r.dtype, 1)))
+    ranked = sorted(failed, key=lambda r: (bool(r.circumstance),
+                                           {"float32": 0, "int64": 0}.get(r.dtype, 1)))
     large = [r for r in ranked if any(type(n) is int and n > 8_000 for n in r.case.values())]
-    ranked = [r for r in ranked if r not in large] or large[:1]            # each is rerun a dozen times
+    # each is rerun a dozen times
+    ranked = [r for r in ranked if r not in large] or large[:1]
     step = max(len(ranked) // count, 1)
     return ranked[::step][:count]
 
@@ -255,7 +286,8 @@ def _values_of(kernel: Kernel, r: CaseResult, device: str) -> dict[str, Any] | N
 
 # By poisoned and guarded memory.
 
-def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> tuple[str, str] | None:
+def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
     """Reruns failing cases over poisoned memory, between margins of NaN, and repeatedly."""
     if kernel.op.read is not None:
         return None
@@ -276,11 +308,14 @@ def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult], device: str
         if not all(isinstance(t, Tensor) for t in first):
             return None
         if not _are_equal(first, poisoned) and _has_holes(poisoned, expected):
-            return "uninitialised output", "over memory full of NaN its result has NaN: not every element is written"
+            return ("uninitialised output",
+                    "over memory full of NaN its result has NaN: not every element is written")
         if not _are_equal(first, guarded_result) and _has_holes(guarded_result, expected):
-            return "out of bounds", "with NaN on both sides of every input its result has NaN: it reads beside one"
+            return ("out of bounds",
+                    "with NaN on both sides of every input its result has NaN: it reads beside one")
         if any(not _are_equal(first, other) for other in again):
-            all_right = all(_are_close(kernel.op, r.dtype, out, expected) for out in (first, *again))
+            all_right = all(_are_close(kernel.op, r.dtype, out, expected)
+                            for out in (first, *again))
             if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
@@ -303,7 +338,8 @@ def _has_holes(out: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
         if x.is_floating_point() and x.dtype.itemsize > 1 and bool((x.isnan() & ~y.isnan()).any()):
             return True
         if not x.is_floating_point() and x.numel() and x.dtype != torch.bool:
-            if bool((x == torch.iinfo(x.dtype).max).any()) and not bool((y == torch.iinfo(x.dtype).max).any()):
+            if (bool((x == torch.iinfo(x.dtype).max).any())
+                and not bool((y == torch.iinfo(x.dtype).max).any())):
                 return True
     return False
 
@@ -322,21 +358,26 @@ def failing_conditions(op: Op, results: Iterable[CaseResult], device: str = "cpu
             try:
                 values = case_values(op, r.case, r.dtype, device, r.seed)
                 circumstance = _find_circumstance(op, r.circumstance) if r.circumstance else None
-                values = (circumstance.alter(op, values) or values) if circumstance is not None else values
-                facts = {n: v for n, v in read(op, values).items() if not n.endswith(("alignment", "requires_grad"))}
+                values = ((circumstance.alter(op, values) or values) if circumstance is not None
+                          else values)
+                facts = {n: v for n, v in read(op, values).items()
+                         if not n.endswith(("alignment", "requires_grad"))}
             except FAULTS:
                 continue
         calls.append((r.status == "failed", {**facts, "circumstance": r.circumstance or None}))
-    failing, passing = [f for has_failed, f in calls if has_failed], [f for has_failed, f in calls if not has_failed]
+    failing, passing = [f for has_failed, f in calls if has_failed], [f for has_failed, f in calls
+                                                                      if not has_failed]
     if not failing or not passing:
         return ""
-    tests = [(text, {i for i, f in enumerate(passing) if test(f)}) for text, test in _candidate_tests(failing, passing)]
+    tests = [(text, {i for i, f in enumerate(passing) if test(f)})
+             for text, test in _candidate_tests(failing, passing)]
     single = [text for text, passing_with_it in tests if not passing_with_it]
     if single:
         return single[0]
     selective = [first for first in tests if len(first[1]) < len(passing)]
     pairs = itertools.combinations(selective, 2)
-    return next((f"{first[0]} and {second[0]}" for first, second in pairs if not first[1] & second[1]), "")
+    return next((f"{first[0]} and {second[0]}" for first, second in pairs
+                 if not first[1] & second[1]), "")
 
 
 Test = Callable[[Mapping[str, Any]], bool]
@@ -356,11 +397,13 @@ def _candidate_tests(failing: Sequence[Mapping[str, Any]],
         if all(_is_number(v) for v in values):
             passing_values = [f[name] for f in passing if _is_number(f.get(name))]
             if passing_values and min(values) > 4 * max(*passing_values, 1):
-                beyond.append((f"{name} >= {min(values):g} (it passes up to {max(passing_values):g})",
-                               _between(name, min(values), math.inf)))
+                beyond.append(
+                    (f"{name} >= {min(values):g} (it passes up to {max(passing_values):g})",
+                     _between(name, min(values), math.inf)))
         if all(type(v) is type(first) and v == first for v in values):
             if first is not None and first is not False and first not in ("", -1):
-                (numbers if _is_number(first) else equal).append((f"{name} is {first}", _equals(name, first)))
+                (numbers if _is_number(first)
+                 else equal).append((f"{name} is {first}", _equals(name, first)))
             continue
         if all(v is not None for v in values) and isinstance(first, str):
             equal.append((f"{name} is given", lambda f, n=name: f.get(n) is not None))  # type: ignore[misc]

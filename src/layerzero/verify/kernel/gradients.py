@@ -46,19 +46,24 @@ def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
 def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:
     """Returns the values with requires_grad, with their strides; or with `only` one of them."""
     names = (only,) if only else op.differentiable
-    return {name: v.detach().requires_grad_() if name in names and isinstance(v, Tensor) and v.is_floating_point()
+    return {name: v.detach().requires_grad_() if name in names and isinstance(v, Tensor)
+            and v.is_floating_point()
             and v.dtype.itemsize > 1 else v for name, v in values.items()}
 
 
-def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu", seed: int = 0,
+def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                    seed: int = 0,
                     only: str = "", again: bool = True) -> CaseResult:
     """Judges one case; skipped if the kernel declares no backward or refuses the call."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
 
-    def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (), detail: str = "",
+    def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
+               detail: str = "",
                errors: Errors = (0.0, 0.0, 0.0)) -> CaseResult:
-        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), *errors, detail or "; ".join(
-            c.text for c in complaints), circumstance, seed, tuple(dict.fromkeys(c.kind for c in complaints)))
+        return CaseResult(kernel.id, case, dtype, status, tuple(reasons), *errors, detail
+                          or "; ".join(
+            c.text for c in complaints), circumstance, seed,
+                          tuple(dict.fromkeys(c.kind for c in complaints)))
 
     if not kernel.differentiable:              # selection never picks it for such a call
         return result("skipped", detail="declares no backward")
@@ -75,10 +80,12 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         lost = [i for i, (r, e) in enumerate(zip(results, eager_results))
                 if e.requires_grad and e.numel() and not r.requires_grad]
         if lost:
-            return result("failed", [Complaint("gradient", f"the gradient of result {i} is silently lost")
+            return result("failed",
+                          [Complaint("gradient", f"the gradient of result {i} is silently lost")
                                      for i in lost])
         output_grads = _output_grads(results)
-        runs = [_backward(values, results, grads) for grads in (output_grads, output_grads, _with_gaps(output_grads))]
+        runs = [_backward(values, results, grads)
+                for grads in (output_grads, output_grads, _with_gaps(output_grads))]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -86,7 +93,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
     complaints = [Complaint("in-place change", text) for text in find_changes(values, before)]
     wide_values = requiring_grad(op, upcast(values), only)
     exact_results = formula(op, wide_values)
-    exact_grads = _backward(wide_values, exact_results, [w if w is None else w.double() for w in output_grads])
+    exact_grads = _backward(wide_values, exact_results,
+                            [w if w is None else w.double() for w in output_grads])
     eager_grads = _backward(values, eager_results, output_grads)
     worst: Errors = (0.0, 0.0, 0.0)
     compared = (results, results, exact_results, eager_results)
@@ -95,28 +103,34 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         complaints += forward.complaints
         worst = max(worst, (forward.error, forward.eager_error, forward.ratio), key=lambda e: e[2])
     for got, suffix in zip(runs[1:], ("", ", given one with gaps,")):
-        gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got, exact_grads, eager_grads, values)
+        gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got, exact_grads,
+                                                       eager_grads, values)
         complaints += gradient_complaints
         worst = max(worst, errors, key=lambda e: e[2])
-    if kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n]) for n in exact_grads):
+    if (kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n])
+                                              for n in exact_grads)):
         complaints.append(Complaint("non-determinism", "two backward passes differ"))
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
-        retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False) for i in range(RETRIES)]
+        retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False)
+                   for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
-            return result("passed", detail=f"just outside once: {complaints[0].text}", errors=(*worst[:2], 1.0))
+            return result("passed", detail=f"just outside once: {complaints[0].text}",
+                          errors=(*worst[:2], 1.0))
     return result("failed" if complaints else "passed", complaints, (), "", worst)
 
 
-def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor], exact: Mapping[str, Tensor],
-                     eager: Mapping[str, Tensor], values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
+def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
+                     exact: Mapping[str, Tensor], eager: Mapping[str, Tensor],
+                     values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
     """Returns complaints, and the errors of the worst input."""
     rtol, atol = op.tolerance.of(dtype)
     complaints: list[Complaint] = []
     worst = (0.0, 0.0, 0.0)
     for name, want in exact.items():
         if got[name].dtype != values[name].dtype or got[name].shape != want.shape:
-            complaints.append(Complaint("gradient", f"gradient of {name}{suffix} is {tuple(got[name].shape)} "
+            complaints.append(Complaint("gradient",
+                                        f"gradient of {name}{suffix} is {tuple(got[name].shape)} "
                                                     f"{got[name].dtype}"))
             continue
         if not want.numel():
@@ -126,21 +140,24 @@ def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
         bound = op.tolerance.times_eager * eager_error + atol + rtol * float(want.abs().max())
         if error > bound:
             complaints.append(Complaint("gradient",
-                                        f"gradient of {name}{suffix}: error {error:.3g} exceeds {bound:.3g}; "
-                                                    f"eager {eager_error:.3g}"))
+                                        f"gradient of {name}{suffix}: error {error:.3g} exceeds "
+                                                    f"{bound:.3g}; eager {eager_error:.3g}"))
         worst = max(worst, (error, eager_error, error / bound), key=lambda e: e[2])
     return complaints, worst
 
 
 def _output_grads(results: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns random output gradients, the same for every kernel."""
-    gen = torch.Generator().manual_seed(987654321)     # no case uses it: a gradient parallel to the input may vanish
-    return [torch.randn(r.shape, generator=gen).to(r) if r.is_floating_point() else None for r in results]
+    # no case uses it: a gradient parallel to the input may vanish
+    gen = torch.Generator().manual_seed(987654321)
+    return [torch.randn(r.shape, generator=gen).to(r) if r.is_floating_point() else None
+            for r in results]
 
 
 def _with_gaps(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the same gradients with NaN between the elements."""
-    return [w if w is None else (w if (other := with_layout(w, "sparse")) is None else other) for w in weights]
+    return [w if w is None else (w if (other := with_layout(w, "sparse")) is None else other)
+            for w in weights]
 
 
 def _backward(values: Mapping[str, Any], results: Sequence[Tensor],
@@ -149,7 +166,8 @@ def _backward(values: Mapping[str, Any], results: Sequence[Tensor],
     pairs = [(r, w) for r, w in zip(results, output_grads) if w is not None and r.requires_grad]
     if not pairs:
         return {n: torch.zeros_like(v) for n, v in inputs.items()}
-    grads = torch.autograd.grad([r for r, _ in pairs], list(inputs.values()), [w for _, w in pairs], allow_unused=True,
+    grads = torch.autograd.grad([r for r, _ in pairs], list(inputs.values()), [w for _, w in pairs],
+                                allow_unused=True,
                                 retain_graph=True)
     return {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(inputs.items(), grads)}
 

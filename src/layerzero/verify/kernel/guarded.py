@@ -20,15 +20,18 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
     """Copies the whole storage and version of every tensor; of very large storages only the
     elements."""
-    return {name: (_watched_bytes(v).clone(), _version(v)) for name, v in values.items() if isinstance(v, Tensor)}
+    return {name: (_watched_bytes(v).clone(), _version(v)) for name, v in values.items()
+            if isinstance(v, Tensor)}
 
 
-def find_changes(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[str]:
+def find_changes(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[
+        str]:
     for name, (original, version) in before.items():
         if not torch.equal(_watched_bytes(values[name]), original):
             yield f"{name} was overwritten"
         elif _version(values[name]) != version:
-            yield f"{name} was written to (its version went from {version} to {_version(values[name])})"
+            yield (f"{name} was written to (its version went from {version} to "
+                   f"{_version(values[name])})")
 
 
 def _version(t: Tensor) -> int:
@@ -44,13 +47,15 @@ def _watched_bytes(t: Tensor) -> Tensor:
 def global_state(device: str) -> dict[str, Any]:
     """Returns the process-wide state that no kernel may change."""
     state: dict[str, Any] = {
-        "the default dtype": torch.get_default_dtype(), "the number of threads": torch.get_num_threads(),
+        "the default dtype": torch.get_default_dtype(),
+        "the number of threads": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(), "autocast": torch.is_autocast_enabled("cpu"),
         "deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the precision of float32 products": torch.get_float32_matmul_precision(),
         "the state of torch's random numbers": torch.get_rng_state().numpy().tobytes()}
     if device.startswith("cuda"):
-        state["the state of the device's random numbers"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+        state["the state of the device's random numbers"] = torch.cuda.get_rng_state(
+            device).numpy().tobytes()
     return state
 
 
@@ -60,9 +65,11 @@ def global_state(device: str) -> dict[str, Any]:
 def poisoned_memory() -> Iterator[None]:
     """Fills fresh memory with NaN and the largest integers, so that unwritten elements show."""
     settings: Any = torch.utils.deterministic
-    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    was_deterministic, was_filled = (torch.are_deterministic_algorithms_enabled(),
+                                     settings.fill_uninitialized_memory)
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    set_deterministic: Any = torch._C._set_deterministic_algorithms  # the public one imports torch's compiler
+    # the public one imports torch's compiler
+    set_deterministic: Any = torch._C._set_deterministic_algorithms
     set_deterministic(True, warn_only=True)
     settings.fill_uninitialized_memory = True
     try:
@@ -80,19 +87,22 @@ def guarded(values: Mapping[str, Any]) -> dict[str, Any]:
     gigabytes is not copied.
     """
     by_id: dict[int, Tensor] = {}
-    return {name: by_id.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v for name, v in values.items()}
+    return {name: by_id.setdefault(id(v), _guarded(v)) if isinstance(v, Tensor) else v
+            for name, v in values.items()}
 
 
 def _guarded(t: Tensor) -> Tensor:
     aligned = max(64 // t.element_size(), 1)
-    margin = MARGIN_BYTES // t.element_size() + int(t.storage_offset()) % aligned  # as aligned as it was
+    # as aligned as it was
+    margin = MARGIN_BYTES // t.element_size() + int(t.storage_offset()) % aligned
     span = _span(t)
     if span > MAX_BYTES:
         return t
     storage = _poisoned(span + 2 * margin, t)
     view = storage.as_strided(t.shape, t.stride(), margin)
     if 0 in t.stride() and t.numel() > 1:      # expanded: several indices share an element
-        storage[margin:margin + span].copy_(t.detach().as_strided((span,), (1,), t.storage_offset()))
+        storage[margin:margin + span].copy_(t.detach().as_strided((span,), (1,),
+                                                                  t.storage_offset()))
     else:
         view.copy_(t.detach())
     return view.requires_grad_() if t.requires_grad else view
@@ -107,7 +117,8 @@ def _poisoned(size: int, like: Tensor) -> Tensor:
     """Returns memory filled with NaN, -1, 255 or True."""
     storage = torch.empty(size, dtype=like.dtype, device=like.device)
     if like.dtype.itemsize == 1 and like.is_floating_point():
-        storage.view(torch.uint8).fill_(0x7F if like.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else 0xFF)
+        storage.view(torch.uint8).fill_(0x7F if like.dtype in (torch.float8_e4m3fn,
+                                                               torch.float8_e5m2) else 0xFF)
     elif like.is_floating_point() or like.is_complex():
         storage.fill_(torch.nan)
     elif like.dtype in (torch.bool, torch.uint8):
@@ -120,8 +131,8 @@ def _poisoned(size: int, like: Tensor) -> Tensor:
 def with_layout(t: Tensor, layout: str) -> Tensor | None:
     """Copies a tensor to another layout; None where that makes no difference.
 
-    sparse: every second element of a row; padded: rows with space behind them; transposed: the last two dimensions
-    exchanged in memory; offset: starts one element late.
+    sparse: every second element of a row; padded: rows with space behind them; transposed: the last
+    two dimensions exchanged in memory; offset: starts one element late.
     """
     if not t.numel() or t.dim() == 0:
         return None
@@ -130,7 +141,8 @@ def with_layout(t: Tensor, layout: str) -> Tensor | None:
         other = _poisoned(2 * t.numel(), t).view(*shape, 2)[..., 0]
     elif layout == "padded":
         width = shape[-1] + 3
-        other = _poisoned(t.numel() // shape[-1] * width, t).view(*shape[:-1], width)[..., :shape[-1]]
+        other = _poisoned(t.numel() // shape[-1] * width,
+                          t).view(*shape[:-1], width)[..., :shape[-1]]
     elif layout == "transposed":
         if t.dim() < 2:
             return None
@@ -150,7 +162,8 @@ def with_distant_rows(t: Tensor) -> Tensor | None:
         return None
     row_stride = (1 << 31) // (t.shape[0] - 1) + t[0].numel()
     try:
-        storage = torch.empty((t.shape[0] - 1) * row_stride + t[0].numel(), dtype=t.dtype, device=t.device)
+        storage = torch.empty((t.shape[0] - 1) * row_stride + t[0].numel(), dtype=t.dtype,
+                              device=t.device)
     except (RuntimeError, MemoryError):
         return None
     inner = t[0].contiguous().stride()

@@ -31,7 +31,8 @@ def probe(kernel: Kernel, device: str = "cpu", timeout: float = TIMEOUT_S) -> Re
     """Runs a kernel in another process. If it hangs, crashes or fails there, it is disabled here;
     returns the reason.
 
-    None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is a named function.
+    None: it ran. It must be importable: a kernel of the catalog, of a plugin, or one whose load is
+    a named function.
     """
     reason = run_in_subprocess(kernel, device, timeout).reason
     if reason is not None:
@@ -46,8 +47,9 @@ def run_in_subprocess(kernel: Kernel, device: str = "cpu", timeout: float = TIME
         declared["load"] = LOCAL
     outcome = run_isolated(f"{__name__}:run_cases", declared, device, timeout=timeout)
     if outcome.ok and outcome.value is None:
-        raise ConfigError(f"kernel {kernel.id!r} cannot be probed: a new process does not know it; its load must be a "
-                          f"function of a module that can be imported, got {import_path(kernel.load)}")
+        raise ConfigError(
+            f"kernel {kernel.id!r} cannot be probed: a new process does not know it; its load must "
+            f"be a function of a module that can be imported, got {import_path(kernel.load)}")
     return outcome
 
 
@@ -58,7 +60,8 @@ def _importable(kernel: Kernel) -> bool:
         return False
 
 
-def probe_unknown(kernels: Iterable[Kernel], device: str = "cpu", timeout: float = TIMEOUT_S) -> dict[str, Reason]:
+def probe_unknown(kernels: Iterable[Kernel], device: str = "cpu",
+                  timeout: float = TIMEOUT_S) -> dict[str, Reason]:
     """Probes the kernels of installed libraries that have no certificate; returns what is wrong
     with them."""
     chosen = [k for k in kernels if k.package and loading.availability(k) is None]

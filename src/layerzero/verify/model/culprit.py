@@ -2,9 +2,11 @@
 likely class of error.
 
 1. Descend: the first stage, in the order of computing, that exceeds its limit.
-2. Check: the kernel that served that stage is called again with the same arguments, against the contract's formula. If
-   it keeps the contract, the kernel is right and the call is wrong: the model uses another convention.
-3. Swap: every kernel of the run is left out in turn. The one without which nothing diverges is the culprit.
+2. Check: the kernel that served that stage is called again with the same arguments, against the
+   contract's formula. If it keeps the contract, the kernel is right and the call is wrong: the
+   model uses another convention.
+3. Swap: every kernel of the run is left out in turn. The one without which nothing diverges is
+   the culprit.
 4. Classify: which altered reference gives the same wrong result?
 """
 
@@ -27,7 +29,15 @@ from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
-from ..kernel.contract import ROUNDINGS, call, formula, judge_result, results_of, upcast, worst_indices
+from ..kernel.contract import (
+    ROUNDINGS,
+    call,
+    formula,
+    judge_result,
+    results_of,
+    upcast,
+    worst_indices,
+)
 from ..kernel.diagnosis import CLASSES
 from ..kernel.guarded import poisoned_memory
 from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs
@@ -52,7 +62,8 @@ class Culprit(Record):
     stage: str
     op: str
     kernel: str                                # "" if no single kernel is to blame
-    kind: str                                  # one of diagnosis.CLASSES: convention, mask, alignment, precision, ...
+    # one of diagnosis.CLASSES: convention, mask, alignment, precision, ...
+    kind: str
     why: str
     error: float
     allowed: float
@@ -64,13 +75,16 @@ class Culprit(Record):
         who = f"lz.{self.op} by {self.kernel}" if self.op else self.kernel or "no kernel alone"
         if self.keeps_contract:
             who = f"the call of lz.{self.op}; {self.kernel} keeps the contract"
-        lines = [f"  culprit: {who}", f"  first diverging stage: {self.stage}, off by {self.error:.3g} where "
-                 f"{self.allowed:.3g} is allowed, worst at {', '.join(map(str, self.worst)) or 'no index'}",
+        lines = [f"  culprit: {who}",
+                 f"  first diverging stage: {self.stage}, off by {self.error:.3g} where "
+                 f"{self.allowed:.3g} is allowed, worst at "
+                 f"{', '.join(map(str, self.worst)) or 'no index'}",
                  f"  likely class: {self.kind}: {self.why}", f"  what to do: {CLASSES[self.kind]}"]
         by_text: dict[str, list[str]] = {}
         for swap in self.swaps:
             by_text.setdefault(swap.text, []).append(swap.kernel)
-        return "\n".join(lines + [f"  without {' or '.join(kernels)}: {text}" for text, kernels in by_text.items()])
+        return "\n".join(lines + [f"  without {' or '.join(kernels)}: {text}"
+                                  for text, kernels in by_text.items()])
 
 
 def find(route: Route, named: str = "") -> Culprit:
@@ -79,11 +93,14 @@ def find(route: Route, named: str = "") -> Culprit:
     runs = _runs(route, caller)
     swaps = tuple(_swaps(route, [kernel for _, kernel in caller.counts], named))
     order = list(route.truth)
-    failing = [(order.index(row.what), row, trace) for trace in runs for row in _failing_rows(route, trace)]
-    if not failing:                            # only a row over all stages failed, such as the top-1
+    failing = [(order.index(row.what), row, trace) for trace in runs
+               for row in _failing_rows(route, trace)]
+    # only a row over all stages failed, such as the top-1
+    if not failing:
         nearest = max((row for row in route.rows(runs[0])), key=lambda row: (not row.ok, row.ratio))
         return _culprit_by_swaps(nearest, swaps,
-                                 "no stage alone is further off than it may be: small differences add up")
+                                 "no stage alone is further off than it may be: small differences "
+                                 "add up")
     _, first, trace = min(failing, key=lambda item: item[0])
     stage_value = trace[first.what]
     kernels = worlds.current().catalog.by_id
@@ -91,29 +108,36 @@ def find(route: Route, named: str = "") -> Culprit:
         return _culprit_by_swaps(first, swaps, "no single kernel is to blame")
     stage, kernel = first.what, kernels[stage_value.kernel]
     kernel_is_right = keeps_contract(kernel, stage_value)
-    if kernel_is_right:                        # an earlier stage may be off by just less than its limit
+    # an earlier stage may be off by just less than its limit
+    if kernel_is_right:
         earlier = itertools.takewhile(lambda item: item[0] != first.what, trace.items())
-        earlier_culprit = next(((s, n) for s, n in earlier if n.kernel in kernels and s in route.truth
+        earlier_culprit = next(((s, n) for s, n in earlier if n.kernel in kernels
+                                and s in route.truth
                                 and not keeps_contract(kernels[n.kernel], n)), None)
         if earlier_culprit is not None:
             (stage, stage_value), kernel_is_right = earlier_culprit, False
             kernel = kernels[stage_value.kernel]
     want = route.truth[stage].to(stage_value.value.device)
-    kind, why = classify(kernel, _values(kernel.op, stage_value), stage_value, want, kernel_is_right)
+    kind, why = classify(kernel, _values(kernel.op, stage_value), stage_value, want,
+                         kernel_is_right)
     row = route.row(trace, stage)
     return Culprit(stage, stage_value.op, stage_value.kernel, kind, why, row.error, row.allowed,
-                   row.worst or tuple(worst_indices(stage_value.value, want)), swaps, kernel_is_right)
+                   row.worst or tuple(worst_indices(stage_value.value, want)), swaps,
+                   kernel_is_right)
 
 
 def _culprit_by_swaps(row: LadderRow, swaps: Sequence[Swap], otherwise: str) -> Culprit:
     """Returns the culprit by swaps alone, where no call computed the value."""
     fixed = [s.kernel for s in swaps if s.fixed]
     if len(fixed) != 1:
-        return Culprit(row.what, "", "", "unknown", otherwise, row.error, row.allowed, row.worst, tuple(swaps))
+        return Culprit(row.what, "", "", "unknown", otherwise, row.error, row.allowed, row.worst,
+                       tuple(swaps))
     backward = row.what.startswith("grad")
-    why = "its backward differs: the forward of every stage agrees" if backward else "leaving it out mends all"
+    why = ("its backward differs: the forward of every stage agrees" if backward
+           else "leaving it out mends all")
     return Culprit(row.what, worlds.current().catalog.by_id[fixed[0]].op.name, fixed[0],
-                   "gradient" if backward else "unknown", why, row.error, row.allowed, row.worst, tuple(swaps))
+                   "gradient" if backward else "unknown", why, row.error, row.allowed, row.worst,
+                   tuple(swaps))
 
 
 def _swaps(route: Route, kernels: Sequence[str], named: str) -> Iterator[Swap]:
@@ -128,7 +152,8 @@ def _swaps(route: Route, kernels: Sequence[str], named: str) -> Iterator[Swap]:
             yield Swap(kernel, False, f"nothing else can serve: {str(e).splitlines()[0]}")
             continue
         diverging = next((row for trace in runs
-                          for row in (*_failing_rows(route, trace), *route.rows(trace)) if not row.ok), None)
+                          for row in (*_failing_rows(route, trace), *route.rows(trace))
+                          if not row.ok), None)
         yield Swap(kernel, diverging is None, "all stages agree" if diverging is None
                    else f"still diverges at {diverging.what}")
 
@@ -138,13 +163,15 @@ def _runs(route: Route, caller: LzCaller) -> list[Trace]:
     chance."""
     plain = route.run(caller)
     with warnings.catch_warnings(), poisoned_memory():
-        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+        warnings.filterwarnings("ignore",
+                                message=".*does not have a deterministic implementation.*")
         return [plain, route.run(caller)]
 
 
 def _failing_rows(route: Route, trace: Trace) -> Iterator[LadderRow]:
     """Yields the stages that exceed their limit, in the order of computing."""
-    return (row for row in (route.row(trace, stage) for stage in route.truth if stage in trace) if not row.ok)
+    return (row for row in (route.row(trace, stage) for stage in route.truth if stage in trace)
+            if not row.ok)
 
 
 def _values(op: Op, stage_value: StageValue) -> Arguments:
@@ -176,23 +203,34 @@ def classify(kernel: Kernel, values: Arguments, stage_value: StageValue, want: T
     got, op = stage_value.value, kernel.op
     if kernel_is_right:
         for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):
-            if result.numel() == want.numel() and difference(result.reshape(want.shape), want) <= tolerance:
-                return kind, f"the call is not what the model wants: the result would be right with {words}"
-        return "unknown", "the kernel keeps its contract, and no other reading of the call that was tried gives the " \
-            "result; look at the weights and at the code of the model"
+            if (result.numel() == want.numel() and difference(result.reshape(want.shape), want)
+                <= tolerance):
+                return (kind,
+                        "the call is not what the model wants: the result would be right with "
+                        f"{words}")
+        return ("unknown",
+                "the kernel keeps its contract, and no other reading of the call that was tried "
+                "gives the " \
+             "result; look at the weights and at the code of the model")
     if not got.isfinite().all() and want.isfinite().all():
-        return "uninitialised output", f"{int((~got.isfinite()).sum())} of {got.numel()} are not finite"
-    instability = _instability(kernel, values, stage_value.result) if want.isfinite().all() else None
+        return ("uninitialised output",
+                f"{int((~got.isfinite()).sum())} of {got.numel()} are not finite")
+    instability = (_instability(kernel, values, stage_value.result) if want.isfinite().all()
+                   else None)
     if instability:
         return instability
     for kind, words, result, tolerance in _alternatives(op, values, stage_value.result):
-        if result.numel() == got.numel() and difference(result.reshape(got.shape), got) <= tolerance:
+        if (result.numel() == got.numel() and difference(result.reshape(got.shape), got)
+            <= tolerance):
             return kind, f"it gives what the reference gives with {words}"
     dense = {n: v.contiguous().clone() if isinstance(v, Tensor) else v for n, v in values.items()}
     dense_result = results_of(call(kernel, dense))[stage_value.result].reshape(want.shape)
     if difference(dense_result, want) < 0.01 * difference(got, want):
-        return "layout", "it is right for contiguous copies of its inputs, and wrong for their strides or offsets"
-    return _precision(op, values, stage_value, want) or ("unknown", "no altered reference gives this result")
+        return ("layout",
+                "it is right for contiguous copies of its inputs, and wrong for their strides or "
+                "offsets")
+    return (_precision(op, values, stage_value, want)
+            or ("unknown", "no altered reference gives this result"))
 
 
 def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, str] | None:
@@ -203,14 +241,17 @@ def _instability(kernel: Kernel, values: Arguments, result: int) -> tuple[str, s
     first, second = (results_of(call(kernel, values))[result] for _ in range(2))
     holes = int((~poisoned.isfinite()).sum())
     if holes:
-        return "uninitialised output", f"over memory full of NaN {holes} of {poisoned.numel()} are NaN: not every " \
-            "element is written"
+        return ("uninitialised output",
+                f"over memory full of NaN {holes} of {poisoned.numel()} are NaN: not every " \
+             "element is written")
     if not torch.equal(first, second):
-        return "non-determinism", f"two calls with the same arguments differ by {difference(first, second):.3g}"
+        return ("non-determinism",
+                f"two calls with the same arguments differ by {difference(first, second):.3g}")
     return None
 
 
-def _precision(op: Op, values: Arguments, stage_value: StageValue, want: Tensor) -> tuple[str, str] | None:
+def _precision(op: Op, values: Arguments, stage_value: StageValue,
+               want: Tensor) -> tuple[str, str] | None:
     """Is the error that of the formula at a narrower dtype, or a number of roundings at this
     one?"""
     error, size = difference(stage_value.value, want), max(max_abs(want), 1e-30)
@@ -218,17 +259,24 @@ def _precision(op: Op, values: Arguments, stage_value: StageValue, want: Tensor)
     for narrow in NARROW_DTYPES:
         if torch.finfo(narrow).eps <= eps:
             continue
-        rounded = {n: v.to(narrow) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
+        rounded = {n: v.to(narrow) if isinstance(v, Tensor) and v.is_floating_point() else v
+                   for n, v in values.items()}
         narrow_result = _try_formula(op, rounded, stage_value.result)
-        if narrow_result is not None and error <= 4 * difference(narrow_result.reshape(want.shape), want):
-            return "precision", f"it is as far off as the formula in {str(narrow)[6:]}: something is rounded or " \
-                "accumulated too narrowly"
+        if (narrow_result is not None
+            and error <= 4 * difference(narrow_result.reshape(want.shape), want)):
+            return ("precision",
+                    f"it is as far off as the formula in {str(narrow)[6:]}: something is rounded "
+                    "or " \
+                 "accumulated too narrowly")
     if error <= 64 * eps * size:
-        return "precision", f"it is off by {error / eps / size:.0f} roundings of {str(stage_value.value.dtype)[6:]}"
+        return ("precision",
+                f"it is off by {error / eps / size:.0f} roundings of "
+                f"{str(stage_value.value.dtype)[6:]}")
     return None
 
 
-def _alternatives(op: Op, values: Arguments, result: int) -> Iterator[tuple[str, str, Tensor, float]]:
+def _alternatives(op: Op, values: Arguments,
+                  result: int) -> Iterator[tuple[str, str, Tensor, float]]:
     """Yields altered references that differ from the reference: class, text, result, and its
     tolerance at the dtype of the call."""
     unaltered = formula(op, upcast(values))[result]
@@ -241,7 +289,8 @@ def _alternatives(op: Op, values: Arguments, result: int) -> Iterator[tuple[str,
                 yield alteration.kind, alteration.words, wide, tolerance
 
 
-def _altered_result(op: Op, alteration: Alteration, values: Arguments, result: int) -> Tensor | None:
+def _altered_result(op: Op, alteration: Alteration, values: Arguments,
+                    result: int) -> Tensor | None:
     try:
         altered = alteration.alter(op, values)
     except FAULTS:                             # the alteration does not apply to this call
@@ -275,13 +324,15 @@ def _reordered_rope(op: Any, v: Arguments) -> Results:
 def _shift_positions(by: int) -> Callable[[Any, Arguments], Arguments | None]:
     def alter(op: Any, v: Arguments) -> Arguments | None:
         ids = v["position_ids"]
-        return None if ids is None else {**v, "position_ids": (ids + by).clamp(0, v["cos"].shape[-2] - 1)}
+        return (None if ids is None
+                else {**v, "position_ids": (ids + by).clamp(0, v["cos"].shape[-2] - 1)})
 
     return alter
 
 
 # Mistakes that only show in a model.
 _MODEL_ALTERATIONS: Mapping[str, tuple[Alteration, ...]] = {"rope": (
-    Alteration("convention", "the other style, and the elements of a head in the order of that", _reordered_rope),
+    Alteration("convention", "the other style, and the elements of a head in the order of that",
+               _reordered_rope),
     Alteration("alignment", "every position one less", _shift_positions(-1)),
     Alteration("alignment", "every position one more", _shift_positions(1)))}

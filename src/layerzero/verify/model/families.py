@@ -1,8 +1,14 @@
 """Three families of models through lz and in plain torch: every dtype, several batches and lengths.
 
-    decoder           Llama: RMS norm, rope, grouped queries, SwiGLU; the whole text, and the same with a paged KV cache
-    encoder-decoder   T5: relative position bias as a mask, unscaled attention, padded rows, cross-attention, gated GELU
-    image             a block of a diffusion model: group norm, self-attention over pixels, attention to a text, GEGLU
+    decoder
+        Llama: RMS norm, rope, grouped queries, SwiGLU; the whole text, and the same with a paged KV
+        cache
+    encoder-decoder
+        T5: relative position bias as a mask, unscaled attention, padded rows, cross-attention,
+        gated GELU
+    image
+        a block of a diffusion model: group norm, self-attention over pixels, attention to a text,
+        GEGLU
 
 Each is small, with random weights, and written once over an OpCaller (models/decoder.py). Results
 of lz may be as far from float64 as the ladder allows (route.py).
@@ -20,7 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.decoder import CachedKV, Decoder, DecoderConfig, OpCaller, Weights, cast, make_weights
+from ...models.decoder import (
+    CachedKV,
+    Decoder,
+    DecoderConfig,
+    OpCaller,
+    Weights,
+    cast,
+    make_weights,
+)
 from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices
@@ -53,7 +67,8 @@ class Cell:
     batch: int
     length: int
     rows: tuple[LadderRow, ...] = ()
-    kernels: Mapping[tuple[str, str], int] = field(default_factory=dict)       # (op, kernel) -> calls
+    # (op, kernel) -> calls
+    kernels: Mapping[tuple[str, str], int] = field(default_factory=dict)
     problem: str = ""
     seconds: float = 0.0
 
@@ -67,13 +82,15 @@ class Cell:
         return f"{head}: {self.problem or '; '.join(wrong) or 'as plain torch'}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"family": self.family, "dtype": self.dtype, "batch": self.batch, "length": self.length,
-                "passed": self.passed, "problem": self.problem, "seconds": round(self.seconds, 2),
-                "rows": encode(self.rows),
-                "kernels": [{"op": op, "kernel": k, "calls": n} for (op, k), n in self.kernels.items()]}
+        return {"family": self.family, "dtype": self.dtype, "batch": self.batch,
+                "length": self.length, "passed": self.passed, "problem": self.problem,
+                "seconds": round(self.seconds, 2), "rows": encode(self.rows),
+                "kernels": [{"op": op, "kernel": k, "calls": n}
+                            for (op, k), n in self.kernels.items()]}
 
 
-def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, lane: str = "quick", device: str = "cpu",
+def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, lane: str = "quick",
+                device: str = "cpu",
                 named: str = "") -> Iterator[Cell]:
     """Yields every cell of the matrix. `named`: a kernel or library that serves wherever it can."""
     for name in families:
@@ -88,8 +105,10 @@ def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, la
                 yield _cell(name, weights, dtype, batch, length, device, named)
 
 
-def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, device: str, named: str) -> Cell:
-    family, torch_dtype, started, caller = FAMILIES[name], getattr(torch, dtype), time.perf_counter(), LzCaller(named)
+def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, device: str,
+          named: str) -> Cell:
+    family, torch_dtype, started, caller = FAMILIES[name], getattr(torch,
+                                                                   dtype), time.perf_counter(), LzCaller(named)
     rounded = cast(weights, torch_dtype, device)
     counts: Counter[tuple[str, str]] = caller.counts
     with torch.no_grad():
@@ -98,13 +117,15 @@ def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, devi
         try:
             got = family.run(caller, rounded, batch, length, device)
         except (NoKernelFoundError, KernelExecutionError) as e:
-            return Cell(name, dtype, batch, length, (), counts, f"{type(e).__name__}: {str(e).splitlines()[0]}",
+            return Cell(name, dtype, batch, length, (), counts,
+                        f"{type(e).__name__}: {str(e).splitlines()[0]}",
                         time.perf_counter() - started)
     rows = []
     for what, value in got.items():
         want, error = truth[what], difference(value, truth[what])
         bound = allowed(torch_dtype, want, eager[what], family.limit)
-        worst = tuple(worst_indices(value, want)) if error > bound and value.shape == want.shape else ()
+        worst = (tuple(worst_indices(value, want)) if error > bound and value.shape == want.shape
+                 else ())
         rows.append(LadderRow(what, error, bound, eager=difference(eager[what], want), worst=worst))
     return Cell(name, dtype, batch, length, tuple(rows), counts, "", time.perf_counter() - started)
 
@@ -126,7 +147,8 @@ class _WeightMaker:
 
 
 def _tokens(batch: int, length: int, vocab: int, device: str) -> Tensor:
-    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
+    return torch.randint(0, vocab, (batch, length),
+                         generator=torch.Generator().manual_seed(length)).to(device)
 
 
 # Llama.
@@ -141,7 +163,8 @@ def _decoder(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> 
         return {"logits": logits, "logits, paged": logits}
     past = CachedKV(DECODER, "paged", batch, length, dtype, device)
     head = max(length - 2, 1)
-    steps = [model(tokens[:, :head], past), *(model(tokens[:, i:i + 1], past) for i in range(head, length))]
+    steps = [model(tokens[:, :head], past),
+             *(model(tokens[:, i:i + 1], past) for i in range(head, length))]
     return {"logits": logits, "logits, paged": torch.cat(steps, 1)}
 
 
@@ -150,7 +173,8 @@ def _decoder(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> 
 def _t5_weights() -> Weights:
     make = _WeightMaker(5)
     make.weights["embed"] = make.normal(VOCAB, WIDTH)
-    make.weights["bias"] = make.normal(HEADS, 16)          # per distance, up to 8 in both directions
+    # per distance, up to 8 in both directions
+    make.weights["bias"] = make.normal(HEADS, 16)
     make.vector("norm", WIDTH, 1.0)
     make.matrix("head", VOCAB, WIDTH)
     for stack, parts in (("enc", ("self",)), ("dec", ("self", "cross"))):
@@ -160,7 +184,8 @@ def _t5_weights() -> Weights:
             for part in parts:
                 for name in ("q", "k", "v", "o"):
                     make.matrix(f"{stack}.{i}.{part}.{name}", WIDTH, WIDTH)
-                make.weights[f"{stack}.{i}.{part}.q"] *= (WIDTH // HEADS) ** -0.5        # T5 does not scale scores
+                # T5 does not scale scores
+                make.weights[f"{stack}.{i}.{part}.q"] *= (WIDTH // HEADS) ** -0.5
             make.matrix(f"{stack}.{i}.mlp.in", 2 * INNER, WIDTH)
             make.matrix(f"{stack}.{i}.mlp.down", WIDTH, INNER)
     return make.weights
@@ -173,8 +198,9 @@ def _heads(do: OpCaller, w: Weights, at: str, x: Tensor) -> Tensor:
 
 def _attend(do: OpCaller, w: Weights, at: str, x: Tensor, context: Tensor, mask: Tensor | None,
             scale: float | None = None) -> Tensor:
-    mixed = do("attention", query=_heads(do, w, f"{at}.q", x), key=_heads(do, w, f"{at}.k", context),
-               value=_heads(do, w, f"{at}.v", context), attn_mask=mask, scale=scale, layout="bshd")
+    mixed = do("attention", query=_heads(do, w, f"{at}.q", x),
+               key=_heads(do, w, f"{at}.k", context), value=_heads(do, w, f"{at}.v", context),
+               attn_mask=mask, scale=scale, layout="bshd")
     out: Tensor = do("linear", x=mixed.flatten(-2), weight=w[f"{at}.o"])
     return out
 
@@ -191,7 +217,8 @@ def _t5_stack(do: OpCaller, w: Weights, stack: str, x: Tensor, mask: Tensor,
         x = x + _attend(do, w, f"{at}.self", h, h, mask, 1.0)
         if cross is not None:
             x = x + _attend(do, w, f"{at}.cross", norm(f"{at}.cross.norm"), *cross, 1.0)
-        x = x + do("mlp", x=norm(f"{at}.mlp.norm"), weight_in=w[f"{at}.mlp.in"], weight_down=w[f"{at}.mlp.down"],
+        x = x + do("mlp", x=norm(f"{at}.mlp.norm"), weight_in=w[f"{at}.mlp.in"],
+                   weight_down=w[f"{at}.mlp.down"],
                    activation="geglu_tanh")
     return norm("norm")
 
@@ -202,11 +229,14 @@ def _t5(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Outpu
         return (positions - positions[:, None]).clamp(-8, 7) + 8
 
     source, target = (_tokens(batch, n, VOCAB, device) for n in (length, max(length // 2, 1)))
-    lengths = length - torch.arange(batch, device=device) % max(length // 2, 1)        # rows of different lengths
-    not_padded = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]  # (batch, 1, 1, length)
+    # rows of different lengths
+    lengths = length - torch.arange(batch, device=device) % max(length // 2, 1)
+    # (batch, 1, 1, length)
+    not_padded = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]
     bias = w["bias"][:, distances(length)][None]
     encoder_mask = torch.where(not_padded, bias, torch.finfo(bias.dtype).min)
-    encoded = _t5_stack(do, w, "enc", do("embedding", ids=source, weight=w["embed"]), encoder_mask, None)
+    encoded = _t5_stack(do, w, "enc", do("embedding", ids=source, weight=w["embed"]), encoder_mask,
+                        None)
     rows = target.shape[1]
     future = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
     causal = w["bias"][:, distances(rows)][None].masked_fill(future, -math.inf)
@@ -231,7 +261,8 @@ def _image_weights() -> Weights:
     make.matrix("mlp.down", WIDTH, INNER)
     make.vector("mlp.in.bias", 2 * INNER, 0.0)
     make.vector("mlp.down.bias", WIDTH, 0.0)
-    make.weights["image"], make.weights["text"] = make.normal(8, WIDTH, 16, 16), make.normal(8, 77, 32)
+    make.weights["image"], make.weights["text"] = make.normal(8, WIDTH, 16,
+                                                              16), make.normal(8, 77, 32)
     return make.weights
 
 
@@ -247,7 +278,8 @@ def _image(do: OpCaller, w: Weights, batch: int, length: int, device: str) -> Ou
     h = norm("self.norm")
     x = x + _attend(do, w, "self", h, h, None)
     x = x + _attend(do, w, "cross", norm("cross.norm"), text, None)
-    x = x + do("mlp", x=norm("mlp.norm"), weight_in=w["mlp.in"], weight_down=w["mlp.down"], activation="geglu",
+    x = x + do("mlp", x=norm("mlp.norm"), weight_in=w["mlp.in"], weight_down=w["mlp.down"],
+               activation="geglu",
                bias_in=w["mlp.in.bias"], bias_down=w["mlp.down.bias"])
     out = do("linear", x=x, weight=w["out"]).transpose(1, 2).unflatten(2, image.shape[2:])
     return {"image": image + out}

@@ -86,11 +86,13 @@ class Rung:
     dtype: str
     status: str                                # passed | failed | not served
     rows: tuple[LadderRow, ...] = ()
-    tables: Mapping[str, tuple[LadderRow, ...]] = field(default_factory=dict)      # route -> its rows
+    # route -> its rows
+    tables: Mapping[str, tuple[LadderRow, ...]] = field(default_factory=dict)
     kernels: Mapping[tuple[str, str], int] = field(default_factory=dict)     # (op, kernel) -> calls
     named: str = ""
     served: int = 0                            # calls that `named` has served
-    refused: Mapping[str, str] = field(default_factory=dict)                 # op -> why `named` could not serve
+    # op -> why `named` could not serve
+    refused: Mapping[str, str] = field(default_factory=dict)
     culprit: Culprit | None = None
     problem: str = ""
     against: str = "plain torch in float64"
@@ -107,10 +109,11 @@ class Rung:
     def to_json(self) -> dict[str, Any]:
         return {
             "level": self.level, "name": self.name, "dtype": self.dtype, "status": self.status,
-            "against": self.against, "problem": self.problem, "named": self.named, "served": self.served,
-            "refused": dict(self.refused),
+            "against": self.against, "problem": self.problem, "named": self.named,
+            "served": self.served, "refused": dict(self.refused),
             "tables": encode(self.tables),
-            "kernels": [{"op": op, "kernel": kernel, "calls": n} for (op, kernel), n in self.kernels.items()],
+            "kernels": [{"op": op, "kernel": kernel, "calls": n}
+                        for (op, kernel), n in self.kernels.items()],
             "culprit": encode(self.culprit)}
 
     def __str__(self) -> str:
@@ -118,16 +121,18 @@ class Rung:
         if self.problem:
             head += f": {self.problem}"
         elif self.worst is not None:
-            head += f" ({len(self.rows)} comparisons with {self.against}; nearest to its limit: {self.worst})"
+            head += (f" ({len(self.rows)} comparisons with {self.against}; nearest to its limit: "
+                     f"{self.worst})")
         if self.named:
             head += f"\n  {self.named} served {self.served} calls"
-            head += "".join(f"\n  it could not serve some of lz.{op}: {why}" for op, why in self.refused.items())
+            head += "".join(f"\n  it could not serve some of lz.{op}: {why}"
+                            for op, why in self.refused.items())
         return head + (f"\n{self.culprit}" if self.culprit else "")
 
 
-def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (), dtypes: Sequence[str] = (),
-          effort: str = "quick", named: str = "", device: str = "cpu", seed: int = 0, steps: int = 0,
-          model: LadderModel | None = None) -> Iterator[Rung]:
+def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (),
+          dtypes: Sequence[str] = (), effort: str = "quick", named: str = "", device: str = "cpu",
+          seed: int = 0, steps: int = 0, model: LadderModel | None = None) -> Iterator[Rung]:
     """Yields every rung of a level. Levels 3 and 4 run `model` if given, else random weights."""
     if level not in (2, 3, 4, 5):
         raise ConfigError(f"the ladder's levels here are 2 to 5, got {level}")
@@ -139,7 +144,8 @@ def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (), dtyp
     for dtype in dtypes or (("float32",) if use_model and effort == "quick" else plan.dtypes):
         if use_model:
             assert model is not None
-            yield judge(level, model.name, dtype, _model_routes(level, model, dtype, device), named, model.truth_name)
+            yield judge(level, model.name, dtype, _model_routes(level, model, dtype, device), named,
+                        model.truth_name)
             continue
         for name, config in shapes:
             for s in range(seed, seed + plan.seeds):
@@ -150,13 +156,15 @@ def climb(level: int, *, configs: Sequence[tuple[str, DecoderConfig]] = (), dtyp
                     routes = training_routes(config, dtype, device, s, steps or plan.steps)
                 else:
                     routes = _model_routes(level, random_model(name, config, s, seq), dtype, device)
-                yield judge(level, name if plan.seeds == 1 else f"{name}, seed {s}", dtype, routes, named)
+                yield judge(level, name if plan.seeds == 1 else f"{name}, seed {s}", dtype, routes,
+                            named)
 
 
 def random_model(name: str, config: DecoderConfig, seed: int = 0, seq: int = 24) -> LadderModel:
     gen = torch.Generator().manual_seed(seed + 1)
     return LadderModel(
-        name, config, make_weights(config, seed), torch.randint(0, config.vocab, (2, seq), generator=gen)
+        name, config, make_weights(config, seed),
+        torch.randint(0, config.vocab, (2, seq), generator=gen)
     )
 
 
@@ -184,23 +192,29 @@ def judge(level: int, name: str, dtype: str, routes: Sequence[Route], named: str
     status = "failed" if failed else "not served" if named and not served else "passed"
     if status == "not served":
         problem = f"{named} served no call of this level, so nothing was shown of it"
-    return Rung(level, name, dtype, status, rows, tables, counts, named, served, refused, culprit, problem, against)
+    return Rung(level, name, dtype, status, rows, tables, counts, named, served, refused, culprit,
+                problem, against)
 
 
 # Level 2.
 
-def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 0, seq: int = 24) -> list[Route]:
+def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 0,
+                 seq: int = 24) -> list[Route]:
     """Returns the routes of one layer: forward and backward, separate and fused; prefill + decode,
     three caches."""
     kind = getattr(torch, dtype)
-    weights = cast({n: t for n, t in make_weights(c, seed).items() if n.startswith("0.")}, kind, device)
+    weights = cast({n: t for n, t in make_weights(c, seed).items() if n.startswith("0.")}, kind,
+                   device)
     weights["norm"] = torch.ones(c.hidden, dtype=kind, device=device)
     gen = torch.Generator().manual_seed(seed + 1)
-    x, output_grad = (torch.randn(2, seq, c.hidden, generator=gen).to(device, kind) for _ in range(2))
+    x, output_grad = (torch.randn(2, seq, c.hidden, generator=gen).to(device, kind)
+                      for _ in range(2))
 
-    def whole(do: Any, w: Weights, x: Tensor, output_grad: Tensor, tables: Any, fused: bool) -> Trace:
+    def whole(do: Any, w: Weights, x: Tensor, output_grad: Tensor, tables: Any,
+              fused: bool) -> Trace:
         trace: Trace = {}
-        leaves = {"x": x.detach().requires_grad_(), **{n: t.detach().requires_grad_() for n, t in w.items()}}
+        leaves = {"x": x.detach().requires_grad_(),
+                  **{n: t.detach().requires_grad_() for n, t in w.items()}}
         model = Decoder(c, leaves, do, tables, fused=fused, trace=trace)
         out = model.layer(0, leaves["x"], model.positions(seq))
         used = {n: t for n, t in leaves.items() if n != "norm"}
@@ -213,12 +227,16 @@ def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 
     truth = values_of(exact)
     eager = {} if dtype == "float32" else values_of(
         whole(PlainTorch(), weights, x, output_grad, rope_angles(c, device), False))
-    if eager and c.jumps:                      # which elements change sides is chance: the worst of several
-        noise = (torch.randn(x.shape, generator=gen).sign().to(x) * torch.finfo(kind).eps for _ in range(6))
+    # which elements change sides is chance: the worst of several
+    if eager and c.jumps:
+        noise = (torch.randn(x.shape, generator=gen).sign().to(x) * torch.finfo(kind).eps
+                 for _ in range(6))
         eager_runs = [eager,
-                      *(values_of(whole(PlainTorch(), weights, x * (1 + n), output_grad, rope_angles(c, device), False))
+                      *(values_of(whole(PlainTorch(), weights, x * (1 + n), output_grad,
+                                        rope_angles(c, device), False))
                         for n in noise)]
-        eager = {stage: max((t[stage] for t in eager_runs), key=lambda t: rms_difference(t, truth[stage]))
+        eager = {stage: max((t[stage] for t in eager_runs),
+                            key=lambda t: rms_difference(t, truth[stage]))
                  if stage.startswith("grad") else value for stage, value in eager.items()}
 
     def limit(stage: str) -> float:
@@ -233,7 +251,8 @@ def layer_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 
     return routes
 
 
-def _decoding(c: DecoderConfig, weights: Weights, x: Tensor, cache_kind: str, device: str, truth: Mapping[str, Tensor],
+def _decoding(c: DecoderConfig, weights: Weights, x: Tensor, cache_kind: str, device: str,
+              truth: Mapping[str, Tensor],
               eager: Mapping[str, Tensor]) -> Route:
     """Returns a route of a prompt, a few tokens at once, then single ones, compared with the full
     forward."""
@@ -241,7 +260,8 @@ def _decoding(c: DecoderConfig, weights: Weights, x: Tensor, cache_kind: str, de
     steps = _steps(seq, seq // 2)
 
     def run(do: LzCaller) -> Trace:
-        past: PastKV = ConcatKV(c) if cache_kind == "grown" else CachedKV(c, cache_kind, batch, seq, x.dtype, device)
+        past: PastKV = (ConcatKV(c) if cache_kind == "grown"
+                        else CachedKV(c, cache_kind, batch, seq, x.dtype, device))
         trace: Trace = {}
         model = Decoder(c, weights, do, rope_tables_of(c, device), fused=True, trace=trace)
         with torch.no_grad():
@@ -267,15 +287,18 @@ def _step_prefix(a: int, b: int) -> str:
     return f"tokens {a}-{b - 1}, "
 
 
-def _slice_steps(values: Mapping[str, Tensor], steps: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+def _slice_steps(values: Mapping[str, Tensor],
+                 steps: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
     """Slices each stage of a whole sequence into steps."""
-    stages = [s for s in values if not s.endswith(".scores") and not s.startswith(("grad", "learned"))]
+    stages = [s for s in values if not s.endswith(".scores")
+              and not s.startswith(("grad", "learned"))]
     return {_step_prefix(a, b) + s: values[s][:, a:b] for a, b in steps for s in stages}
 
 
 def _unpack(trace: Trace, batch: int) -> Trace:
     """Reshapes the packed tokens of paged attention to (batch, seq, ...)."""
-    return {stage: replace(note, value=note.value.unflatten(0, (batch, -1))) if note.op == "paged_attention" else note
+    return {stage: replace(note, value=note.value.unflatten(0, (batch, -1)))
+            if note.op == "paged_attention" else note
             for stage, note in trace.items()}
 
 
@@ -290,14 +313,17 @@ def _model_routes(level: int, model: LadderModel, dtype: str, device: str) -> li
     return (stage_routes if level == 3 else forward_routes)(model, dtype, truth, device)
 
 
-def _forward(model: LadderModel, weights: Weights, do: Any, tables: Any, device: str) -> tuple[Tensor, Trace]:
+def _forward(model: LadderModel, weights: Weights, do: Any, tables: Any,
+             device: str) -> tuple[Tensor, Trace]:
     trace: Trace = {}
     with torch.no_grad():
-        logits = Decoder(model.config, weights, do, tables, fused=model.fused, trace=trace)(model.tokens.to(device))
+        logits = Decoder(model.config, weights, do, tables, fused=model.fused,
+                         trace=trace)(model.tokens.to(device))
     return logits, trace
 
 
-def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
+def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor],
+                 device: str = "cpu") -> list[Route]:
     """Returns a route for each layer alone, from its input in `truth`."""
     c, kind = model.config, getattr(torch, dtype)
     weights = cast(model.weights, kind, device)
@@ -307,7 +333,8 @@ def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], de
 
         def run(do: Any, tables: Any = None) -> Trace:
             trace: Trace = {}
-            decoder = Decoder(c, weights, do, tables or rope_tables_of(c, device), fused=model.fused, trace=trace)
+            decoder = Decoder(c, weights, do, tables or rope_tables_of(c, device),
+                              fused=model.fused, trace=trace)
             with torch.no_grad():
                 decoder.layer(i, x, decoder.positions(x.shape[1]))
             return trace
@@ -320,7 +347,8 @@ def stage_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], de
     return [layer_route(i) for i in range(c.layers)]
 
 
-def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], device: str = "cpu") -> list[Route]:
+def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor],
+                   device: str = "cpu") -> list[Route]:
     """Returns the routes of the whole model: all tokens at once, and a prompt with tokens after
     it."""
     c, kind = model.config, getattr(torch, dtype)
@@ -341,7 +369,8 @@ def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], 
         return trace
 
     def likeliest(trace: Trace) -> list[LadderRow]:
-        got = torch.cat([note.value for stage, note in trace.items() if stage.endswith("logits")], 1)
+        got = torch.cat([note.value for stage, note in trace.items() if stage.endswith("logits")],
+                        1)
         tolerance = allowed(kind, truth["logits"], eager.get("logits"), LOGITS, scaled=False)
         return likeliest_rows(got, truth["logits"].to(got.device), tolerance, eager.get("logits"))
 
@@ -351,13 +380,14 @@ def forward_routes(model: LadderModel, dtype: str, truth: Mapping[str, Tensor], 
     expected = _slice_steps(truth, steps)
     return [
         Route("forward", kind,
-              lambda do: _forward(model, weights, do, rope_tables_of(c, device), device)[1], truth, limit,
-              eager, ("logits",), likeliest),
+              lambda do: _forward(model, weights, do, rope_tables_of(c, device), device)[1], truth,
+              limit, eager, ("logits",), likeliest),
         Route("prefill + decode", kind, stepwise, expected, limit, _slice_steps(eager, steps),
               [s for s in expected if s.endswith(" logits")], likeliest)]
 
 
-def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | None) -> list[LadderRow]:
+def likeliest_rows(got: Tensor, want: Tensor, tolerance: float,
+                   eager: Tensor | None) -> list[LadderRow]:
     """Returns rows for the top-1 of all positions and of each, and the mean KL divergence.
 
     In 16 bits the top-1 may differ where the best two are closer than twice the tolerance, and KL
@@ -366,7 +396,8 @@ def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | 
     best = want.double().topk(2).values
     tokens, expected = got.argmax(-1), want.argmax(-1)
     differs = tokens != expected
-    too_close = best[..., 0] - best[..., 1] <= 2 * tolerance if eager is not None else torch.zeros_like(differs)
+    too_close = (best[..., 0] - best[..., 1] <= 2 * tolerance if eager is not None
+                 else torch.zeros_like(differs))
     wrong = differs & ~too_close
     wrong_positions = tuple(tuple(int(i) for i in index) for index in wrong.nonzero()[:3].tolist())
     text = f"{int((~differs).sum())} of {differs.numel()} positions equal"
@@ -375,7 +406,8 @@ def likeliest_rows(got: Tensor, want: Tensor, tolerance: float, eager: Tensor | 
                 text=f"{int(tokens[i, n])}, wanted {int(expected[i, n])}")
             for i in range(differs.shape[0]) for n in range(differs.shape[1])]
     return [LadderRow("top-1", float(wrong.sum()), 0.0, worst=wrong_positions, text=text),
-            LadderRow("mean KL", kl(got, want), bound, eager=kl(eager, want) if eager is not None else None), *each]
+            LadderRow("mean KL", kl(got, want), bound, eager=kl(eager, want) if eager is not None
+                      else None), *each]
 
 
 def kl(got: Tensor, want: Tensor) -> float:
@@ -384,5 +416,5 @@ def kl(got: Tensor, want: Tensor) -> float:
     return max(float((p.exp() * (p - q)).sum(-1).mean()), 0.0)
 
 
-__all__ = ["EFFORTS", "LadderModel", "Rung", "climb", "forward_routes", "judge", "kl", "layer_routes",
-           "likeliest_rows", "random_model", "stage_routes", "training_routes"]
+__all__ = ["EFFORTS", "LadderModel", "Rung", "climb", "forward_routes", "judge", "kl",
+           "layer_routes", "likeliest_rows", "random_model", "stage_routes", "training_routes"]

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from ...models.decoder import DecoderConfig, activate
 
 
-def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
+                                                                               Tensor] | None:
     """Returns cosine and sine of every position, (positions, head_dim / 2), in float32 as in
     training."""
     if c.positions != "rope":
@@ -58,16 +59,19 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, 
 
     def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        first, second = (x[..., :half], x[..., half:]) if style == "rotate_half" else (x[..., 0::2], x[..., 1::2])
+        first, second = ((x[..., :half], x[..., half:]) if style == "rotate_half"
+                         else (x[..., 0::2], x[..., 1::2]))
         rotated = first * cos - second * sin, second * cos + first * sin
-        out = torch.cat(rotated, -1) if style == "rotate_half" else torch.stack(rotated, -1).flatten(-2)
+        out = (torch.cat(rotated, -1) if style == "rotate_half"
+               else torch.stack(rotated, -1).flatten(-2))
         return out.to(x.dtype)
 
     return rotate(q), rotate(k)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window_left: int = -1,
-               layout: str = "bshd", attn_mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+               window_left: int = -1, layout: str = "bshd", attn_mask: Tensor | None = None,
+               scale: float | None = None) -> Tensor:
     """A float mask is added to the scores; a bool mask is True where a key is attended to."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
@@ -76,7 +80,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = Fals
         scores = scores + (attn_mask if attn_mask.is_floating_point() else torch.zeros_like(
             attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -math.inf))
     if is_causal:
-        distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+            k.shape[2], device=q.device)
         masked = distance < 0
         if window_left >= 0:
             masked = masked | (distance > window_left)
@@ -88,7 +93,8 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
     return F.group_norm(x, groups, weight, bias, eps)
 
 
-def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str, bias_in: Tensor | None = None,
+def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str,
+         bias_in: Tensor | None = None,
          bias_down: Tensor | None = None) -> Tensor:
     shape = DecoderConfig(x.shape[-1], 1, activation=activation)
     return F.linear(activate(shape, F.linear(x, weight_in, bias_in)), weight_down, bias_down)
@@ -108,5 +114,5 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 _FORMULAS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "add_rms_norm": _add_rms_norm, "rope": _rope,
-    "attention": _attention, "mlp": _mlp, "linear": _linear, "embedding": _embedding, "cross_entropy": _cross_entropy,
-    "group_norm": _group_norm}
+    "attention": _attention, "mlp": _mlp, "linear": _linear, "embedding": _embedding,
+    "cross_entropy": _cross_entropy, "group_norm": _group_norm}

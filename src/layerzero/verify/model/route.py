@@ -50,9 +50,11 @@ class LadderRow(Record, json="what error allowed mean eager kernel worst text ok
         return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     def __str__(self) -> str:
-        return (f"{self.what}: {self.error:.3g}, allowed {self.allowed:.3g}" + (f" ({self.text})" if self.text else "")
+        return (f"{self.what}: {self.error:.3g}, allowed {self.allowed:.3g}"
+                + (f" ({self.text})" if self.text else "")
                 + (f" by {self.kernel}" if self.kernel else "")
-                + (f", worst at {', '.join(map(str, self.worst))}" if not self.ok and self.worst else ""))
+                + (f", worst at {', '.join(map(str, self.worst))}" if not self.ok and self.worst
+                   else ""))
 
 
 def max_abs(t: Tensor) -> float:
@@ -73,16 +75,20 @@ def rms(t: Tensor) -> float:
 
 
 def rms_difference(got: Tensor, want: Tensor) -> float:
-    return difference(got, want) if got.shape != want.shape else rms(got.double() - want.to(got.device).double())
+    return (difference(got, want) if got.shape != want.shape
+            else rms(got.double() - want.to(got.device).double()))
 
 
-def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float, scaled: bool = True,
+def allowed(dtype: torch.dtype, want: Tensor, eager: Tensor | None, limit: float,
+            scaled: bool = True,
             jumps: bool = False) -> float:
     if dtype == torch.float32 or eager is None:
         return limit * max(1.0, max_abs(want)) if scaled else limit
     if jumps:
-        return TIMES_EAGER * rms_difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * rms(want)
-    return TIMES_EAGER * difference(eager, want) + ROUNDINGS * torch.finfo(dtype).eps * max_abs(want)
+        return TIMES_EAGER * rms_difference(eager,
+                                            want) + ROUNDINGS * torch.finfo(dtype).eps * rms(want)
+    return TIMES_EAGER * difference(eager,
+                                    want) + ROUNDINGS * torch.finfo(dtype).eps * max_abs(want)
 
 
 @dataclass
@@ -100,9 +106,11 @@ class Route:
     limit: Callable[[str], float]
     eager: Mapping[str, Tensor] = field(default_factory=dict)
     shown: Sequence[str] | None = None
-    extra: Callable[[Trace], list[LadderRow]] | None = None          # rows other than differences of stages
+    # rows other than differences of stages
+    extra: Callable[[Trace], list[LadderRow]] | None = None
     scaled: Callable[[str], bool] = lambda stage: not stage.endswith("logits")
-    jumps: Callable[[str], bool] = lambda stage: False         # does it depend on a discontinuous gradient?
+    # does it depend on a discontinuous gradient?
+    jumps: Callable[[str], bool] = lambda stage: False
 
     def measure(self, stage: str) -> Callable[[Tensor, Tensor], float]:
         """Returns the measure of a stage. In float32 too few elements change sides to need the
@@ -110,7 +118,8 @@ class Route:
         return rms_difference if self.jumps(stage) and self.dtype != torch.float32 else difference
 
     def allowed(self, stage: str) -> float:
-        return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage), self.scaled(stage),
+        return allowed(self.dtype, self.truth[stage], self.eager.get(stage), self.limit(stage),
+                       self.scaled(stage),
                        self.jumps(stage))
 
     def row(self, trace: Trace, stage: str) -> LadderRow:
@@ -126,5 +135,6 @@ class Route:
 
     def rows(self, trace: Trace) -> list[LadderRow]:
         stages = self.truth if self.shown is None else self.shown
-        rows = [self.row(trace, stage) for stage in stages if stage in trace and stage in self.truth]
+        rows = [self.row(trace, stage) for stage in stages if stage in trace
+                and stage in self.truth]
         return rows + (self.extra(trace) if self.extra is not None else [])

@@ -45,7 +45,8 @@ class LzCaller:
         dispatcher = dispatcher_of(op)
         pattern = self.patterns.get(op)
         before, fallbacks = dispatcher.hits(), []  # type: dict[str, int], list[str]
-        stop = subscribe(lambda e: fallbacks.append(e.served_by) if isinstance(e, Fallback) and e.op == op else None)
+        stop = subscribe(lambda e: fallbacks.append(e.served_by) if isinstance(e, Fallback)
+                         and e.op == op else None)
         try:
             if pattern is None:
                 out = dispatcher.public(**arguments)
@@ -53,7 +54,8 @@ class LzCaller:
                 try:
                     out = dispatcher.public(**arguments, backend=pattern)
                 except NamedKernelRefused as e:
-                    self.refused.setdefault(op, "; ".join(dict.fromkeys(map(str, e.reasons))) or str(e))
+                    self.refused.setdefault(op, "; ".join(dict.fromkeys(map(str, e.reasons)))
+                                            or str(e))
                     out = dispatcher.public(**arguments)
         finally:
             stop()
@@ -65,7 +67,8 @@ class LzCaller:
     @property
     def served(self) -> int:
         """How many calls `named` has served."""
-        return sum(n for (op, kernel), n in self.counts.items() if fnmatchcase(kernel, self.patterns.get(op, "")))
+        return sum(n for (op, kernel), n in self.counts.items()
+                   if fnmatchcase(kernel, self.patterns.get(op, "")))
 
 
 def patterns_of(named: str) -> Mapping[str, str]:
@@ -81,7 +84,8 @@ def patterns_of(named: str) -> Mapping[str, str]:
     return {op: p for op, p in by_op.items() if op in DECODER_OPS}
 
 
-def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,
+                                                                                  Tensor] | None:
     if c.positions != "rope":
         return None
     return rope_tables(c.head_dim, c.max_positions, c.rope_base, device=device)

@@ -1,4 +1,6 @@
-"""Level 5 of the ladder: the same weights, N steps of SGD and AdamW, loss and every parameter against plain torch."""
+"""Level 5 of the ladder: the same weights, N steps of SGD and AdamW, loss and every parameter
+against plain torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.decoder import Decoder, DecoderConfig, StageValue, Trace, Weights, cast, make_weights, split_parameter
+from ...models.decoder import (
+    Decoder,
+    DecoderConfig,
+    StageValue,
+    Trace,
+    Weights,
+    cast,
+    make_weights,
+    split_parameter,
+)
 from .plain import PlainTorch, rope_angles
 from .route import GRADIENT, TIMES_EAGER, LadderRow, Route, difference
 from .served import rope_tables_of
@@ -25,21 +36,24 @@ OPTIMIZERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-5)}
 
 
-def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 0, steps: int = 5) -> list[Route]:
+def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int = 0,
+                    steps: int = 5) -> list[Route]:
     kind = getattr(torch, dtype)
     start = cast(make_weights(c, seed), kind, device)
     gen = torch.Generator().manual_seed(seed + 1)
     seq = min(16, c.max_positions - 1)
     texts = torch.randint(0, c.vocab, (steps, 2, seq + 1), generator=gen).to(device)
-    # Without it the squares of float16 gradients are zero and AdamW diverges, in plain torch as well.
+    # Without it the squares of float16 gradients are zero and AdamW diverges, in plain torch as
+    # well.
     scale = LOSS_SCALE if dtype == "float16" else 1.0
     checkpoints = {*(n for n in DRIFT if n <= steps), *((steps,) if steps <= max(DRIFT) else ())}
 
     def train(do: Any, optimizer: str, weights: Weights, tables: Any, fused: bool) -> Trace:
         params = {n: t.clone().requires_grad_() for n, t in weights.items()}
         model, trace = Decoder(c, params, do, tables, fused=fused), {}     # type: Decoder, Trace
-        master_params = {n: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for n, t in params.items()} if (
-            scale != 1.0) else params          # what the optimizer updates, as in mixed precision
+        master_params = ({n: t.detach().to(torch.promote_types(t.dtype, torch.float32))
+                          for n, t in params.items()} if (
+             scale != 1.0) else params)          # what the optimizer updates, as in mixed precision
         step = OPTIMIZERS[optimizer](list(master_params.values()))
         losses = []
         for n in range(1, steps + 1):
@@ -64,7 +78,8 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
             losses.append(loss.detach())
             if n in checkpoints:
                 trace[f"loss after {n}"] = StageValue(loss.detach())
-                trace |= {f"{part_name} after {n}": StageValue(part.detach().clone()) for name, t in params.items()
+                trace |= {f"{part_name} after {n}": StageValue(part.detach().clone())
+                          for name, t in params.items()
                           for part_name, part in split_parameter(c, name, t).items()}
         trace["losses"] = StageValue(torch.stack(losses).double())
         return trace
@@ -88,7 +103,8 @@ def training_routes(c: DecoderConfig, dtype: str, device: str = "cpu", seed: int
                 Route(
                     f"{steps} steps of {optimizer}, {form}",
                     kind,
-                    lambda do, o=optimizer, f=fused: train(do, o, start, rope_tables_of(c, device), f),  # type: ignore[misc]
+                    lambda do, o=optimizer, f=fused: train(do, o, start, rope_tables_of(c, device),
+                                                           f),  # type: ignore[misc]
                     truth,
                     limit,
                     eager,
@@ -111,7 +127,8 @@ def _curves(want: Tensor, eager: Tensor | None) -> Callable[[Trace], list[Ladder
         falls = [bool(t[-tenth:].mean() < t[:tenth].mean()) for t in (got, want)]
         return [
             LadderRow("loss curve", difference(got, want), limit),
-            LadderRow("trend", float(falls[0] != falls[1]), 0.0, text=f"falls: {falls[0]}, plain torch: {falls[1]}"),
+            LadderRow("trend", float(falls[0] != falls[1]), 0.0,
+                      text=f"falls: {falls[0]}, plain torch: {falls[1]}"),
         ]
 
     return rows

@@ -1,7 +1,8 @@
-"""Constraints of a definition, such as `len_indptr == batch_size + 1` or `total_q == qo_indptr[-1].item()`.
+"""Constraints of a definition, such as `len_indptr == batch_size + 1` or `total_q ==
+qo_indptr[-1].item()`.
 
-They come from a file, so they are not given to `eval`: names, whole numbers, arithmetic, comparison, indexing,
-`.shape`, `.item()`, `len`, `min` and `max` are understood, and nothing else.
+They come from a file, so they are not given to `eval`: names, whole numbers, arithmetic,
+comparison, indexing, `.shape`, `.item()`, `len`, `min` and `max` are understood, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Div: operator.truediv}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Div: operator.truediv}
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge}
 _METHODS = ("item", "max", "min", "sum")
 
 
@@ -30,8 +31,10 @@ class Unknown(Exception):
     """A name in it has no value yet."""
 
 
-# Of what a constraint may end in: it is passed over. A tensor of several numbers is neither true nor false.
-SKIPPED = (NotUnderstood, Unknown, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+# Of what a constraint may end in: it is passed over. A tensor of several numbers is neither true
+# nor false.
+SKIPPED = (NotUnderstood, Unknown, LookupError, TypeError, ValueError, ArithmeticError,
+           RuntimeError)
 
 
 def value_of(text: str | ast.expr, known: Mapping[str, Any]) -> Any:
@@ -78,7 +81,10 @@ def _tensor(value: Any) -> Tensor:
 
 
 def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
-    """Those that do not hold. One that is not understood or speaks of what is not known is passed over."""
+    """Those that do not hold.
+
+    One that is not understood or speaks of what is not known is passed over.
+    """
     broken = []
     for text in constraints:
         try:
@@ -89,8 +95,11 @@ def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
     return broken
 
 
-def solved(constraints: Iterable[str], free: Iterable[str], known: Mapping[str, Any]) -> dict[str, int]:
-    """Values for axes of `free` that follow from the rest: `axis == expression`, or a bound such as `axis > 1`."""
+def solved(constraints: Iterable[str], free: Iterable[str],
+           known: Mapping[str, Any]) -> dict[str, int]:
+    """Values for axes of `free` that follow from the rest: `axis == expression`, or a bound such as
+    `axis > 1`.
+    """
     values: dict[str, int] = {}
     nodes = [ast.parse(text, mode="eval").body for text in constraints]
     for _ in range(len(nodes) + 1):
@@ -98,7 +107,8 @@ def solved(constraints: Iterable[str], free: Iterable[str], known: Mapping[str, 
             if not isinstance(node, ast.Compare) or len(node.ops) != 1:
                 continue
             for side, other in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
-                if isinstance(side, ast.Name) and side.id in free and isinstance(node.ops[0], ast.Eq):
+                if (isinstance(side, ast.Name) and side.id in free
+                    and isinstance(node.ops[0], ast.Eq)):
                     try:
                         values[side.id] = int(value_of(other, {**known, **values}))
                     except SKIPPED:
@@ -107,7 +117,9 @@ def solved(constraints: Iterable[str], free: Iterable[str], known: Mapping[str, 
 
 
 def total_axis(constraints: Iterable[str], tensor: str) -> str:
-    """The axis that a constraint says is the last entry of `tensor`, as in `total_q == qo_indptr[-1].item()`."""
+    """The axis that a constraint says is the last entry of `tensor`, as in `total_q ==
+    qo_indptr[-1].item()`.
+    """
     for text in constraints:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):

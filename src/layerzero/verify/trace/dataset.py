@@ -1,4 +1,6 @@
-"""Folders in the layout of flashinfer-bench: which definitions and workloads they hold, and which paths lead out."""
+"""Folders in the layout of flashinfer-bench: which definitions and workloads they hold, and which
+paths lead out.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from ...world import events
 from .definition import Definition, Trace, Workload
 
 
-def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> tuple[Definition, ...]:
-    """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type and name."""
+def find_definitions(folder: str | Path, name: str = "",
+                     op_type: str = "") -> tuple[Definition, ...]:
+    """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type
+    and name.
+    """
     root = Path(folder)
     if root.is_file():
         definitions: Sequence[Definition] = (Definition.load(root),)
@@ -25,11 +30,14 @@ def find_definitions(folder: str | Path, name: str = "", op_type: str = "") -> t
     chosen = tuple(d for d in definitions if name in ("", d.name) and op_type in ("", d.op_type))
     if not chosen:
         known = {d.name if name else d.op_type for d in definitions}
-        raise DataError(f"{root}: none of {len(definitions)} definitions is called or of the type {name or op_type!r}"
-                        f"{suggest(name or op_type, known)}")
+        raise DataError(
+            f"{root}: none of {len(definitions)} definitions is called or of the type "
+            f"{name or op_type!r}{suggest(name or op_type, known)}")
     twice = [d.name for i, d in enumerate(chosen) if d.name in {other.name for other in chosen[:i]}]
     if twice:
-        raise DataError(f"{root}: more than one definition is called {twice[0]!r}; names are unique in a dataset")
+        raise DataError(
+            f"{root}: more than one definition is called {twice[0]!r}; names are unique in a "
+            "dataset")
     return tuple(sorted(chosen, key=lambda d: (d.op_type, d.name)))
 
 
@@ -61,11 +69,13 @@ def inside(root: Path, path: str | Path) -> Path:
         resolved = (home / path).resolve()
         resolved.exists()                      # raises for a name that no file can have
     except (OSError, RuntimeError, ValueError) as e:
-        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
+        raise DataError(
+            f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
     pure = PurePosixPath(str(path).replace("\\", "/"))
     if pure.is_absolute() or ".." in pure.parts or not resolved.is_relative_to(home):
-        raise DataError(f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r}, which leads out "
-                        "of it; it is not read")
+        raise DataError(
+            f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r}, which "
+            "leads out of it; it is not read")
     return resolved
 
 

@@ -1,9 +1,10 @@
-"""The FlashInfer-Trace schema: Definition, Workload, Solution and Trace as typed, checked, frozen data.
+"""The FlashInfer-Trace schema: Definition, Workload, Solution and Trace as typed, checked, frozen
+data.
 
-A Definition says what a kernel computes (axes, inputs, outputs, a reference in plain torch); a Workload gives its
-variable axes values; a Solution is source code for it; a Trace is what came of running one on the other. The records
-and their members are those of flashinfer-bench; members that are not known here are passed over. Reading a definition
-never runs its code.
+A Definition says what a kernel computes (axes, inputs, outputs, a reference in plain torch); a
+Workload gives its variable axes values; a Solution is source code for it; a Trace is what came of
+running one on the other. The records and their members are those of flashinfer-bench; members that
+are not known here are passed over. Reading a definition never runs its code.
 """
 
 from __future__ import annotations
@@ -22,26 +23,36 @@ from ...spec.codec import At, Check, Count, Record, Text, one_of, read, read_fie
 from ...spec.errors import DataError
 from ...spec.reading import read_json, read_json_lines
 
-DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64", "int32", "int16",
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64",
+          "int32", "int16",
           "int8", "bool")
-MOST_REFERENCE, MOST_CONSTRAINT, MOST_CONSTRAINTS = 1 << 18, 500, 200     # characters, characters, lines
+# characters, characters, lines
+MOST_REFERENCE, MOST_CONSTRAINT, MOST_CONSTRAINTS = 1 << 18, 500, 200
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
-UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)   # a zero byte; the parser's own limits
-STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR", "COMPILE_ERROR",
+# a zero byte; the parser's own limits
+UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
+STATUSES = ("PASSED", "INCORRECT_SHAPE", "INCORRECT_NUMERICAL", "INCORRECT_DTYPE", "RUNTIME_ERROR",
+            "COMPILE_ERROR",
             "TIMEOUT")
-NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}     # JSON has texts for these numbers
+# JSON has texts for these numbers
+NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _is_file_name(text: str) -> bool:
-    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is refused."""
-    return 0 < len(text) <= 200 and text not in (".", "..") and text.isprintable() and not {"/", "\\"} & {*text}
+    """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is
+    refused.
+    """
+    return (0 < len(text) <= 200 and text not in (".", "..") and text.isprintable()
+            and not {"/", "\\"} & {*text})
 
 
 def _is_inside(path: str) -> bool:
-    return bool(path) and not PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
+    return (bool(path) and not PurePosixPath(path).is_absolute()
+            and ".." not in PurePosixPath(path).parts)
 
 
-FileName = Annotated[str, Check("text that is not empty and is the name of a file or folder too", _is_file_name)]
+FileName = Annotated[str, Check("text that is not empty and is the name of a file or folder too",
+                                _is_file_name)]
 
 
 class _Number:
@@ -71,7 +82,8 @@ class Axis(Record):
     description: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"type": "var"} if self.value is None else {"type": "const", "value": self.value}
+        data: dict[str, Any] = ({"type": "var"} if self.value is None
+                                else {"type": "const", "value": self.value})
         return {**data, "description": self.description} if self.description else data
 
     @classmethod
@@ -107,7 +119,8 @@ class TensorSpec(Record, omit="description", lenient=True):
 
 
 @dataclass(frozen=True)
-class Definition(Record, json="name op_type description tags axes inputs outputs constraints reference",
+class Definition(Record,
+                 json="name op_type description tags axes inputs outputs constraints reference",
                  omit="description tags constraints", lenient=True):
     """`origin` is the file it was read from, which decides whether its reference may be run."""
 
@@ -140,38 +153,48 @@ class Definition(Record, json="name op_type description tags axes inputs outputs
         return tuple(known[axis] for axis in spec.shape or ())
 
     def sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, int]:
-        """What the variable axes are in these inputs; DataError where two tensors disagree or one does not fit."""
+        """What the variable axes are in these inputs; DataError where two tensors disagree or one
+        does not fit.
+        """
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
             if spec.shape is None or name not in inputs:
                 continue
             shape = tuple(inputs[name].shape)
             if len(shape) != len(spec.shape):
-                raise DataError(f"{self.name}: {name} must have the axes {', '.join(spec.shape)}, got shape {shape}")
+                raise DataError(
+                    f"{self.name}: {name} must have the axes {', '.join(spec.shape)}, got shape "
+                    f"{shape}")
             for axis, size in zip(spec.shape, shape):
                 want = self.const_axes.get(axis, sizes.setdefault(axis, size))
                 if want != size:
-                    raise DataError(f"{self.name}: axis {axis!r} is {want}, but {size} in {name} of shape {shape}")
+                    raise DataError(
+                        f"{self.name}: axis {axis!r} is {want}, but {size} in {name} of shape "
+                        f"{shape}")
         return {axis: size for axis, size in sizes.items() if axis not in self.const_axes}
 
     @classmethod
     def load(cls, path: str | Path) -> Definition:
-        return replace(cls.from_json(read_json(path, "a definition in readable JSON"), str(path)), origin=Path(path))
+        return replace(cls.from_json(read_json(path, "a definition in readable JSON"), str(path)),
+                       origin=Path(path))
 
     def check_json(self, at: At) -> None:
         for group in ("inputs", "outputs"):
             for name, spec in getattr(self, group).items():
                 for axis in spec.shape or ():
                     if axis not in self.axes:
-                        (at / group / name / "shape").wrong(f"only the axes {', '.join(self.axes)}", axis)
+                        (at / group / name / "shape").wrong(f"only the axes {', '.join(self.axes)}",
+                                                            axis)
         for group, name in unusable_names(self):
-            (at / group / name).wrong("a name as Python has them, since it stands in the code that is written", name)
+            (at / group / name).wrong(
+                "a name as Python has them, since it stands in the code that is written", name)
         for name in self.inputs.keys() & self.outputs.keys():
             (at / "outputs" / name).wrong("a name that no input has", name)
         for i, text in enumerate(self.constraints):
             place = at / "constraints" / f"[{i}]"
             if len(text) > MOST_CONSTRAINT or i >= MOST_CONSTRAINTS:
-                place.wrong(f"at most {MOST_CONSTRAINTS} constraints of {MOST_CONSTRAINT} characters", text)
+                place.wrong(
+                    f"at most {MOST_CONSTRAINTS} constraints of {MOST_CONSTRAINT} characters", text)
                 break
             try:
                 ast.parse(text, mode="eval")
@@ -189,10 +212,13 @@ def unusable_names(definition: Definition) -> Iterator[tuple[str, str]]:
 
 
 def check_names(definition: Definition) -> None:
-    """Raises DataError for names that would not be names in the code that is written for the definition."""
+    """Raises DataError for names that would not be names in the code that is written for the
+    definition.
+    """
     for group, name in unusable_names(definition):
-        raise DataError(f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; no code "
-                        "is written for it")
+        raise DataError(
+            f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; "
+            "no code is written for it")
 
 
 def _check_reference(code: str, inputs: tuple[str, ...], at: At) -> None:
@@ -211,7 +237,8 @@ def _check_reference(code: str, inputs: tuple[str, ...], at: At) -> None:
         return
     params = [a.arg for a in (*run.args.posonlyargs, *run.args.args, *run.args.kwonlyargs)]
     if not run.args.vararg and not run.args.kwarg and len(params) < len(inputs):
-        at.wrong(f"a run() of the {len(inputs)} inputs {', '.join(inputs)}", ", ".join(params) or "no parameters")
+        at.wrong(f"a run() of the {len(inputs)} inputs {', '.join(inputs)}", ", ".join(params)
+                 or "no parameters")
 
 
 # Workloads
@@ -227,7 +254,8 @@ class ScalarInput(Record, header={"type": "scalar"}, lenient=True):
 
 
 @dataclass(frozen=True)
-class StoredInput(Record, header={"type": "safetensors"}, names={"key": "tensor_key"}, lenient=True):
+class StoredInput(Record, header={"type": "safetensors"}, names={"key": "tensor_key"},
+                  lenient=True):
     """A tensor of a safetensors file; `path` counts from the root of the dataset."""
 
     path: Text
@@ -262,12 +290,14 @@ class BuildSpec(Record, omit="binding", lenient=True):
     target_hardware: Annotated[tuple[Text, ...], Check("a list that is not empty", bool)]
     entry_point: Annotated[str, Check("'file::function'", lambda text: text.count("::") == 1)]
     dependencies: tuple[Text, ...] = ()
-    destination_passing_style: bool = True     # the outputs are its last arguments; else it returns them
+    # the outputs are its last arguments; else it returns them
+    destination_passing_style: bool = True
     binding: Annotated[str, one_of(("", "tvm-ffi", "torch"))] = ""
 
 
 @dataclass(frozen=True)
-class Solution(Record, json="name definition author spec sources description", omit="description", lenient=True):
+class Solution(Record, json="name definition author spec sources description", omit="description",
+               lenient=True):
     """Source code that claims to compute a definition."""
 
     name: Text
@@ -294,12 +324,14 @@ class Solution(Record, json="name definition author spec sources description", o
 
     @classmethod
     def load(cls, path: str | Path) -> Solution:
-        return replace(cls.from_json(read_json(path, "a solution in readable JSON"), str(path)), origin=Path(path))
+        return replace(cls.from_json(read_json(path, "a solution in readable JSON"), str(path)),
+                       origin=Path(path))
 
     def check_json(self, at: At) -> None:
         paths = [source.path for source in self.sources]
         if self.entry_file not in paths:
-            (at / "spec" / "entry_point").wrong(f"a function in one of the sources {', '.join(paths)}", self.entry_file)
+            (at / "spec" / "entry_point").wrong(
+                f"a function in one of the sources {', '.join(paths)}", self.entry_file)
         if len(set(paths)) != len(paths):
             (at / "sources").wrong("files with different paths", paths)
 
@@ -335,7 +367,10 @@ class Performance(Record, json="latency_ms reference_latency_ms speedup_factor",
 
 @dataclass(frozen=True)
 class Evaluation(Record, lenient=True):
-    """What came of a run. `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance` for PASSED alone."""
+    """What came of a run.
+
+    `correctness` is given for PASSED and INCORRECT_NUMERICAL, `performance` for PASSED alone.
+    """
 
     status: Annotated[str, one_of(STATUSES)]
     environment: Environment
@@ -345,9 +380,11 @@ class Evaluation(Record, lenient=True):
     performance: Performance | None = None
 
     def check_json(self, at: At) -> None:
-        for name, statuses in (("correctness", ("PASSED", "INCORRECT_NUMERICAL")), ("performance", ("PASSED",))):
+        for name, statuses in (("correctness", ("PASSED", "INCORRECT_NUMERICAL")),
+                               ("performance", ("PASSED",))):
             if (getattr(self, name) is not None) != (self.status in statuses):
-                (at / name).wrong(f"an object where status is {' or '.join(statuses)}, null elsewhere",
+                (at
+                 / name).wrong(f"an object where status is {' or '.join(statuses)}, null elsewhere",
                                   getattr(self, name))
 
 

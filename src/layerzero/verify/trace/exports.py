@@ -1,7 +1,9 @@
-"""Our own operations as definitions: one of an operation's cases becomes axes, inputs, outputs and a reference.
+"""Our own operations as definitions: one of an operation's cases becomes axes, inputs, outputs and
+a reference.
 
-The sizes that an operation keeps exactly are const axes, the others are variable. Tensors and numbers are inputs; what
-the schema has no type for (a choice such as layout="bshd", an argument that is None) is fixed in the reference.
+The sizes that an operation keeps exactly are const axes, the others are variable. Tensors and
+numbers are inputs; what the schema has no type for (a choice such as layout="bshd", an argument
+that is None) is fixed in the reference.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ from .definition import DTYPES, Axis, Definition, TensorSpec
 _NUMBERS = {bool: "bool", int: "int32", float: "float32"}
 
 
-def export(op: Op | str, case: Mapping[str, Any] | None = None, dtype: str = "float32") -> Definition:
-    """A definition of one case of the operation, the first if none is given; DataError where the schema cannot."""
+def export(op: Op | str, case: Mapping[str, Any] | None = None,
+           dtype: str = "float32") -> Definition:
+    """A definition of one case of the operation, the first if none is given; DataError where the
+    schema cannot.
+    """
     declared = dispatcher_of(op).op if isinstance(op, str) else op
     if declared.read is not None:
-        raise DataError(f"lz.{declared.name} takes arguments that are no tensors; a definition has no type for them")
+        raise DataError(
+            f"lz.{declared.name} takes arguments that are no tensors; a definition has no type for "
+            "them")
     case = dict(declared.cases[0] if case is None else case)
     values = case_values(declared, case, dtype)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
@@ -39,22 +46,26 @@ def export(op: Op | str, case: Mapping[str, Any] | None = None, dtype: str = "fl
     results = results_of(declared.meta(**values))
     sizes: dict[str, int] = {}
     variant = values[declared.variant] if declared.variant else ""
-    shapes = {n: _named(declared.patterns[variant].get(n, ()), t, n, sizes) for n, t in tensors.items()}
+    shapes = {n: _named(declared.patterns[variant].get(n, ()), t, n, sizes)
+              for n, t in tensors.items()}
     patterns = declared.result_patterns.get(variant, ())
     names = ["output"] if len(results) == 1 else [f"output_{i}" for i in range(len(results))]
     outs = {n: _named(patterns[i] if i < len(patterns) else (), t, n, sizes)
             for i, (n, t) in enumerate(zip(names, results))}
-    own = {n for n in sizes if re.search(r"_dim\d+$", n)}       # of one tensor alone: the operation has no name for it
+    # of one tensor alone: the operation has no name for it
+    own = {n for n in sizes if re.search(r"_dim\d+$", n)}
     fixed_axes = {n for n in sizes if n in declared.exact} | own
     inputs = {n: TensorSpec(shapes[n], _schema_dtype(declared, n, tensors[n])) if n in tensors
-              else TensorSpec(None, _NUMBERS[type(numbers[n])]) for n in values if n in tensors or n in numbers}
+              else TensorSpec(None, _NUMBERS[type(numbers[n])]) for n in values if n in tensors
+              or n in numbers}
     suffix = "_".join(f"{n}{sizes[n]}" for n in sizes if n in fixed_axes - own)
     return Definition(
         f"lz_{declared.name}_{dtype}" + (f"_{suffix}" if suffix else ""), declared.name,
         {n: Axis(size if n in fixed_axes else None) for n, size in sizes.items()}, inputs,
         {n: TensorSpec(outs[n], _schema_dtype(declared, n, t)) for n, t in zip(names, results)},
         _reference(declared, list(inputs), fixed),
-        ("status:reference", f"lz_op:{declared.name}", f"lz_dtype:{dtype}", f"lz_case:{json.dumps(case)}"),
+        ("status:reference", f"lz_op:{declared.name}", f"lz_dtype:{dtype}",
+         f"lz_case:{json.dumps(case)}"),
         " ".join((declared.reference.__doc__ or declared.name).split("\n\n")[0].split()))
 
 
@@ -65,8 +76,12 @@ def _schema_dtype(op: Op, name: str, tensor: Tensor) -> str:
     return dtype
 
 
-def _named(tokens: Sequence[str], tensor: Tensor, owner: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The axes of a tensor. A name that has another size elsewhere (as one that is broadcast) gets one of its own."""
+def _named(tokens: Sequence[str], tensor: Tensor, owner: str,
+           sizes: dict[str, int]) -> tuple[str, ...]:
+    """The axes of a tensor.
+
+    A name that has another size elsewhere (as one that is broadcast) gets one of its own.
+    """
     names: list[str] = []
     spare = tensor.dim() - sum(not t.startswith("*") for t in tokens)
     for token in tokens:
@@ -88,8 +103,10 @@ def _named(tokens: Sequence[str], tensor: Tensor, owner: str, sizes: dict[str, i
 
 def _reference(op: Op, inputs: Sequence[str], fixed: Mapping[str, Any]) -> str:
     arguments = "".join(f"{n}={n}, " for n in inputs)
-    return (f"import torch\n\nfrom {op.reference.__module__} import reference\n\nFIXED = {dict(fixed)!r}\n\n\n"
-            f"@torch.no_grad()\ndef run({', '.join(inputs)}):\n    return reference({arguments}**FIXED)\n")
+    return (
+        f"import torch\n\nfrom {op.reference.__module__} import reference\n\nFIXED = "
+        f"{dict(fixed)!r}\n\n\n@torch.no_grad()\ndef run({', '.join(inputs)}):\n    return "
+        f"reference({arguments}**FIXED)\n")
 
 
 def fixed_arguments(definition: Definition) -> dict[str, Any]:
@@ -104,6 +121,8 @@ def fixed_arguments(definition: Definition) -> dict[str, Any]:
 def case_inputs(definition: Definition, seed: int, device: str) -> dict[str, Any]:
     """The inputs of the case that the definition was made of."""
     op = dispatcher_of(definition.tag("lz_op")).op
-    case = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(definition.tag("lz_case")).items()}
+    case = {k: tuple(v) if isinstance(v, list) else v
+            for k, v in json.loads(definition.tag("lz_case")).items()}
     values = case_values(op, case, definition.tag("lz_dtype"), device, seed)
-    return {n: values[n].to(device) if isinstance(values[n], torch.Tensor) else values[n] for n in definition.inputs}
+    return {n: values[n].to(device) if isinstance(values[n], torch.Tensor) else values[n]
+            for n in definition.inputs}

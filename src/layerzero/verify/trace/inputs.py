@@ -1,8 +1,9 @@
-"""Inputs for a definition that make sense: offsets that add up, pages that exist, probabilities that are some.
+"""Inputs for a definition that make sense: offsets that add up, pages that exist, probabilities
+that are some.
 
-What an input means is told by its name, shape and dtype. A workload's own sizes are kept; sizes that nobody chose come
-from "small", "medium" or "large". Weights of many experts are overlapping windows of one buffer: every expert is
-different, and all of them fit.
+What an input means is told by its name, shape and dtype. A workload's own sizes are kept; sizes
+that nobody chose come from "small", "medium" or "large". Weights of many experts are overlapping
+windows of one buffer: every expert is different, and all of them fit.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
 
-LARGE = 1 << 28                                # bytes from which the experts of a weight share their storage
-PERIOD = 4194301                               # a prime: random numbers may repeat, rows of a tensor shall not
+# bytes from which the experts of a weight share their storage
+LARGE = 1 << 28
+# a prime: random numbers may repeat, rows of a tensor shall not
+PERIOD = 4194301
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,11 @@ class Size:
     rows: int                                  # of what is not divided into sequences
 
 
-SIZES = {"small": Size(3, 4, 21, 5), "medium": Size(8, 32, 256, 64), "large": Size(16, 256, 2048, 1024)}
-_FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2, "head_size": 64,
-         "head_dim": 64, "max_seq_len": 128, "max_position": 128, "vocab_size": 1000}
+SIZES = {"small": Size(3, 4, 21, 5), "medium": Size(8, 32, 256, 64),
+         "large": Size(16, 256, 2048, 1024)}
+_FREE = {"num_qo_heads": 4, "num_q_heads": 4, "num_heads": 4, "num_kv_heads": 2, "num_k_heads": 2,
+         "head_size": 64, "head_dim": 64, "max_seq_len": 128, "max_position": 128,
+         "vocab_size": 1000}
 _INDPTR = re.compile(r"indptr|cu_?seq|seq_starts|offsets$")
 _PAGES = re.compile(r"(kv|page|block).*(indices|ids)$|^indices$")
 _TABLE = re.compile(r"block_tables?|page_tables?")
@@ -53,9 +58,13 @@ class _Plan:
     pages: list[int]
 
 
-def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None, seed: int = 0,
-             device: str = "cpu", workload: Workload | None = None) -> dict[str, Any]:
-    """Generate every input. `axes` fixes some variable axes; a workload fixes all and may have tensors of its own."""
+def generate(definition: Definition, size: str = "small", axes: Mapping[str, int] | None = None,
+             seed: int = 0, device: str = "cpu",
+             workload: Workload | None = None) -> dict[str, Any]:
+    """Generate every input.
+
+    `axes` fixes some variable axes; a workload fixes all and may have tensors of its own.
+    """
     if size not in SIZES:
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
@@ -73,16 +82,23 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
         inputs |= _workload_inputs(definition, workload)
     broken = violated(definition.constraints, {**maker.sizes, **definition.const_axes, **inputs})
     if broken:
-        raise DataError(f"{definition.name}: no inputs were found that keep {broken[0]!r}; the axes are {maker.sizes}")
+        raise DataError(
+            f"{definition.name}: no inputs were found that keep {broken[0]!r}; the axes are "
+            f"{maker.sizes}")
     return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
 
 
 def _workload_inputs(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """Return the inputs that the workload itself gives. A stored tensor whose file is absent is generated instead."""
-    inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items() if isinstance(spec, ScalarInput)}
+    """Return the inputs that the workload itself gives.
+
+    A stored tensor whose file is absent is generated instead.
+    """
+    inputs: dict[str, Any] = {n: spec.value for n, spec in workload.inputs.items()
+                              if isinstance(spec, ScalarInput)}
     root = dataset_root(definition)
     for name, spec in workload.inputs.items():
-        if isinstance(spec, StoredInput) and root is not None and (path := inside(root, spec.path)).is_file():
+        if (isinstance(spec, StoredInput) and root is not None
+            and (path := inside(root, spec.path)).is_file()):
             inputs[name] = _stored(path, spec.key)
     return inputs
 
@@ -91,7 +107,8 @@ def _stored(path: Path, key: str) -> Tensor:
     try:
         from safetensors.torch import load_file
     except ImportError as e:
-        raise DataError(f"{path}: reading it needs the package safetensors; pip install safetensors") from e
+        raise DataError(
+            f"{path}: reading it needs the package safetensors; pip install safetensors") from e
     tensors: dict[str, Tensor] = load_file(str(path))
     if key not in tensors:
         raise DataError(f"{path}: has no tensor {key!r}; it has {', '.join(tensors)}")
@@ -101,14 +118,19 @@ def _stored(path: Path, key: str) -> Tensor:
 class _Maker:
     """One set of inputs in the making: first the sizes, then the values."""
 
-    def __init__(self, definition: Definition, size: Size, axes: Mapping[str, int], gen: torch.Generator) -> None:
+    def __init__(self, definition: Definition, size: Size, axes: Mapping[str, int],
+                 gen: torch.Generator) -> None:
         self.d, self.size, self.gen = definition, size, gen
         self.const = definition.const_axes
         self.sizes: dict[str, int] = dict(axes)
-        self.ints = {n: s for n, s in definition.inputs.items() if s.shape and s.dtype in ("int32", "int64")}
-        self.indptrs = [n for n, s in self.ints.items() if _INDPTR.search(n) and len(s.shape or ()) == 1]
-        self.page_ids = next((n for n, s in self.ints.items() if _PAGES.search(n) and len(s.shape or ()) == 1), "")
-        self.table = next((n for n, s in self.ints.items() if _TABLE.search(n) and len(s.shape or ()) == 2), "")
+        self.ints = {n: s for n, s in definition.inputs.items() if s.shape
+                     and s.dtype in ("int32", "int64")}
+        self.indptrs = [n for n, s in self.ints.items() if _INDPTR.search(n)
+                        and len(s.shape or ()) == 1]
+        self.page_ids = next((n for n, s in self.ints.items() if _PAGES.search(n)
+                              and len(s.shape or ()) == 1), "")
+        self.table = next((n for n, s in self.ints.items() if _TABLE.search(n)
+                           and len(s.shape or ()) == 2), "")
         self.page_size = self.const.get("page_size", self.const.get("block_size", 1))
 
     def make(self) -> dict[str, Any]:
@@ -128,7 +150,8 @@ class _Maker:
     def _sequences(self) -> _Plan:
         length = self._axis_of(self.indptrs[0]) if self.indptrs else ""
         rows = self._axis_of(self.table) if self.table else ""
-        names = [a for a in self.d.var_axes if a in ("batch_size", "num_seqs", "batch", rows) and a != ""]
+        names = [a for a in self.d.var_axes if a in ("batch_size", "num_seqs", "batch", rows)
+                 and a != ""]
         known = [self.sizes[a] for a in names if a in self.sizes]
         known += [self.sizes[length] - 1] if length in self.sizes else []
         n = max(known[0] if known else self.size.sequences, 0)
@@ -140,11 +163,13 @@ class _Maker:
         by_key = [i for i in self.indptrs if i not in by_query]
         total_q = self._total(by_query[0], "q") if by_query else ""
         total_k = self._total(by_key[0], "k") if by_key else ""
-        queries = self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query else [1] * n
+        queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
+                   else [1] * n)
         paged = bool(self.page_ids or self.table)
         least = [math.ceil(q / self.page_size) if paged else q for q in queries]
         most = max(math.ceil(self.size.keys / self.page_size), 2) if paged else self.size.keys
-        if not by_query and by_key and not paged and _is_alone(by_key):    # one cu_seqlens for queries and keys
+        # one cu_seqlens for queries and keys
+        if not by_query and by_key and not paged and _is_alone(by_key):
             counts = queries = self._cut(self.sizes.get(total_k), n, self.size.keys, 1)
         else:
             counts = self._beyond(least, self.sizes.get(total_k), most)
@@ -154,7 +179,8 @@ class _Maker:
             if axis in self.d.var_axes:
                 self.sizes.setdefault(axis, amount)
         if self.table:
-            self.sizes.setdefault((self.ints[self.table].shape or ("", ""))[1], max(counts, default=0))
+            self.sizes.setdefault((self.ints[self.table].shape or ("", ""))[1],
+                                  max(counts, default=0))
         if paged:
             pool = self._pool_axis()
             if pool:
@@ -175,8 +201,10 @@ class _Maker:
         return self._axis_of(tensor) if tensor else ""
 
     def _pool_axis(self) -> str:
-        spec = next((s for s in self.d.inputs.values() if s.shape and {"page_size", "block_size"} & set(s.shape)), None)
-        return spec.shape[0] if spec is not None and spec.shape and spec.shape[0] in self.d.var_axes else ""
+        spec = next((s for s in self.d.inputs.values() if s.shape and {"page_size", "block_size"}
+                     & set(s.shape)), None)
+        return (spec.shape[0] if spec is not None and spec.shape
+                and spec.shape[0] in self.d.var_axes else "")
 
     def _cut(self, total: int | None, n: int, most: int, least: int) -> list[int]:
         """`n` lengths, random or with this sum."""
@@ -202,8 +230,9 @@ class _Maker:
             return 0
         full = pages * self.page_size
         low = min(max(full - self.page_size + 1, queries), full)
-        return int(torch.randint(low, full + 1, (), generator=self.gen)) if "last_page_len" in " ".join(self.ints) \
-            or self.table else full
+        return (int(torch.randint(low, full + 1, (), generator=self.gen))
+                if "last_page_len" in " ".join(self.ints) \
+             or self.table else full)
 
     # values
 
@@ -225,7 +254,8 @@ class _Maker:
             if "offset" in low:
                 spare = self.const.get("num_experts", 0) - self.const.get("num_local_experts", 0)
                 return min(self.const.get("num_local_experts", 0), max(spare, 0))
-            return {"window_left": 7, "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
+            return {"window_left": 7,
+                    "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
         if "eps" in low:
             return 1e-6
         if "routed_scaling" in low:
@@ -241,8 +271,9 @@ class _Maker:
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         low, dtype = name.lower(), spec.dtype
         if dtype == "float4_e2m1":
-            raise DataError(f"{self.d.name}: {name} is {dtype}, for which torch has no arithmetic; its codes must come "
-                            "from a stored workload")
+            raise DataError(
+                f"{self.d.name}: {name} is {dtype}, for which torch has no arithmetic; its codes "
+                "must come from a stored workload")
         if low == "probs" or low.endswith("_probs"):
             return (self._random(shape) * 2).softmax(-1)
         if "top_p" in low:
@@ -266,10 +297,12 @@ class _Maker:
 
     def _unit(self, low: str) -> float:
         """What keeps results near 1: the scale of a weight undoes the sum over its inputs."""
-        base = next((n for n in self.d.inputs if low.startswith(n.lower()) and n.lower() != low), "")
+        base = next((n for n in self.d.inputs if low.startswith(n.lower()) and n.lower() != low),
+                    "")
         number = re.search(r"\d", low)
         if not base and number and re.match(r"output", low):
-            base = next((n for n in self.d.inputs if number[0] in n and "weight" in n and "scale" not in n), "")
+            base = next((n for n in self.d.inputs if number[0] in n and "weight" in n
+                         and "scale" not in n), "")
         spec = self.d.inputs.get(base)
         if spec is None or not spec.shape or any(axis not in self.const for axis in spec.shape):
             return 1.0
@@ -289,10 +322,13 @@ class _Maker:
         return torch.randn(PERIOD, generator=self.gen).repeat(-(-n // PERIOD))[:n].view(shape)
 
     def _distinct(self, shape: tuple[int, ...]) -> Tensor:
-        """Rows without equal values, also when rounded: which of two equal ones is greater is nobody's contract."""
+        """Rows without equal values, also when rounded: which of two equal ones is greater is
+        nobody's contract.
+        """
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
-        rows = [line[torch.randperm(shape[-1], generator=self.gen)] for _ in range(math.prod(shape[:-1]))]
+        rows = [line[torch.randperm(shape[-1], generator=self.gen)]
+                for _ in range(math.prod(shape[:-1]))]
         return torch.stack(rows).view(shape) if rows else torch.empty(shape)
 
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
@@ -301,12 +337,14 @@ class _Maker:
     def _angles(self, low: str, shape: tuple[int, ...]) -> Tensor:
         half = shape[-1] // 2 if "cos_sin" in low else shape[-1]
         speeds = 1e4 ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
-        angles = (torch.arange(math.prod(shape[:-1]), dtype=torch.float64)[:, None] * speeds).float()
+        angles = (torch.arange(math.prod(shape[:-1]), dtype=torch.float64)[:, None]
+                  * speeds).float()
         parts = (angles.cos(), angles.sin()) if "cos_sin" in low else \
             (angles.cos() if "cos" in low else angles.sin(),)
         return torch.cat(parts, -1).view(shape)
 
-    def _integers(self, name: str, spec: TensorSpec, shape: tuple[int, ...], plan: _Plan | None) -> Tensor:
+    def _integers(self, name: str, spec: TensorSpec, shape: tuple[int, ...],
+                  plan: _Plan | None) -> Tensor:
         low = name.lower()
         if name in self.indptrs and plan is not None:
             lengths = plan.queries if _QUERY.search(name) else plan.pages or plan.keys
@@ -323,11 +361,13 @@ class _Maker:
         if "topk_ids" in low or "expert_ids" in low:
             return self._experts(name, shape)
         if "position" in low or low.startswith("pos"):
-            return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape, generator=self.gen)
+            return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape,
+                                 generator=self.gen)
         if low.endswith(("indices", "ids")):
             return self._picked(shape)
-        raise DataError(f"{self.d.name}: nothing is known of the input {name!r} ({spec.dtype}, axes "
-                        f"{', '.join(spec.shape or ())}) to make values for it; give it in a workload")
+        raise DataError(
+            f"{self.d.name}: nothing is known of the input {name!r} ({spec.dtype}, axes "
+            f"{', '.join(spec.shape or ())}) to make values for it; give it in a workload")
 
     def _bound(self, names: tuple[str, ...], default: int) -> int:
         known = {**self.sizes, **self.const}
@@ -347,11 +387,15 @@ class _Maker:
         return table
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Different experts for each token; their weights are in the low half where no other input has them."""
+        """Different experts for each token; their weights are in the low half where no other input
+        has them.
+        """
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
-        rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]] for _ in range(math.prod(shape[:-1]))]
+        rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
+                for _ in range(math.prod(shape[:-1]))]
         ids = torch.stack(rows).view(shape) if rows else torch.empty(shape, dtype=torch.int64)
-        if any("weight" in n and "topk" in n for n in self.d.inputs) or self.d.inputs[name].dtype != "int32":
+        if (any("weight" in n and "topk" in n for n in self.d.inputs)
+            or self.d.inputs[name].dtype != "int32"):
             return ids
         weights = torch.rand(shape, generator=self.gen).add(0.1).to(torch.bfloat16)
         return ids << 16 | (weights.view(torch.int16).to(torch.int64) & 0xFFFF)
@@ -359,9 +403,11 @@ class _Maker:
     def _picked(self, shape: tuple[int, ...]) -> Tensor:
         """Rows of different tokens of the cache, padded with -1 where there are not enough."""
         pool_axis = self._pool_axis()
-        pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size if pool_axis else 1)
+        pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size
+                                                                             if pool_axis else 1)
         if len(shape) == 1:
-            return torch.randint(0, self._bound(("pool_size", "batch_size"), pool), shape, generator=self.gen)
+            return torch.randint(0, self._bound(("pool_size", "batch_size"), pool), shape,
+                                 generator=self.gen)
         rows = torch.full((math.prod(shape[:-1]), shape[-1]), -1, dtype=torch.int64)
         for i in range(len(rows)):
             n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))

@@ -1,8 +1,8 @@
 """What a definition says beside its schema, and how its inputs are recognised.
 
-The schema has no place for an epsilon, a causal mask or which half of a weight is the gate: the reference's code, the
-tags and the description tell. Where they do not, there is more than one reading, the likeliest first; running the
-reference decides between them.
+The schema has no place for an epsilon, a causal mask or which half of a weight is the gate: the
+reference's code, the tags and the description tell. Where they do not, there is more than one
+reading, the likeliest first; running the reference decides between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class Unmapped(DataError):
 
 
 class Parts:
-    """The inputs and outputs of a definition, taken one by one. An input that is left over is not understood."""
+    """The inputs and outputs of a definition, taken one by one.
+
+    An input that is left over is not understood.
+    """
 
     def __init__(self, definition: Definition, op: str) -> None:
         self.definition, self.op = definition, op
@@ -31,7 +34,8 @@ class Parts:
     def maybe(self, pattern: str, ndim: int | None = None) -> str:
         """Take the first input whose whole name matches; "" if there is none."""
         for name in self.left:
-            if re.fullmatch(pattern, name.lower()) and (ndim is None or len(self.shape(name)) == ndim):
+            if (re.fullmatch(pattern, name.lower())
+                and (ndim is None or len(self.shape(name)) == ndim)):
                 del self.left[name]
                 return name
         return ""
@@ -56,7 +60,8 @@ class Parts:
         return self.spec(name).shape or ()
 
     def outputs(self, *roles: tuple[str, str]) -> tuple[str, ...]:
-        """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the definition lacks.
+        """The outputs in the order of `wanted`, (pattern, what it is); "" for one that the
+        definition lacks.
 
         The first is found by position where no name matches.
         """
@@ -70,8 +75,9 @@ class Parts:
             names[0] = next(iter(rest))
             del rest[names[0]]
         if rest or not names[0]:
-            raise self.unmapped(f"lz.{self.op} gives {', '.join(what for _, what in roles)}; the output"
-                                f"{'s' if len(rest) > 1 else ''} {', '.join(rest)} is none of these")
+            raise self.unmapped(
+                f"lz.{self.op} gives {', '.join(what for _, what in roles)}; the output"
+                f"{'s' if len(rest) > 1 else ''} {', '.join(rest)} is none of these")
         return tuple(names)
 
     def unmapped(self, why: str) -> Unmapped:
@@ -82,7 +88,8 @@ def readings(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return every combination of the options, those nearest to the first choices first."""
     ranked = [range(len(values)) for values in options.values()]
     combinations = sorted(itertools.product(*ranked), key=lambda picks: (sum(picks), picks))
-    return [{name: values[i] for (name, values), i in zip(options.items(), picks)} for picks in combinations]
+    return [{name: values[i] for (name, values), i in zip(options.items(), picks)}
+            for picks in combinations]
 
 
 def likely(value: Any, *others: Any) -> tuple[Any, ...]:
@@ -94,19 +101,25 @@ def likely(value: Any, *others: Any) -> tuple[Any, ...]:
 
 def text_of(definition: Definition) -> str:
     """Return all text of a definition in lower case."""
-    descriptions = [s.description for s in (*definition.inputs.values(), *definition.outputs.values())]
-    parts = [definition.name, definition.description, *definition.tags, *descriptions, definition.reference]
+    descriptions = [s.description
+                    for s in (*definition.inputs.values(), *definition.outputs.values())]
+    parts = [definition.name, definition.description, *definition.tags, *descriptions,
+             definition.reference]
     return " ".join(parts).lower()
 
 
 def lse_bases(definition: Definition) -> tuple[str, ...]:
-    """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as FlashInfer does."""
+    """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as
+    FlashInfer does.
+    """
     binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
     return ("2", "e") if binary else ("e", "2")
 
 
 def is_causal(definition: Definition) -> tuple[bool, ...]:
-    """Return whether attention is causal, the likelier answer first: by the word, or by a mask in the reference."""
+    """Return whether attention is causal, the likelier answer first: by the word, or by a mask in
+    the reference.
+    """
     text = text_of(definition)
     if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
         return False, True
@@ -125,8 +138,9 @@ def small_numbers(definition: Definition) -> tuple[float, ...]:
         elif isinstance(node, ast.AnnAssign):
             targets = (node.target,)
         for target in targets:
-            if isinstance(target, ast.Name) and "eps" in target.id.lower() and isinstance(node, (ast.Assign,
-                                                                                              ast.AnnAssign)):
+            if (isinstance(target, ast.Name) and "eps" in target.id.lower()
+                and isinstance(node, (ast.Assign,
+                                                                                               ast.AnnAssign))):
                 named += _numbers(node.value)
         if isinstance(node, ast.FunctionDef):
             with_default = node.args.args[len(node.args.args) - len(node.args.defaults):]
@@ -143,12 +157,15 @@ def _numbers(node: ast.AST | None) -> list[float]:
 
 
 def constant(definition: Definition, pattern: str) -> int | None:
-    """The whole number that the reference gives a name such as TOP_K, or a const axis of that name."""
+    """The whole number that the reference gives a name such as TOP_K, or a const axis of that name.
+    """
     for axis, value in definition.const_axes.items():
         if re.fullmatch(pattern, axis.lower()):
             return value
     for node in ast.walk(ast.parse(definition.reference)):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
-            if any(isinstance(t, ast.Name) and re.fullmatch(pattern, t.id.lower()) for t in node.targets):
+        if (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            and type(node.value.value) is int):
+            if any(isinstance(t, ast.Name) and re.fullmatch(pattern, t.id.lower())
+                   for t in node.targets):
                 return node.value.value
     return None

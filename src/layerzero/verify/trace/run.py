@@ -1,7 +1,8 @@
-"""A definition, verified: lz against the reference and against every independent answer, and these with each other.
+"""A definition, verified: lz against the reference and against every independent answer, and these
+with each other.
 
-Where the schema leaves open what is meant, the reference decides: if the likeliest reading disagrees with it and
-another agrees, that one is used and the report says so.
+Where the schema leaves open what is meant, the reference decides: if the likeliest reading
+disagrees with it and another agrees, that one is used and the report says so.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         return {"got": self.got, "want": self.want, "status": self.status, "outputs": {
-            v.output: {"status": v.status, "detail": v.detail, **v.metrics.to_json()} for v in self.verdicts}}
+            v.output: {"status": v.status, "detail": v.detail, **v.metrics.to_json()}
+            for v in self.verdicts}}
 
 
 @dataclass(frozen=True)
 class DefinitionReport:
     """What came of one definition at one size.
 
-    passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with the reference, but
-    another answer does not. unproven: nothing ran to compare it with. unmapped: no lz call answers it.
+    passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with
+    the reference, but another answer does not. unproven: nothing ran to compare it with. unmapped:
+    no lz call answers it.
     """
 
     definition: Definition
@@ -84,22 +87,28 @@ class DefinitionReport:
             lines.append(f"  {self.answer}")
         if self.scaled:
             lines.append("  smaller than defined: " + ", ".join(f"{a} {b} instead of {c}"
-                                                                for a, (c, b) in self.scaled.items()))
+                                                                for a, (c,
+                                                                        b) in self.scaled.items()))
         lines += [f"  {c.got} against {c.want}: {v}" for c in self.comparisons for v in c.verdicts]
         return "\n".join([*lines, *(f"  {who}: {why}" for who, why in self.absent.items())])
 
     def to_json(self) -> dict[str, Any]:
-        return {"definition": self.definition.name, "op_type": self.definition.op_type, "status": self.status,
-                "detail": self.detail, "answer": self.answer, "kernels": list(self.kernels),
-                "axes": dict(self.workload.axes) if self.workload else {},
+        return {"definition": self.definition.name, "op_type": self.definition.op_type,
+                "status": self.status, "detail": self.detail, "answer": self.answer,
+                "kernels": list(self.kernels), "axes": dict(self.workload.axes) if self.workload
+                else {},
                 "scaled": {a: {"from": old, "to": new} for a, (old, new) in self.scaled.items()},
                 "comparisons": encode(self.comparisons), "absent": dict(self.absent),
                 "latency_ms": self.latency_ms, "reference_ms": self.reference_ms}
 
 
-def verify(definition: Definition, references: References, size: str = "small", *, device: str = "cpu", seed: int = 0,
-           tolerance: float | None = None, workload: Workload | None = None, as_is: bool = False) -> DefinitionReport:
-    """Verify one definition at one size, or for one workload. With `as_is`, a large one is not made smaller."""
+def verify(definition: Definition, references: References, size: str = "small", *,
+           device: str = "cpu", seed: int = 0, tolerance: float | None = None,
+           workload: Workload | None = None, as_is: bool = False) -> DefinitionReport:
+    """Verify one definition at one size, or for one workload.
+
+    With `as_is`, a large one is not made smaller.
+    """
     try:
         candidates = answers(definition)
     except Unmapped as e:
@@ -116,22 +125,27 @@ def verify(definition: Definition, references: References, size: str = "small", 
     try:
         inputs = generate(used, size, seed=seed, device=device, workload=workload)
     except DataError as e:
-        return DefinitionReport(definition, "unproven", answer=str(candidates[0]), detail=str(e), absent=absent)
+        return DefinitionReport(definition, "unproven", answer=str(candidates[0]), detail=str(e),
+                                absent=absent)
     ran = references.run(used, inputs, device)
     if not ran.ok:
         absent["reference"] = ran.why
-    limits = tolerance_of((s.dtype for s in (*used.inputs.values(), *used.outputs.values())), tolerance)
+    limits = tolerance_of((s.dtype for s in (*used.inputs.values(), *used.outputs.values())),
+                          tolerance)
     report = _judge(definition, candidates, inputs, ran, limits, device)
     case = workload or workload_of(used, inputs, seed, size)
     return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent})
 
 
-def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int, size: str) -> Workload:
+def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int,
+                size: str) -> Workload:
     """Return the workload that describes these inputs."""
-    specs = {n: RandomInput() if isinstance(v, Tensor) else ScalarInput(v) for n, v in inputs.items()}
+    specs = {n: RandomInput() if isinstance(v, Tensor) else ScalarInput(v)
+             for n, v in inputs.items()}
     axes = definition.sizes_of(inputs)
     sizes = "-".join(f"{a}{n}" for a, n in axes.items())
-    return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{sizes}" if sizes else f"layerzero-{size}-seed{seed}")
+    return Workload(axes, specs, f"layerzero-{size}-seed{seed}-{sizes}" if sizes
+                    else f"layerzero-{size}-seed{seed}")
 
 
 def _judge(
@@ -146,7 +160,8 @@ def _judge(
     for i, answer in enumerate(candidates):
         report = _verify_answer(definition, answer, inputs, ran, limits, device)
         if report.status in ("passed", "disputed", "unproven") or not ran.ok:
-            note = "read otherwise than its text suggests, as the reference computes" if first is not None else ""
+            note = ("read otherwise than its text suggests, as the reference computes"
+                    if first is not None else "")
             return replace(report, detail=report.detail + note, reading=i)
         first = first or report
     assert first is not None                   # answers() gave at least one
@@ -154,14 +169,16 @@ def _judge(
 
 
 def _verify_answer(
-    definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran, limits: ElementTolerance, device: str
+    definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran,
+    limits: ElementTolerance, device: str
 ) -> DefinitionReport:
     try:
         with serving() as kernels:
             outputs = answer(inputs)
         latency = timed(answer, inputs)
     except FAULTS as e:
-        return DefinitionReport(definition, "failed", answer=str(answer), detail=f"lz raised {type(e).__name__}: {e}")
+        return DefinitionReport(definition, "failed", answer=str(answer),
+                                detail=f"lz raised {type(e).__name__}: {e}")
     others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
     absent: dict[str, str] = {}
     for truth in truths(answer, device) if not answer.random else ():
@@ -175,7 +192,8 @@ def _verify_answer(
     if answer.random:
         comparisons = _compare_draws(answer, inputs, outputs, ran)
     else:
-        comparisons = [_compare_outputs("lz", outputs, name, other, limits) for name, other in others.items()]
+        comparisons = [_compare_outputs("lz", outputs, name, other, limits)
+                       for name, other in others.items()]
         names = list(others)
         comparisons += [_compare_outputs(a, others[a], b, others[b], limits)
                         for i, b in enumerate(names) for a in names[i + 1:]]
@@ -200,12 +218,14 @@ def _compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: M
     return Comparison(name, against, tuple(compare(o, got[o], want[o], limits) for o in shared))
 
 
-def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], ran: Ran
+def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor],
+                   ran: Ran
                    ) -> list[Comparison]:
     if answer.kind != "sampling":
         return []
     out = answer.roles["out"]
-    comparisons = [Comparison("lz", "torch's filters", (draws.possible(answer, inputs, outputs[out]),
+    comparisons = [Comparison("lz", "torch's filters",
+                              (draws.possible(answer, inputs, outputs[out]),
                                                         draws.frequencies(answer, inputs)))]
     if ran.ok:
         zeros = torch.zeros_like(outputs[out].cpu()), torch.zeros_like(ran.outputs[out])

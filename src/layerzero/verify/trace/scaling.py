@@ -1,10 +1,11 @@
 """A definition made smaller, for a machine that its constants are too large for.
 
-A mixture of 128 experts of 5120 x 8192 is 20 billion numbers, and its reference turns them all to float32. What it
-computes does not depend on these sizes, but its code names them: `H = 5120`, `assert hidden_size == 5120`. Such
-bindings are rewritten in the syntax tree, together with the axes; sizes that follow from them (twice another, blocks of
-another) follow again. Where a number could mean two things, or stands anywhere else in the code, nothing is rewritten
-and the reason is given. The smaller definition has another name: it is another definition.
+A mixture of 128 experts of 5120 x 8192 is 20 billion numbers, and its reference turns them all to
+float32. What it computes does not depend on these sizes, but its code names them: `H = 5120`,
+`assert hidden_size == 5120`. Such bindings are rewritten in the syntax tree, together with the
+axes; sizes that follow from them (twice another, blocks of another) follow again. Where a number
+could mean two things, or stands anywhere else in the code, nothing is rewritten and the reason is
+given. The smaller definition has another name: it is another definition.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import Any
 
 from .definition import Axis, Definition
 
-ENOUGH = 1 << 30                               # bytes, as float32, up to which constants are left alone
-SMALLER = (384, 128, 256)                      # multiples of every usual block; what follows from one is no other
+# bytes, as float32, up to which constants are left alone
+ENOUGH = 1 << 30
+# multiples of every usual block; what follows from one is no other
+SMALLER = (384, 128, 256)
 LEAST = 512                                    # smaller axes are not what makes a tensor large
 
 
 class CannotScale(Exception):
-    """Why the definition was left as it is; `axis` is the one that stands in the way, where it is one."""
+    """Why the definition was left as it is; `axis` is the one that stands in the way, where it is
+    one.
+    """
 
     def __init__(self, why: str, axis: str = "") -> None:
         super().__init__(why)
@@ -33,15 +38,18 @@ class CannotScale(Exception):
 def too_large(definition: Definition) -> bool:
     """By what its fixed inputs take in float32, which is what references compute in."""
     known = definition.const_axes
-    fixed = [s.shape for s in definition.inputs.values() if s.shape and all(a in known for a in s.shape)]
+    fixed = [s.shape for s in definition.inputs.values() if s.shape
+             and all(a in known for a in s.shape)]
     return 4 * sum(math.prod(known[a] for a in shape) for shape in fixed) > ENOUGH
 
 
 def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int]]]:
-    """The smaller definition, and which axes changed from what to what; CannotScale says why not."""
+    """The smaller definition, and which axes changed from what to what; CannotScale says why not.
+    """
     kept: set[str] = set()
     trouble = CannotScale("no axis of a fixed input is both large and free to shrink")
-    while True:                                # what stands in the way keeps its size; the others shrink
+    # what stands in the way keeps its size; the others shrink
+    while True:
         new = _new_sizes(definition, kept)
         if not new:
             raise trouble
@@ -70,7 +78,8 @@ def _owner(definition: Definition, axis: str, new: dict[str, int]) -> str:
 
 def _of_blocks(axis: str, new: dict[str, int]) -> str:
     """The axis whose blocks these are: the one that shares a word."""
-    return next((a for a in new if set(a.split("_")) & set(axis.split("_")) - {"num", "size", "blocks"}), "")
+    return next((a for a in new if set(a.split("_")) & set(axis.split("_"))
+                 - {"num", "size", "blocks"}), "")
 
 
 def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
@@ -81,7 +90,8 @@ def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
     doubles = {axis: base for axis in large for base in known if _is_twice(definition, axis, base)}
     bases = [a for a in large if a not in doubles and a not in kept]
     if len(bases) > len(SMALLER):
-        raise CannotScale(f"{len(bases)} large axes ({', '.join(bases)}) are more than this knows to keep apart")
+        raise CannotScale(
+            f"{len(bases)} large axes ({', '.join(bases)}) are more than this knows to keep apart")
     new = dict(zip(bases, SMALLER))
     new |= {axis: 2 * new[base] for axis, base in doubles.items() if base in new}
     for axis, value in known.items():
@@ -89,7 +99,8 @@ def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
             owner = _of_blocks(axis, new)
             if owner and "block" not in owner:
                 if known[owner] % value or new[owner] % (known[owner] // value):
-                    raise CannotScale(f"{axis} = {value} does not divide {owner} = {known[owner]} evenly")
+                    raise CannotScale(
+                        f"{axis} = {value} does not divide {owner} = {known[owner]} evenly")
                 new[axis] = new[owner] // (known[owner] // value)
     return new
 
@@ -100,10 +111,12 @@ def _is_twice(definition: Definition, axis: str, base: str) -> bool:
         return False
     for text in definition.constraints:
         match = re.fullmatch(rf"(\w+)\.shape\[(\d+)\] == 2 \* {re.escape(base)}", text)
-        shape = definition.inputs[match[1]].shape if match and match[1] in definition.inputs else None
+        shape = (definition.inputs[match[1]].shape if match and match[1] in definition.inputs
+                 else None)
         if (match and shape and shape[int(match[2])] == axis) or text == f"{axis} == 2 * {base}":
             return True
-    return re.search(r"gemm1|gate_up|fused", axis) is not None and re.search("inter|inner", base) is not None
+    return (re.search(r"gemm1|gate_up|fused", axis) is not None
+            and re.search("inter|inner", base) is not None)
 
 
 def _rewritten(definition: Definition, new: dict[str, int]) -> str:
@@ -111,11 +124,13 @@ def _rewritten(definition: Definition, new: dict[str, int]) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _whole(node.value):
             node.value = _replaced(definition, new, node.value, _names(node.targets))
-        elif isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1 \
-                and isinstance(node.test.ops[0], ast.Eq):
+        elif (isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
+              and len(node.test.ops) == 1 \
+                 and isinstance(node.test.ops[0], ast.Eq)):
             test = node.test
             if _whole(test.comparators[0]):
-                test.comparators[0] = _replaced(definition, new, test.comparators[0], ast.unparse(test.left))
+                test.comparators[0] = _replaced(definition, new, test.comparators[0],
+                                                ast.unparse(test.left))
             elif _whole(test.left):
                 test.left = _replaced(definition, new, test.left, ast.unparse(test.comparators[0]))
     old = {definition.const_axes[a]: a for a in new if definition.const_axes[a] != new[a]}
@@ -144,8 +159,9 @@ def _replaced(definition: Definition, new: dict[str, int], node: Any, bound_to: 
     settled: Any = ast.Constant(node.value)
     if changed:
         if len({new.get(a, node.value) for a in owners}) > 1:
-            raise CannotScale(f"{bound_to} = {node.value} in the reference may be {' or '.join(owners)}",
-                              changed[0])
+            raise CannotScale(
+                f"{bound_to} = {node.value} in the reference may be {' or '.join(owners)}",
+                changed[0])
         settled = ast.Constant(new[changed[0]])
     settled.settled = True
     return ast.copy_location(settled, node)

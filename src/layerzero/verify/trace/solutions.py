@@ -1,7 +1,9 @@
-"""A solution becomes a kernel: it serves the calls of an operation that its definition describes, and no others.
+"""A solution becomes a kernel: it serves the calls of an operation that its definition describes,
+and no others.
 
-What the definition fixes (const axes, dtypes, an epsilon) becomes the kernel's rules. Its code runs in this process, so
-its file must lie in a folder that the user trusts, and its results must agree with the operation before it is added.
+What the definition fixes (const axes, dtypes, an epsilon) becomes the kernel's rules. Its code runs
+in this process, so its file must lie in a folder that the user trusts, and its results must agree
+with the operation before it is added.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ from .answers.lookup import answers
 from .definition import Definition, Solution
 from .inputs import generate
 
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []          # alive as long as what was imported from them
+# alive as long as what was imported from them
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def register(solution: Solution, definition: Definition, trusted: Sequence[str | Path] = (), *,
              run_on: str = "cpu") -> Kernel:
-    """Check the solution against its definition at a small size on `run_on`, and add it as a kernel."""
+    """Check the solution against its definition at a small size on `run_on`, and add it as a
+    kernel.
+    """
     kernel = kernel_of(solution, definition, trusted)
     answer = _direct(solution, definition)
     inputs = generate(definition, device=run_on)
@@ -44,45 +49,56 @@ def register(solution: Solution, definition: Definition, trusted: Sequence[str |
     try:
         got = _called(solution, definition, entry_of(solution), list(inputs.values()), want)
     except FAULTS as e:
-        raise RegistrationError(f"solution {solution.name!r} raised {type(e).__name__} when it was tried: {e}") from e
-    limits = tolerance_of(s.dtype for s in (*definition.inputs.values(), *definition.outputs.values()))
+        raise RegistrationError(
+            f"solution {solution.name!r} raised {type(e).__name__} when it was tried: {e}") from e
+    limits = tolerance_of(s.dtype
+                          for s in (*definition.inputs.values(), *definition.outputs.values()))
     wrong = [v for name, value in zip(definition.outputs, got)
              if not (v := compare(name, value, want[name], limits)).passed]
     if wrong:
-        raise RegistrationError(f"solution {solution.name!r} does not compute {definition.name}: {wrong[0]}")
+        raise RegistrationError(
+            f"solution {solution.name!r} does not compute {definition.name}: {wrong[0]}")
     worlds.register(kernel, f"solution {solution.name}")
     return kernel
 
 
-def kernel_of(solution: Solution, definition: Definition, trusted: Sequence[str | Path] = ()) -> Kernel:
+def kernel_of(solution: Solution, definition: Definition,
+              trusted: Sequence[str | Path] = ()) -> Kernel:
     """The declaration; RegistrationError says why there can be none."""
     if solution.definition != definition.name:
-        raise RegistrationError(f"solution {solution.name!r} is for {solution.definition}, not for {definition.name}")
+        raise RegistrationError(
+            f"solution {solution.name!r} is for {solution.definition}, not for {definition.name}")
     if solution.spec.language not in ("python", "triton"):
-        raise RegistrationError(f"solution {solution.name!r} is written in {solution.spec.language}; "
-                                "python and triton can be registered")
+        raise RegistrationError(
+            f"solution {solution.name!r} is written in {solution.spec.language}; "
+            "python and triton can be registered")
     home = solution.origin.resolve() if solution.origin else None
     if home is None or not any(home.is_relative_to(Path(folder).resolve()) for folder in trusted):
-        where = f"{solution.origin} lies in no folder that you trust" if home else "it was read from no file"
-        raise RegistrationError(f"solution {solution.name!r} is not run: {where}; name its folder as trusted if you "
-                                "have read what it does")
+        where = (f"{solution.origin} lies in no folder that you trust" if home
+                 else "it was read from no file")
+        raise RegistrationError(
+            f"solution {solution.name!r} is not run: {where}; name its folder as trusted if you "
+            "have read what it does")
     answer = _direct(solution, definition)
     op = dispatcher_of(answer.ops[0]).op
     params = [p for p in op.params if p.name in answer.params or p.name in answer.fixed]
-    kinds = [kind for kind in ("cpu", "cuda") if kind in " ".join(solution.spec.target_hardware).lower()] or ["cuda"]
+    kinds = ([kind for kind in ("cpu", "cuda")
+              if kind in " ".join(solution.spec.target_hardware).lower()] or ["cuda"])
     slug = re.sub(r"[^a-z0-9_]", "_", solution.name.lower())
     return Kernel(
         f"solution.{slug}", op, lambda: _adapted(solution, definition, answer, op, params),
-        requires=(device(*kinds), *_rules(op, definition, answer)), differentiable=False, traceable=False,
-        graph_safe=False, note=f"the solution {solution.name} by {solution.author}")
+        requires=(device(*kinds), *_rules(op, definition, answer)), differentiable=False,
+        traceable=False, graph_safe=False,
+        note=f"the solution {solution.name} by {solution.author}")
 
 
 def _direct(solution: Solution, definition: Definition) -> Answer:
     answer = answers(definition)[0]
     if not answer.params or answer.random:
         raise RegistrationError(
-            f"solution {solution.name!r}: the inputs of {definition.name} are not the parameters of "
-            f"lz.{answer.ops[-1]} one for one ({answer}); a kernel must take the operation's own")
+            f"solution {solution.name!r}: the inputs of {definition.name} are not the parameters "
+            f"of lz.{answer.ops[-1]} one for one ({answer}); a kernel must take the operation's "
+            "own")
     return answer
 
 
@@ -111,9 +127,12 @@ def _rules(op: Op, definition: Definition, answer: Answer) -> list[Condition]:
     return list(dict.fromkeys(rules))
 
 
-def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op, params: Sequence[Param]
+def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
+             params: Sequence[Param]
              ) -> Callable[..., Any]:
-    """What the dispatcher calls: the operation's parameters by name, handed to the solution in its own order."""
+    """What the dispatcher calls: the operation's parameters by name, handed to the solution in its
+    own order.
+    """
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
     taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],
@@ -125,15 +144,18 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
         values = bound.arguments
         everything = {p.name: values.get(p.name, p.default) for p in op.params}
         shaped = op.meta(**everything)
-        like = dict(zip(definition.outputs, shaped if isinstance(shaped, (tuple, list)) else (shaped,)))
-        results = _called(solution, definition, entry, [values[of_input[n]] for n in definition.inputs], like)
+        like = dict(zip(definition.outputs, shaped if isinstance(shaped, (tuple, list))
+                        else (shaped,)))
+        results = _called(solution, definition, entry,
+                          [values[of_input[n]] for n in definition.inputs], like)
         return tuple(results) if isinstance(shaped, (tuple, list)) else results[0]
 
     run.__signature__ = taken  # type: ignore[attr-defined]
     return run
 
 
-def _called(solution: Solution, definition: Definition, entry: Callable[..., Any], arguments: Sequence[Any],
+def _called(solution: Solution, definition: Definition, entry: Callable[..., Any],
+            arguments: Sequence[Any],
             like: dict[str, torch.Tensor]) -> list[Any]:
     """Run it in its own style; `like` has the shapes of the outputs."""
     if solution.spec.destination_passing_style:
@@ -157,18 +179,21 @@ def entry_of(solution: Solution) -> Callable[..., Any]:
     name = f"lz_solution_{solution.digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, Path(folder.name) / solution.entry_file)
     if spec is None or spec.loader is None:
-        raise RegistrationError(f"solution {solution.name!r}: {solution.entry_file} is no Python file")
+        raise RegistrationError(
+            f"solution {solution.name!r}: {solution.entry_file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, folder.name)            # so that its files find each other
     try:
         spec.loader.exec_module(module)
     except FAULTS as e:
-        raise RegistrationError(f"solution {solution.name!r} cannot be imported: {type(e).__name__}: {e}") from e
+        raise RegistrationError(
+            f"solution {solution.name!r} cannot be imported: {type(e).__name__}: {e}") from e
     finally:
         sys.path.remove(folder.name)
     function = getattr(module, solution.entry_function, None)
     if not callable(function):
-        raise RegistrationError(f"solution {solution.name!r}: {solution.entry_file} has no function "
-                                f"{solution.entry_function!r}")
+        raise RegistrationError(
+            f"solution {solution.name!r}: {solution.entry_file} has no function "
+            f"{solution.entry_function!r}")
     entry: Callable[..., Any] = function
     return entry

@@ -51,34 +51,46 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
                f"DEFINITION = Definition.from_json(json.loads({stripped!r}))\n"
                f"ANSWER = answers(DEFINITION)[{reading:d}]\n\n\n"
                f"def run({names}):\n    made = ANSWER({{{arguments}}})\n    return {outputs}\n")
-    spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run", ("layerzero", "torch"),
+    spec = BuildSpec("python", tuple(sorted({"cpu", *hardware.present()})), "main.py::run",
+                     ("layerzero", "torch"),
                      destination_passing_style=False)
-    return Solution(solution_name(definition), definition.name, "layerzero", spec, (SourceFile("main.py", content),),
+    return Solution(solution_name(definition), definition.name, "layerzero", spec,
+                    (SourceFile("main.py", content),),
                     str(answers(definition)[reading]))
 
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
-    """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller one."""
+    """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller
+    one.
+    """
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
         return None
     machine = hardware.probe(torch.device(device).type)
-    libs = {"torch": torch.__version__, "layerzero": loading.installed_version("layerzero") or "unknown"}
+    libs = {"torch": torch.__version__, "layerzero": loading.installed_version("layerzero")
+            or "unknown"}
     judged = _decisive(report)
     status = "RUNTIME_ERROR" if judged is None else "PASSED" if judged.passed else judged.status
     correctness = None
     if judged is not None and status in ("PASSED", "INCORRECT_NUMERICAL"):
         metrics = [v.metrics for v in judged.verdicts]
-        outputs = {v.output: {k: x for k, x in v.metrics.to_json().items() if _plain(x)} for v in judged.verdicts}
+        outputs = {v.output: {k: x for k, x in v.metrics.to_json().items() if _plain(x)}
+                   for v in judged.verdicts}
         correctness = Correctness(max(m.max_rel for m in metrics), max(m.max_abs for m in metrics),
-                                  {"against": judged.want, "kernels": list(report.kernels), "outputs": outputs})
-    performance = Performance(report.latency_ms, report.reference_ms) if status == "PASSED" else None
-    return Trace(report.definition.name, report.workload, solution_name(report.definition), Evaluation(
-        status, Environment(machine.name or machine.type, libs), datetime.now(timezone.utc).isoformat(), str(report),
+                                  {"against": judged.want, "kernels": list(report.kernels),
+                                   "outputs": outputs})
+    performance = (Performance(report.latency_ms, report.reference_ms) if status == "PASSED"
+                   else None)
+    return Trace(report.definition.name, report.workload, solution_name(report.definition),
+                 Evaluation(
+        status, Environment(machine.name or machine.type, libs),
+        datetime.now(timezone.utc).isoformat(), str(report),
         correctness, performance))
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:
-    """Of the comparisons of lz, the first that failed, else the first, which is the reference's where it ran."""
+    """Of the comparisons of lz, the first that failed, else the first, which is the reference's
+    where it ran.
+    """
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
 
@@ -88,8 +100,11 @@ def _plain(value: Any) -> bool:
     return not isinstance(value, float) or (value == value and abs(value) != float("inf"))
 
 
-def write(folder: str | Path, reports: Iterable[DefinitionReport], device: str = "cpu") -> list[Path]:
-    """Append the traces of these reports to a dataset, with their definitions and solutions where it lacks them."""
+def write(folder: str | Path, reports: Iterable[DefinitionReport],
+          device: str = "cpu") -> list[Path]:
+    """Append the traces of these reports to a dataset, with their definitions and solutions where
+    it lacks them.
+    """
     root, written = Path(folder), []
     for report in reports:
         trace = trace_of(report, device)

@@ -1,4 +1,6 @@
-"""Readable pytest files for definitions: constants, the reference as plain code, inputs, and one check per question."""
+"""Readable pytest files for definitions: constants, the reference as plain code, inputs, and one
+check per question.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ The reference against lz, and both against every independent ground truth that i
 program for the numbers: that runs the code of the reference, which stands below as the definition has it.
 '''
 
-# Whatever comes from a definition enters these texts as a literal or as a name that was checked; only its reference is
-# code, as it must be.
+# Whatever comes from a definition enters these texts as a literal or as a name that was checked;
+# only its reference is code, as it must be.
 _HEAD = '''{about}
 
 import importlib.util
@@ -203,24 +205,28 @@ _DRAWN = '''        answer = answers(DEFINITION)[READING]
 
 
 def test_file(definition: Definition, written: Definition, note: str = "", reading: int = 0) -> str:
-    """The text of the file; `written` is what lies beside it, smaller where the definition is too large."""
+    """The text of the file; `written` is what lies beside it, smaller where the definition is too
+    large.
+    """
     check_names(written)
     try:
         random, unmapped = answers(written)[reading].random, ""
     except Unmapped as e:
         unmapped, random = str(e), False
     limits = tolerance_of(s.dtype for s in (*written.inputs.values(), *written.outputs.values()))
-    constants = "\n".join(f"{axis.upper()} = {value:d}" for axis, value in written.const_axes.items()) or "# none"
+    constants = ("\n".join(f"{axis.upper()} = {value:d}"
+                           for axis, value in written.const_axes.items()) or "# none")
     title = re.sub(r"[^0-9A-Za-z]", "", definition.name.title())
     about = _ABOUT.format(
-        name=definition.name, description=definition.description or f"An operation of the type {definition.op_type}.",
+        name=definition.name, description=definition.description
+        or f"An operation of the type {definition.op_type}.",
         note=f"\n{note}\n" if note else "")
     head = _HEAD.format(
-        about=as_docstring(about), name=definition.name, constants=constants, op_type=written.op_type,
-        file=f"{definition.name}.json",
-        atol=limits.atol, rtol=limits.rtol, hit_ratio=limits.hit_ratio, cosine=limits.cosine, unmapped=unmapped,
-        reading=reading, random=random, reference=written.reference.strip() + "\n",
-        parameters="".join(f"{axis}=None, " for axis in written.var_axes),
+        about=as_docstring(about), name=definition.name, constants=constants,
+        op_type=written.op_type, file=f"{definition.name}.json",
+        atol=limits.atol, rtol=limits.rtol, hit_ratio=limits.hit_ratio, cosine=limits.cosine,
+        unmapped=unmapped, reading=reading, random=random, reference=written.reference.strip()
+        + "\n", parameters="".join(f"{axis}=None, " for axis in written.var_axes),
         axes=", ".join(f'"{axis}": {axis}' for axis in written.var_axes))
     numerical = _DRAWN if random else _CLOSE
     text = head + _TESTS.format(title=title, numerical=numerical)
@@ -232,7 +238,9 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
 
 
 def as_docstring(text: str) -> str:
-    """A literal of this text and nothing else: in triple quotes where that reads the same, else by repr."""
+    """A literal of this text and nothing else: in triple quotes where that reads the same, else by
+    repr.
+    """
     plain = f'"""{text}"""'
     try:
         if text.replace("\n", "").isprintable() and ast.literal_eval(plain) == text:
@@ -242,9 +250,11 @@ def as_docstring(text: str) -> str:
     return repr(text)
 
 
-def write_tests(folder: str | Path, definitions: Iterable[Definition], readings: Mapping[str, int] | None = None, *,
+def write_tests(folder: str | Path, definitions: Iterable[Definition],
+                readings: Mapping[str, int] | None = None, *,
                 overwrite: bool = False) -> list[Path]:
-    """One file for each definition, with the definition beside it. A file that is there stays, unless overwrite.
+    """One file for each definition, with the definition beside it. A file that is there stays,
+    unless overwrite.
 
     readings: which of answers() a definition means, by its name, where that is known from a report.
     """
@@ -257,7 +267,8 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition], readings:
         if too_large(definition):
             try:
                 used, changes = scaled(definition)
-                told = ", ".join(f"{axis} {new} instead of {old}" for axis, (old, new) in changes.items())
+                told = ", ".join(f"{axis} {new} instead of {old}"
+                                 for axis, (old, new) in changes.items())
                 note = f"Smaller than defined: {told}."
             except CannotScale as e:
                 note = f"As large as it is defined: {e}."

@@ -24,25 +24,32 @@ QUERY = r"q|query|queries"
 
 @dataclass(frozen=True)
 class Answer:
-    """One way to compute a definition with lz. `reading` is how what the schema leaves open was understood."""
+    """One way to compute a definition with lz.
+
+    `reading` is how what the schema leaves open was understood.
+    """
 
     definition: Definition
     ops: tuple[str, ...]
     text: str
     compute: Callable[[Inputs], Outputs]
     reading: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = ""                             # what sort of computation it is, for other libraries to do the same
+    # what sort of computation it is, for other libraries to do the same
+    kind: str = ""
     roles: Mapping[str, Any] = field(default_factory=dict)      # which input plays which part in it
-    params: Mapping[str, str] = field(default_factory=dict)     # of the op -> inputs, where each is just passed on
+    # of the op -> inputs, where each is just passed on
+    params: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)      # the op's other parameters
-    random: bool = False                       # the outputs are draws: only their distribution can be compared
+    # the outputs are draws: only their distribution can be compared
+    random: bool = False
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """The outputs by name, in the dtypes that the definition asks for."""
         missing = [name for name in self.definition.inputs if name not in inputs]
         if missing:
-            raise Unmapped(f"{self.definition.name} needs the inputs {', '.join(self.definition.inputs)}; "
-                           f"{', '.join(missing)} not given")
+            raise Unmapped(
+                f"{self.definition.name} needs the inputs {', '.join(self.definition.inputs)}; "
+                f"{', '.join(missing)} not given")
         with torch.no_grad():
             results = self.compute(inputs)
         specs = self.definition.outputs
@@ -66,7 +73,9 @@ def lz(op: str, /, **arguments: Any) -> Any:
 
 @contextmanager
 def serving() -> Iterator[list[str]]:
-    """The kernels that serve the lz calls of a block; one that failed is named with the one that took its place."""
+    """The kernels that serve the lz calls of a block; one that failed is named with the one that
+    took its place.
+    """
     noted: list[str] = []
     token = _served.set(noted)
     stop = subscribe(lambda e: noted.append(f"{e.kernel} failed, {e.served_by} served")

@@ -42,8 +42,10 @@ def _table(p: Parts) -> PageTable:
     table = p.maybe(r"(kv_)?(block|page)_tables?", 2)
     if table:
         return PageTable(table=table, lengths=p.take(
-            r"(kv_|cache_)?(seq_?lens?|seqlens|context_lens|sequence_lengths)(_kv)?", "the length of each sequence", 1))
-    return PageTable(p.take(r"(paged_)?(kv_)?(page_)?indptr(_kv)?", "where each sequence's pages begin (kv_indptr)", 1),
+            r"(kv_|cache_)?(seq_?lens?|seqlens|context_lens|sequence_lengths)(_kv)?",
+            "the length of each sequence", 1))
+    return PageTable(p.take(r"(paged_)?(kv_)?(page_)?indptr(_kv)?",
+                            "where each sequence's pages begin (kv_indptr)", 1),
                   p.take(r"(paged_)?(kv_)?(page_)?(indices|ids)", "the pages (kv_indices)", 1),
                   p.maybe(r".*last_page_len.*"))
 
@@ -55,10 +57,12 @@ def _position_of(shape: tuple[str, ...], *names: str) -> int:
 def _layout(p: Parts, cache: str, axes: tuple[str, ...]) -> str:
     """NHD is (pages, page_size, heads, dim), HND (pages, heads, page_size, dim)."""
     page, head = _position_of(axes, "page_size", "block_size"), \
-        next((i for i, a in enumerate(axes) if "head" in a and "dim" not in a and "size" not in a), -1)
+        next((i for i, a in enumerate(axes) if "head" in a and "dim" not in a and "size" not in a),
+             -1)
     if {page, head} - {-1, 1, 2} or page == head != -1:
-        raise p.unmapped(f"{cache} must be (pages, page_size, kv_heads, dim) or (pages, kv_heads, page_size, dim), "
-                         f"its axes are {', '.join(axes)}")
+        raise p.unmapped(
+            f"{cache} must be (pages, page_size, kv_heads, dim) or (pages, kv_heads, page_size, "
+            f"dim), its axes are {', '.join(axes)}")
     return "HND" if page == 2 or head == 1 else "NHD"
 
 
@@ -74,7 +78,8 @@ def paged(definition: Definition) -> list[Answer]:
     v = both or p.take(r"(paged_)?(v|value)(_cache|_pages)?", "a cache of values (v_cache)", 4)
     starts = p.maybe(_TO_INDPTR, 1)
     table = _table(p)
-    scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(r"(logits_)?soft_?cap")
+    scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(
+        r"(logits_)?soft_?cap")
     k_scale, v_scale = p.maybe(r"k(ey|v)?_scale"), p.maybe(r"v(alue)?_scale")
     p.maybe(r"return_lse")                     # the outputs tell
     p.done()
@@ -85,23 +90,29 @@ def paged(definition: Definition) -> list[Answer]:
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         keys, values = (x[both][:, 0], x[both][:, 1]) if both else (x[k], x[v])
         blocks, lengths = table.read(x, keys.shape[2 if layout == "HND" else 1])
-        results = lz("paged_attention", query=x[q], key_cache=keys, value_cache=values, block_table=blocks,
-                     context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
-                     is_causal=reading.get("is_causal", True),
-                     scale=number(x, scale), window_left=number(x, window, -1), softcap=number(x, cap, 0.0),
-                     key_scale=_stored_scale(x, k_scale, keys, x[q]), kv_layout=layout,
-                     value_scale=_stored_scale(x, v_scale or (k_scale if both else ""), values, x[q]),
+        results = lz("paged_attention", query=x[q], key_cache=keys, value_cache=values,
+                     block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts] if starts
+                     else None, is_causal=reading.get("is_causal", True),
+                     scale=number(x, scale), window_left=number(x, window, -1),
+                     softcap=number(x, cap, 0.0), key_scale=_stored_scale(x, k_scale, keys, x[q]),
+                     kv_layout=layout,
+                     value_scale=_stored_scale(x, v_scale or (k_scale if both else ""), values,
+                                               x[q]),
                      return_lse=bool(lse))
-        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
+        return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
+                else {out: results})
 
     text = f"lz.paged_attention({q}, {k}, {v}, pages of {table.table or table.indptr})"
-    roles = {"query": q, "key": k, "value": v, "both": both, "starts": starts, "table": table, "scale": scale,
-             "layout": layout, "out": out, "lse": lse, "plain": not (window or cap or k_scale or v_scale)}
-    return [Answer(definition, ("paged_attention",), text, with_reading(compute, reading), reading, "paged", roles)
+    roles = {"query": q, "key": k, "value": v, "both": both, "starts": starts, "table": table,
+             "scale": scale, "layout": layout, "out": out, "lse": lse,
+             "plain": not (window or cap or k_scale or v_scale)}
+    return [Answer(definition, ("paged_attention",), text, with_reading(compute, reading), reading,
+                   "paged", roles)
             for reading in _attention_readings(definition, bool(starts), bool(lse))]
 
 
-def _attention_readings(definition: Definition, prefill: bool, with_lse: bool) -> list[dict[str, Any]]:
+def _attention_readings(definition: Definition, prefill: bool,
+                        with_lse: bool) -> list[dict[str, Any]]:
     """A decoded token sees every key, causal or not."""
     causal = {"is_causal": is_causal(definition)} if prefill else {}
     return readings({**causal, **({"lse_base": lse_bases(definition)} if with_lse else {})})
@@ -115,7 +126,8 @@ def _stored_scale(x: Inputs, name: str, cache: Tensor, query: Tensor) -> Tensor 
 
 def mla(definition: Definition) -> list[Answer]:
     p = Parts(definition, "mla_paged_attention")
-    q_nope = p.take(r"q(uery)?_nope(_absorbed)?|q_latent", "the absorbed part of the query (q_nope)", 3)
+    q_nope = p.take(r"q(uery)?_nope(_absorbed)?|q_latent",
+                    "the absorbed part of the query (q_nope)", 3)
     q_pe = p.take(r"q(uery)?_(pe|rope)", "the rotary part of the query (q_pe)", 3)
     ckv = p.take(r"(paged_)?(compressed_kv|c_?kv)(_cache)?", "the compressed cache (ckv_cache)", 3)
     kpe = p.take(r"(paged_)?k_?(pe|rope)(_cache)?", "the rotary cache (kpe_cache)", 3)
@@ -127,23 +139,31 @@ def mla(definition: Definition) -> list[Answer]:
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         blocks, lengths = table.read(x, x[ckv].shape[1])
-        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv], kpe_cache=x[kpe],
-                     block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts] if starts else None,
-                     is_causal=reading.get("is_causal", True), scale=number(x, scale), return_lse=bool(lse))
-        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
+        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv],
+                     kpe_cache=x[kpe], block_table=blocks, context_lens=lengths,
+                     cu_seqlens_q=x[starts] if starts else None,
+                     is_causal=reading.get("is_causal", True), scale=number(x, scale),
+                     return_lse=bool(lse))
+        return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
+                else {out: results})
 
-    text = f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of {table.table or table.indptr})"
-    roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "starts": starts, "table": table, "scale": scale,
+    text = (f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of "
+            f"{table.table or table.indptr})")
+    roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "starts": starts,
+             "table": table, "scale": scale,
              "out": out, "lse": lse}
-    return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, reading), reading, "mla", roles)
+    return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, reading),
+                   reading, "mla", roles)
             for reading in _attention_readings(definition, bool(starts), bool(lse))]
 
 
 def sparse(definition: Definition) -> list[Answer]:
     """Each query has its own list of tokens: a page table with pages of one token."""
     p = Parts(definition, "mla_paged_attention")
-    q_nope, q_pe = p.take(r"q_nope", "the absorbed part of the query (q_nope)", 3), p.take(r"q_pe", "q_pe", 3)
-    ckv, kpe = p.take(r"ckv(_cache)?", "the compressed cache (ckv_cache)", 3), p.take(r"kpe(_cache)?", "kpe_cache", 3)
+    q_nope, q_pe = p.take(r"q_nope", "the absorbed part of the query (q_nope)",
+                          3), p.take(r"q_pe", "q_pe", 3)
+    ckv, kpe = p.take(r"ckv(_cache)?", "the compressed cache (ckv_cache)",
+                      3), p.take(r"kpe(_cache)?", "kpe_cache", 3)
     chosen = p.take(r"(sparse|topk)_indices", "the tokens that each query sees (sparse_indices)", 2)
     scale = p.take(_SCALE, "the scale (sm_scale)")
     p.done()
@@ -153,32 +173,42 @@ def sparse(definition: Definition) -> list[Answer]:
         seen = x[chosen] >= 0
         front = (~seen).to(torch.int8).argsort(stable=True)            # those that are tokens first
         tokens = x[chosen].gather(-1, front).clamp(min=0)
-        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe], ckv_cache=x[ckv].flatten(0, 1)[:, None],
-                     kpe_cache=x[kpe].flatten(0, 1)[:, None], block_table=tokens, scale=number(x, scale),
-                     context_lens=seen.sum(-1).to(tokens.dtype), return_lse=bool(lse))
-        return {out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse else {out: results}
+        results = lz("mla_paged_attention", q_nope=x[q_nope], q_pe=x[q_pe],
+                     ckv_cache=x[ckv].flatten(0, 1)[:, None],
+                     kpe_cache=x[kpe].flatten(0, 1)[:, None], block_table=tokens,
+                     scale=number(x, scale), context_lens=seen.sum(-1).to(tokens.dtype),
+                     return_lse=bool(lse))
+        return ({out: results[0], lse: _logs(results[1], reading["lse_base"])} if lse
+                else {out: results})
 
     text = f"lz.mla_paged_attention({q_nope}, {q_pe}, {ckv}, {kpe}, pages of one token by {chosen})"
-    roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "chosen": chosen, "scale": scale, "out": out,
+    roles = {"q_nope": q_nope, "q_pe": q_pe, "ckv": ckv, "kpe": kpe, "chosen": chosen,
+             "scale": scale, "out": out,
              "lse": lse}
-    return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, r), r, "sparse", roles)
+    return [Answer(definition, ("mla_paged_attention",), text, with_reading(compute, r), r,
+                   "sparse", roles)
             for r in readings({"lse_base": lse_bases(definition)} if lse else {})]
 
 
 def ragged(definition: Definition) -> list[Answer]:
-    """With a log-sum-exp the keys are read as a cache with pages of one token; without, as packed sequences."""
+    """With a log-sum-exp the keys are read as a cache with pages of one token; without, as packed
+    sequences.
+    """
     with_lse = any(re.fullmatch(_LSE[0], n.lower()) for n in definition.outputs)
     op = "paged_attention" if with_lse else "varlen_attention"
     p = Parts(definition, op)
     q, k, v = (p.take(pattern, what, 3) for pattern, what in (
-        (QUERY, "packed queries (q)"), (r"k|keys?", "packed keys (k)"), (r"v|values?", "packed values (v)")))
+        (QUERY, "packed queries (q)"), (r"k|keys?", "packed keys (k)"),
+        (r"v|values?", "packed values (v)")))
     starts_q = p.maybe(_TO_INDPTR, 1)
     starts_k = p.maybe(r"(kv|k|key)_indptr|cu_seqlens_(k|kv)|kv_cu_seqlens", 1)
-    shared = "" if starts_q and starts_k else p.take(r"cu_seqlens|indptr|seq_indptr", "where sequences begin", 1)
+    shared = ("" if starts_q and starts_k
+              else p.take(r"cu_seqlens|indptr|seq_indptr", "where sequences begin", 1))
     starts_q, starts_k = starts_q or shared, starts_k or shared
     for told in (r"max_seqlen_(q|qo)|max_q_len", r"max_seqlen_(k|kv)|max_kv_len", r"return_lse"):
         p.maybe(told)                          # by the offsets and the outputs
-    scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(r"(logits_)?soft_?cap")
+    scale, window, cap = p.maybe(_SCALE), p.maybe(r"window_left|sliding_window"), p.maybe(
+        r"(logits_)?soft_?cap")
     p.done()
     out, lse = p.outputs((r"o|out|output|attn_out(put)?", "the attention"), _LSE)
 
@@ -188,16 +218,19 @@ def ragged(definition: Definition) -> list[Answer]:
         if lse:
             tokens = torch.arange(len(x[k]), device=x[k].device, dtype=torch.int32)
             blocks, lengths = page_table_from_csr(x[starts_k], tokens)
-            results = lz("paged_attention", query=x[q], key_cache=x[k][:, None], value_cache=x[v][:, None],
-                         block_table=blocks, context_lens=lengths, cu_seqlens_q=x[starts_q], return_lse=True, **shared)
+            results = lz("paged_attention", query=x[q], key_cache=x[k][:, None],
+                         value_cache=x[v][:, None], block_table=blocks, context_lens=lengths,
+                         cu_seqlens_q=x[starts_q], return_lse=True, **shared)
             return {out: results[0], lse: _logs(results[1], reading["lse_base"])}
         longest_q, longest_k = (int(x[name].diff().max()) for name in (starts_q, starts_k))
-        return {out: lz("varlen_attention", query=x[q], key=x[k], value=x[v], cu_seqlens_q=x[starts_q],
-                        cu_seqlens_k=x[starts_k], max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-                        causal_align="bottom_right", **shared)}
+        return {out: lz("varlen_attention", query=x[q], key=x[k], value=x[v],
+                        cu_seqlens_q=x[starts_q], cu_seqlens_k=x[starts_k], max_seqlen_q=longest_q,
+                        max_seqlen_k=longest_k, causal_align="bottom_right", **shared)}
 
     text = f"lz.{op}({q}, {k}, {v}, sequences of {starts_q} and {starts_k})"
-    roles = {"query": q, "key": k, "value": v, "starts": starts_q, "starts_k": starts_k, "scale": scale, "out": out,
+    roles = {"query": q, "key": k, "value": v, "starts": starts_q, "starts_k": starts_k,
+             "scale": scale, "out": out,
              "lse": lse, "plain": not (window or cap)}
-    return [Answer(definition, (op,), text, with_reading(compute, reading), reading, "ragged", roles)
+    return [Answer(definition, (op,), text, with_reading(compute, reading), reading, "ragged",
+                   roles)
             for reading in _attention_readings(definition, True, bool(lse))]

@@ -1,7 +1,8 @@
 """Tokens that were drawn cannot be compared one by one: their distribution can.
 
-The filters are computed again by torch, in float64. A drawn token must be one that they leave; where they leave one,
-it is that. And lz.sample, given evenly spaced random numbers, must draw each token as often as its probability says.
+The filters are computed again by torch, in float64. A drawn token must be one that they leave;
+where they leave one, it is that. And lz.sample, given evenly spaced random numbers, must draw each
+token as often as its probability says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
-ROUNDING = 1e-5                                # of the mass: whether a token on the edge of top-p stays is rounding
+# of the mass: whether a token on the edge of top-p stays is rounding
+ROUNDING = 1e-5
 
 
 def column(value: Any, rows: int, default: float) -> Tensor:
@@ -27,8 +29,11 @@ def column(value: Any, rows: int, default: float) -> Tensor:
     return values.expand(rows, 1)
 
 
-def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool, slack: float) -> Tensor:
-    """What is left of each row, not normalised: the top_k first, then what makes up top_p of these, then min_p."""
+def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any, probs: bool,
+             slack: float) -> Tensor:
+    """What is left of each row, not normalised: the top_k first, then what makes up top_p of these,
+    then min_p.
+    """
     n, vocab = rows.shape
     weights = rows.detach().cpu().double()
     if not probs:
@@ -50,7 +55,8 @@ def filtered(rows: Tensor, top_k: Any, top_p: Any, min_p: Any, temperature: Any,
 def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     """What the filters of a call leave of the row of each token."""
     r = answer.roles
-    filters = {name: x[r[name]] if name in r else None for name in ("top_k", "top_p", "min_p", "temperature")}
+    filters = {name: x[r[name]] if name in r else None
+               for name in ("top_k", "top_p", "min_p", "temperature")}
     drawn_from = x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
@@ -62,7 +68,8 @@ def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     tokens = tokens.detach().cpu().long()
     if tokens.shape != weights.shape[:1]:
         return ComparisonVerdict(
-            out, "INCORRECT_SHAPE", detail=f"shape {tuple(tokens.shape)}, wanted {tuple(weights.shape[:1])}"
+            out, "INCORRECT_SHAPE",
+            detail=f"shape {tuple(tokens.shape)}, wanted {tuple(weights.shape[:1])}"
         )
     inside = (tokens >= 0) & (tokens < weights.shape[1])
     good = inside & (weights.gather(1, tokens.clamp(0, weights.shape[1] - 1)[:, None])[:, 0] > 0)
@@ -72,11 +79,12 @@ def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     share = float(good.double().mean()) if len(good) else 1.0
     if bad:
         return ComparisonVerdict(out, "INCORRECT_NUMERICAL", Metrics(hit_ratio=share, worst=worst),
-                       f"{len(bad)} of {len(good)} tokens are none that the filters leave, first in row {bad[0]}: "
-                       f"{int(tokens[bad[0]])}")
+                       f"{len(bad)} of {len(good)} tokens are none that the filters leave, first "
+                       f"in row {bad[0]}: {int(tokens[bad[0]])}")
     single = int((weights > 0).sum(-1).eq(1).sum())
     return ComparisonVerdict(
-        out, "passed", Metrics(hit_ratio=share), f"{len(good)} tokens possible, {single} of them certain"
+        out, "passed", Metrics(hit_ratio=share),
+        f"{len(good)} tokens possible, {single} of them certain"
     )
 
 
@@ -86,14 +94,17 @@ def frequencies(answer: Answer, x: Inputs) -> ComparisonVerdict:
     rows = x[r["rows"]][:, :COLUMNS].contiguous()
     worst, at = 0.0, 0
     for i in range(len(rows)):
-        filters = {name: torch.as_tensor(x[r[name]]).reshape(-1)[i % torch.as_tensor(x[r[name]]).numel()].item()
+        filters = {name: torch.as_tensor(x[r[name]]).reshape(-1)[
+            i % torch.as_tensor(x[r[name]]).numel()].item()
                    for name in ("top_k", "top_p", "min_p", "temperature") if name in r}
-        filters["top_k"] = int(filters.get("top_k", 0)) if int(filters.get("top_k", 0)) < rows.shape[1] else 0
+        filters["top_k"] = (int(filters.get("top_k", 0))
+                            if int(filters.get("top_k", 0)) < rows.shape[1] else 0)
         spaced = (torch.arange(DRAWS, device=rows.device, dtype=torch.float64) + 0.5) / DRAWS
-        drawn = lz("sample", logits=rows[i].expand(DRAWS, -1).contiguous(), from_probs=r["probs"], uniforms=spaced,
+        drawn = lz("sample", logits=rows[i].expand(DRAWS, -1).contiguous(), from_probs=r["probs"],
+                   uniforms=spaced,
                    **filters)
-        exact = filtered(rows[i:i + 1], filters["top_k"], filters.get("top_p"), filters.get("min_p"),
-                         filters.get("temperature"), r["probs"], 0.0)[0]
+        exact = filtered(rows[i:i + 1], filters["top_k"], filters.get("top_p"),
+                         filters.get("min_p"), filters.get("temperature"), r["probs"], 0.0)[0]
         counted = torch.bincount(drawn.cpu(), minlength=rows.shape[1]).double() / DRAWS
         gap = float((counted.cumsum(0) - (exact / exact.sum()).cumsum(0)).abs().max())
         worst, at = (gap, i) if gap > worst else (worst, at)
@@ -103,6 +114,8 @@ def frequencies(answer: Answer, x: Inputs) -> ComparisonVerdict:
             r["out"],
             "INCORRECT_NUMERICAL",
             metrics,
-            f"cumulative frequencies in row {at} are {worst:.3g} from the probabilities, allowed are {allowed:.3g}",
+            f"cumulative frequencies in row {at} are {worst:.3g} from the probabilities, allowed "
+            f"are {allowed:.3g}",
         )
-    return ComparisonVerdict(r["out"], "passed", metrics, f"frequencies within {worst:.3g} of the probabilities")
+    return ComparisonVerdict(r["out"], "passed", metrics,
+                             f"frequencies within {worst:.3g} of the probabilities")

@@ -28,7 +28,8 @@ def rms_norm(definition: Definition) -> list[Answer]:
     beside = re.search(r"\b(silu|gelu|sigmoid|tanh)\b", definition.reference)
     if beside:
         raise p.unmapped(f"its reference also applies {beside[1]}, which lz.rms_norm does not")
-    shifted = bool(weight) and re.search(r"1(\.0)?\s*\+\s*\w*weight|weight[\w.()]*\s*\+\s*1", text_of(definition))
+    shifted = (bool(weight) and re.search(r"1(\.0)?\s*\+\s*\w*weight|weight[\w.()]*\s*\+\s*1",
+                                          text_of(definition)))
     epsilons = small_numbers(definition) or (1e-6, 1e-5)
     options = readings({"eps": (None,) if eps_name else epsilons,
                         "offset": likely(1.0 if shifted else 0.0, *((0.0, 1.0) if weight else ()))})
@@ -40,7 +41,8 @@ def rms_norm(definition: Definition) -> list[Answer]:
             results = lz("add_rms_norm", x=x[x_name], residual=x[residual], weight=scale, eps=eps)
             return {out: results[0], total: results[1]}
         summed = x[x_name] + x[residual] if residual else x[x_name]
-        return {out: lz("rms_norm", x=summed, weight=scale, eps=eps, offset=reading["offset"]), total: summed}
+        return {out: lz("rms_norm", x=summed, weight=scale, eps=eps, offset=reading["offset"]),
+                total: summed}
 
     answers = []
     for reading in options:
@@ -51,15 +53,17 @@ def rms_norm(definition: Definition) -> list[Answer]:
         direct = op == "add_rms_norm" or not residual
         answers.append(Answer(
             definition, (op,), f"lz.{op}({', '.join(n for n in (x_name, residual, weight) if n)})",
-            with_reading(compute, reading), {k: v for k, v in reading.items() if v is not None}, "rms_norm",
-            {**params, "out": out, "total": total}, {k: v for k, v in params.items() if v} if direct else {}, fixed))
+            with_reading(compute, reading), {k: v for k, v in reading.items() if v is not None},
+            "rms_norm", {**params, "out": out, "total": total},
+            {k: v for k, v in params.items() if v} if direct else {}, fixed))
     return answers
 
 
 def gemm(definition: Definition) -> list[Answer]:
     p = Parts(definition, "linear")
     bias = p.maybe(r"bias|c_bias", 1)
-    a_scale, b_scale = p.maybe(r"(a|x|input|lhs)_?scales?(_inv)?"), p.maybe(r"(b|w|weight|rhs)_?scales?(_inv)?")
+    a_scale, b_scale = p.maybe(r"(a|x|input|lhs)_?scales?(_inv)?"), p.maybe(
+        r"(b|w|weight|rhs)_?scales?(_inv)?")
     a = p.take(r"(mat_)?a|x|input|hidden_states|lhs", "a left matrix (A)")
     b = p.take(r"(mat_)?b|w|weights?|rhs", "a right matrix (B)")
     for pattern in (r"(out_)?dtype", r"use_pdl"):
@@ -68,7 +72,9 @@ def gemm(definition: Definition) -> list[Answer]:
     (out,) = p.outputs((r"c|d|y|out|output", "the product"))
     left, right = p.shape(a), p.shape(b)
     if len(right) not in (2, 3) or len(left) < 2:
-        raise p.unmapped(f"{a} ({', '.join(left)}) and {b} ({', '.join(right)}) are no matrices that lz.linear takes")
+        raise p.unmapped(
+            f"{a} ({', '.join(left)}) and {b} ({', '.join(right)}) are no matrices that lz.linear "
+            "takes")
     batched = len(right) == 3
     if batched and (len(left) != 3 or left[0] != right[0]):
         raise p.unmapped(f"{b} has a batch ({right[0]}) that {a} ({', '.join(left)}) has not")
@@ -78,7 +84,8 @@ def gemm(definition: Definition) -> list[Answer]:
     elif left[-1] == right[-2]:
         transposed = True
     else:
-        raise p.unmapped(f"{a} ({', '.join(left)}) and {b} ({', '.join(right)}) share no axis to sum over")
+        raise p.unmapped(
+            f"{a} ({', '.join(left)}) and {b} ({', '.join(right)}) share no axis to sum over")
 
     a_transposed = scales_are_transposed(p, a, a_scale)
 
@@ -89,19 +96,24 @@ def gemm(definition: Definition) -> list[Answer]:
             rows, weight = rows.float(), weight.float()
         if batched:
             return {out: torch.stack([lz("linear", x=r, weight=w) for r, w in zip(rows, weight)])}
-        return {out: lz("linear", x=rows, weight=weight, bias=x[bias].to(rows.dtype) if bias else None)}
+        return {out: lz("linear", x=rows, weight=weight, bias=x[bias].to(rows.dtype) if bias
+                        else None)}
 
     plain = not (transposed or batched or a_scale or b_scale)
-    roles = {"a": a, "b": b, "bias": bias, "transposed": transposed, "out": out, "plain": not (a_scale or b_scale)}
-    return [Answer(definition, ("linear",), f"lz.linear({a}, {b}{'.T' if transposed else ''})", compute, kind="gemm",
+    roles = {"a": a, "b": b, "bias": bias, "transposed": transposed, "out": out,
+             "plain": not (a_scale or b_scale)}
+    return [Answer(definition, ("linear",), f"lz.linear({a}, {b}{'.T' if transposed else ''})",
+                   compute, kind="gemm",
                    roles=roles,
-                   params={"x": a, "weight": b, **({"bias": bias} if bias else {})} if plain else {})]
+                   params={"x": a, "weight": b, **({"bias": bias} if bias else {})} if plain
+                   else {})]
 
 
 def dequantized(x: Inputs, name: str, scale: str, transposed: bool = False) -> Tensor:
     """The values of a tensor whose scales are one, one for each row, or one for each block.
 
-    `transposed`: the scales are stored as (blocks, rows), as FlashInfer stores those of activations.
+    `transposed`: the scales are stored as (blocks, rows), as FlashInfer stores those of
+    activations.
     """
     stored: Tensor = x[name]
     scales = torch.as_tensor(x[scale] if scale else 1.0, dtype=torch.float32, device=stored.device)
@@ -115,18 +127,21 @@ def dequantized(x: Inputs, name: str, scale: str, transposed: bool = False) -> T
     width = rows = 1
     if scales.numel() > 1 and scales.shape[-1] == 1:
         rows = _block(stored.shape[-2], scales.shape[-2])
-        scales = scales.repeat_interleave(rows, -2)[..., :stored.shape[-2], :] if scales.shape[-2] > 1 else scales
+        scales = (scales.repeat_interleave(rows, -2)[..., :stored.shape[-2], :]
+                  if scales.shape[-2] > 1 else scales)
         scales, rows = scales.expand(*stored.shape[:-1], 1), 1
     elif scales.numel() > 1:
         width = _block(stored.shape[-1], scales.shape[-1])
         rows = _block(stored.shape[-2], scales.shape[-2]) if stored.dim() > 1 else 1
     kind = "fp8_e4m3" if stored.dtype is torch.float8_e4m3fn else "fp8_e5m2"
-    return lz("dequantize", q=stored, scales=scales.contiguous(), format=kind, block_size=width, block_rows=rows)
+    return lz("dequantize", q=stored, scales=scales.contiguous(), format=kind, block_size=width,
+              block_rows=rows)
 
 
 def _block(size: int, count: int) -> int:
     """How many elements share a scale: the usual number that makes so many blocks."""
-    return next((n for n in (128, 1, 64, 32, 16, 256, 512, size) if -(-size // n) == count), -(-size // max(count, 1)))
+    return next((n for n in (128, 1, 64, 32, 16, 256, 512, size) if -(-size // n) == count),
+                -(-size // max(count, 1)))
 
 
 def scales_are_transposed(p: Parts, name: str, scale: str) -> bool:
@@ -141,10 +156,12 @@ def rope(definition: Definition) -> list[Answer]:
     joint = p.maybe(r"cos_sin(_cache)?|cos_sin_table|freqs?_cis", 2)
     theta = "" if joint else p.maybe(r"rope_theta|theta|base")
     cos = "" if joint or theta else p.take(r"cos(_cache|_table)?",
-                                           "cosines and sines (cos_sin_cache, cos and sin, or rope_theta)")
+                                           "cosines and sines (cos_sin_cache, cos and sin, or "
+                                           "rope_theta)")
     sin = "" if joint or theta else p.take(r"sin(_cache|_table)?", "sines (sin)")
     stretch = p.maybe(r"rope_scale") if theta else ""
-    positions = p.take(r"positions?|pos(ition)?_ids", "positions") if theta else p.maybe(r"positions?|pos(ition)?_ids")
+    positions = (p.take(r"positions?|pos(ition)?_ids", "positions") if theta
+                 else p.maybe(r"positions?|pos(ition)?_ids"))
     neox, part = p.maybe(r"is_neox(_style)?|interleaved?"), p.maybe(r"rotary_dim")
     p.done()
     q_out, k_out = p.outputs((r"q.*|out|output", "rotated queries"), (r"k.*", "rotated keys"))
@@ -153,7 +170,9 @@ def rope(definition: Definition) -> list[Answer]:
     size = definition.const_axes.get("head_size", definition.const_axes.get("head_dim", 0))
     flat = len(p.shape(q)) == 2
     if flat and not size:
-        raise p.unmapped(f"{q} ({', '.join(p.shape(q))}) has no axis of heads, and no const axis head_size divides it")
+        raise p.unmapped(
+            f"{q} ({', '.join(p.shape(q))}) has no axis of heads, and no const axis head_size "
+            "divides it")
     halves = likely("rotate_half", "interleaved")
     if not re.search("neox|rotate_half|rotate half", text_of(definition)) and re.search(
             "interleav|gpt-?j", text_of(definition)):
@@ -162,31 +181,38 @@ def rope(definition: Definition) -> list[Answer]:
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
         style = reading["style"]
         if neox:
-            style = "interleaved" if bool(number(x, neox)) == neox.startswith("interleav") else "rotate_half"
+            style = ("interleaved" if bool(number(x, neox)) == neox.startswith("interleav")
+                     else "rotate_half")
         if theta:
-            width = int(number(x, part, definition.const_axes.get("rotary_dim", size or x[q].shape[-1])))
-            speeds = float(x[theta]) ** (-torch.arange(0, width, 2, device=x[q].device, dtype=torch.float32) / width)
+            width = int(number(x, part,
+                               definition.const_axes.get("rotary_dim", size or x[q].shape[-1])))
+            speeds = float(x[theta]) ** (-torch.arange(0, width, 2, device=x[q].device,
+                                                       dtype=torch.float32) / width)
             angles = (x[positions].float() / float(number(x, stretch, 1.0)))[..., None] * speeds
             c, s = angles.cos(), angles.sin()
         else:
             c, s = x[joint].chunk(2, -1) if joint else (x[cos], x[sin])
-        if not joint and c.shape[-1] * 2 > x[q].shape[-1]:                 # both halves hold the same angles
+        # both halves hold the same angles
+        if not joint and c.shape[-1] * 2 > x[q].shape[-1]:
             c, s = ((c[..., ::2], s[..., ::2]) if style == "interleaved" else
                     (c[..., :c.shape[-1] // 2], s[..., :s.shape[-1] // 2]))
         heads = [x[n].unflatten(-1, (-1, size)) if flat else x[n] for n in (q, k) if n]
-        results = lz("rope", q=heads[0], k=heads[1] if k else None, cos=c, sin=s, rotary_dim=2 * c.shape[-1],
-                     position_ids=x[positions] if positions and not theta else None, style=style, layout="bshd")
+        results = lz("rope", q=heads[0], k=heads[1] if k else None, cos=c, sin=s,
+                     rotary_dim=2 * c.shape[-1], position_ids=x[positions] if positions
+                     and not theta else None, style=style, layout="bshd")
         rotated = results if isinstance(results, (tuple, list)) else (results,)
         return {n: t.flatten(-2) if flat else t for n, t in zip((q_out, k_out), rotated)}
 
     text = f"lz.rope({q}, {k or None}, {joint or theta or f'{cos}, {sin}'}, {positions or None})"
-    return [Answer(definition, ("rope",), text, with_reading(compute, r), {} if neox else r, "rope", {
+    return [Answer(definition, ("rope",), text, with_reading(compute, r), {} if neox else r, "rope",
+                   {
         "q": q, "k": k, "joint": joint, "positions": positions, "q_out": q_out, "k_out": k_out,
         "plain": bool(joint) and not (flat or neox)})
             for r in readings({"style": ("rotate_half",) if neox else halves})]
 
 
-_FILTERS = {"top_k": r"top_?ks?|top_k_arr", "top_p": r"top_?ps?|top_p_arr", "min_p": r"min_?ps?|min_p_arr",
+_FILTERS = {"top_k": r"top_?ks?|top_k_arr", "top_p": r"top_?ps?|top_p_arr",
+            "min_p": r"min_?ps?|min_p_arr",
             "temperature": r"temperatures?"}
 
 
@@ -198,11 +224,13 @@ def sampling(definition: Definition) -> list[Answer]:
     uniforms, seed = p.maybe(r"uniforms?(_samples)?"), p.maybe(r"(philox_)?seed")
     picked = p.maybe(r"indices", 1)            # which row each token is drawn from
     p.done()
-    (out,) = p.outputs((r"samples?|tokens?|out(put)?|token_ids|next_tokens?", "a token for each row"))
+    (out,) = p.outputs((r"samples?|tokens?|out(put)?|token_ids|next_tokens?",
+                        "a token for each row"))
     token_spec = definition.outputs[out]
     if token_spec.floating or len(token_spec.shape or ()) != 1:
-        raise p.unmapped(f"lz.sample gives one token for each row; the output {out} is {token_spec.dtype} with "
-                         f"the axes {', '.join(token_spec.shape or ())}")
+        raise p.unmapped(
+            f"lz.sample gives one token for each row; the output {out} is {token_spec.dtype} with "
+            f"the axes {', '.join(token_spec.shape or ())}")
 
     def compute(x: Inputs) -> Outputs:
         arguments: dict[str, Any] = {}
@@ -211,11 +239,13 @@ def sampling(definition: Definition) -> list[Answer]:
             rows = isinstance(value, Tensor) and value.dim() == 1
             arguments[f"{name}_rows" if rows else name] = value if rows else number(x, source)
         if uniforms:
-            arguments["uniforms"] = x[uniforms] if x[uniforms].dim() == 1 else x[uniforms][0]   # (rounds, rows)
+            # (rounds, rows)
+            arguments["uniforms"] = x[uniforms] if x[uniforms].dim() == 1 else x[uniforms][0]
         rows_of = x[logits][x[picked].long()] if picked else x[logits]
         return {out: lz("sample", logits=rows_of, from_probs=bool(probs), **arguments,
                         seed=number(x, seed, None if uniforms else 0))}
 
     text = f"lz.sample({', '.join([logits, *by.values()])}, from_probs={bool(probs)})"
     roles = {"rows": logits, "picked": picked, "probs": bool(probs), "out": out, **by}
-    return [Answer(definition, ("sample",), text, compute, kind="sampling", roles=roles, random=not uniforms)]
+    return [Answer(definition, ("sample",), text, compute, kind="sampling", roles=roles,
+                   random=not uniforms)]

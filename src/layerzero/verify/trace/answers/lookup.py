@@ -1,7 +1,8 @@
 """From a definition to the lz call that answers it.
 
-A definition is recognised by its op_type and by the names, shapes and dtypes of its inputs and outputs; its own name
-decides nothing. One that no call answers raises `Unmapped`, which names the part without a counterpart.
+A definition is recognised by its op_type and by the names, shapes and dtypes of its inputs and
+outputs; its own name decides nothing. One that no call answers raises `Unmapped`, which names the
+part without a counterpart.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .answer import Answer, Inputs, Outputs, lz
 
 
 def answers(definition: Definition) -> tuple[Answer, ...]:
-    """Every reading of the definition as an lz call, the likeliest first; Unmapped where there is none."""
+    """Every reading of the definition as an lz call, the likeliest first; Unmapped where there is
+    none.
+    """
     own = definition.tag("lz_op")
     if own:
         return (_own_op(definition, own),)
@@ -28,12 +31,16 @@ def answers(definition: Definition) -> tuple[Answer, ...]:
         (r"mla_paged.*|paged_mla", attention.mla), (r"dsa_paged.*|sparse_mla.*", attention.sparse),
         (r"(gqa|mha|mqa|mla|attention)_ragged.*|varlen_attention", attention.ragged),
         (r".*rms_?norm.*", layers.rms_norm), (r"gemm.*|matmul|linear|bmm.*", layers.gemm),
-        (r".*rope.*|rotary.*", layers.rope), (r".*sampling.*|sample", layers.sampling), (r".*moe.*", moe.moe))
+        (r".*rope.*|rotary.*", layers.rope), (r".*sampling.*|sample", layers.sampling),
+        (r".*moe.*", moe.moe))
     for pattern, build in builders:
         if re.fullmatch(pattern, kind):
             return tuple(build(definition))
-    known = "gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, sampling, moe"
-    raise Unmapped(f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are {known}")
+    known = ("gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, "
+             "sampling, moe")
+    raise Unmapped(
+        f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are "
+        f"{known}")
 
 
 def answer(definition: Definition) -> Answer:
@@ -42,7 +49,8 @@ def answer(definition: Definition) -> Answer:
 
 
 def _own_op(definition: Definition, name: str) -> Answer:
-    """A definition exported from one of our operations: its inputs are the operation's parameters."""
+    """A definition exported from one of our operations: its inputs are the operation's parameters.
+    """
     params = {p.name for p in dispatcher_of(name).op.params}
     strangers = [n for n in definition.inputs if n not in params]
     if strangers:
@@ -51,8 +59,9 @@ def _own_op(definition: Definition, name: str) -> Answer:
 
     def compute(x: Inputs) -> Outputs:
         results = lz(name, **{n: x[n] for n in definition.inputs}, **fixed)
-        return dict(zip(definition.outputs, results if isinstance(results, (tuple, list)) else (results,)))
+        return dict(zip(definition.outputs, results if isinstance(results, (tuple, list))
+                        else (results,)))
 
-    return Answer(definition, (name,), f"lz.{name}({', '.join(definition.inputs)})", compute, kind="own",
-                  params={n: n for n in definition.inputs}, fixed=fixed,
+    return Answer(definition, (name,), f"lz.{name}({', '.join(definition.inputs)})", compute,
+                  kind="own", params={n: n for n in definition.inputs}, fixed=fixed,
                   random=name == "sample" and "uniforms" not in definition.inputs)

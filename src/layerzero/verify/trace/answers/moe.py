@@ -1,8 +1,10 @@
-"""Mixtures of experts as lz calls: route with lz.moe_gate, dequantize what the tokens chose, compute with lz.moe.
+"""Mixtures of experts as lz calls: route with lz.moe_gate, dequantize what the tokens chose,
+compute with lz.moe.
 
-The schema says neither how a token is routed nor which half of the first weight is the gate. FlashInfer's names mean
-its conventions: `gemm1_weights` holds up first and the gate second, `routing_bias` beside `routed_scaling_factor` is
-DeepSeek's routing (sigmoid, groups, a bias for the choice only), and Llama 4 scales the input of an expert.
+The schema says neither how a token is routed nor which half of the first weight is the gate.
+FlashInfer's names mean its conventions: `gemm1_weights` holds up first and the gate second,
+`routing_bias` beside `routed_scaling_factor` is DeepSeek's routing (sigmoid, groups, a bias for the
+choice only), and Llama 4 scales the input of an expert.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class _Roles:
     x_scale: str = ""
     first_scale: str = ""
     second_scale: str = ""
-    up_scale: str = ""                         # one for each expert: of up, of the gate, of the result
+    # one for each expert: of up, of the gate, of the result
+    up_scale: str = ""
     gate_scale: str = ""
     out_scale: str = ""
     offset: str = ""
@@ -46,22 +49,28 @@ class _Roles:
 def moe(definition: Definition) -> list[Answer]:
     p = Parts(definition, "moe")
     logits = p.maybe(r"(routing|router|gating)_?(logits|output)|logits", 2)
-    ids = "" if logits else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
-                                   "how tokens are routed (routing_logits, or topk_ids)", 2)
-    gate = p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3) if _has(definition, r"w3|w_up|up_(proj|weights?)") else ""
+    ids = ("" if logits
+           else p.take(r"topk_(ids|indices)|expert_(ids|indices)|(token_)?selected_experts",
+                                    "how tokens are routed (routing_logits, or topk_ids)", 2))
+    gate = (p.maybe(r"w1|w_gate|gate_(proj|weights?)", 3)
+            if _has(definition, r"w3|w_up|up_(proj|weights?)") else "")
     roles = _Roles(
         p.take(r"hidden_states|x|inputs?", "hidden states (hidden_states)", 2),
-        p.take(r"w3|w_up|up_(proj|weights?)" if gate else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
-               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)", 3),
-        p.take(r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
-               "the weights of down (gemm2_weights)", 3),
+        p.take(r"w3|w_up|up_(proj|weights?)" if gate
+               else r"gemm1_weights?|w13?(_weights?)?|fc1(_expert)?_weights?|"
+               r"gate_up(_proj|_weights?)?|w_gate_up", "the weights of gate and up (gemm1_weights)",
+               3),
+        p.take(
+            r"gemm2_weights?|w2(_weights?)?|fc2(_expert)?_weights?|down(_proj|_weights?)?|w_down",
+            "the weights of down (gemm2_weights)", 3),
         logits, ids, p.maybe(r"topk_weights|routing_weights|expert_weights|token_final_scales", 2),
         p.maybe(r"(routing|correction|e_score_correction)_?bias"),
         p.maybe(r"hidden_states_scales?|x_scales?|input_scales?"),
         p.maybe(r"(gemm1_weights?|w13|w1|fc1|gate_up)_scales?(_inv)?"),
         p.maybe(r"(gemm2_weights?|w2|fc2|down)_scales?(_inv)?"), p.maybe(r"output1_scales_scalar"),
         p.maybe(r"output1_scales_gate_scalar"), p.maybe(r"output2_scales_scalar"),
-        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"), p.maybe(r"routed_scaling_factor"), gate)
+        p.maybe(r"(local_)?expert_(offset|start)|local_expert_offset"),
+        p.maybe(r"routed_scaling_factor"), gate)
     count_inputs = {name: p.maybe(pattern) for name, pattern in (
         ("top_k", r"top_?k"), ("n_group", r"n_group"), ("topk_group", r"topk_group"))}
     for pattern in (r"num_experts", r"num_local_experts", r"routing_method_type"):
@@ -70,10 +79,12 @@ def moe(definition: Definition) -> list[Answer]:
     (out,) = p.outputs((r"o|out|y|output|hidden_states_out", "the mixture"))
     top_k = 0 if count_inputs["top_k"] else _top_k(p, roles)
     groups = _groups(definition)
-    transposed, x_transposed = _transposed(p, roles), scales_are_transposed(p, roles.x, roles.x_scale)
+    transposed, x_transposed = _transposed(p, roles), scales_are_transposed(p, roles.x,
+                                                                            roles.x_scale)
 
     def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
-        counts = tuple(int(number(x, count_inputs[n], d)) for n, d in zip(count_inputs, (top_k, *groups)))
+        counts = tuple(int(number(x, count_inputs[n], d))
+                       for n, d in zip(count_inputs, (top_k, *groups)))
         picked, weights = _routed(x, roles, reading, counts[0], (counts[1] or 1, counts[2] or 1))
         offset = int(number(x, roles.offset, 0))
         used, local = _used(picked, offset, x[roles.second].shape[0])
@@ -82,14 +93,17 @@ def moe(definition: Definition) -> list[Answer]:
             (roles.first, roles.first_scale), (roles.second, roles.second_scale)))
         if roles.gate:
             up_and_gate = torch.cat((_of(x, roles.gate, "", used, transposed), up_and_gate), 1)
-        up_and_gate, down = _scaled_results(x, roles, used, up_and_gate, down, reading["gate_first"])
+        up_and_gate, down = _scaled_results(x, roles, used, up_and_gate, down,
+                                            reading["gate_first"])
         wide = tokens.dtype if tokens.dtype == up_and_gate.dtype == down.dtype else torch.float32
-        result = lz("moe", x=tokens.to(wide), w_gate_up=up_and_gate.to(wide), w_down=down.to(wide), topk_ids=local,
-                    topk_weights=weights.float(), gate_first=reading["gate_first"], weight_on=reading["weight_on"])
+        result = lz("moe", x=tokens.to(wide), w_gate_up=up_and_gate.to(wide), w_down=down.to(wide),
+                    topk_ids=local, topk_weights=weights.float(), gate_first=reading["gate_first"],
+                    weight_on=reading["weight_on"])
         return {out: result}
 
     names = (roles.x, roles.first, roles.second, "experts of " + (roles.logits or roles.ids))
-    ops = (*(("moe_gate",) if logits else ()), *(("dequantize",) if _quantized(p, roles) else ()), "moe")
+    ops = (*(("moe_gate",) if logits else ()), *(("dequantize",) if _quantized(p, roles) else ()),
+           "moe")
     parts = {**vars(roles), "out": out, "top_k": top_k, "groups": groups, "transposed": transposed,
              "x_transposed": x_transposed, "count_inputs": count_inputs}
     text = f"lz.moe({', '.join(names)})"
@@ -102,7 +116,8 @@ def _has(definition: Definition, pattern: str) -> bool:
 
 
 def _quantized(p: Parts, roles: _Roles) -> bool:
-    return any(p.spec(name).dtype.startswith("float8") for name in (roles.x, roles.first, roles.second))
+    return any(p.spec(name).dtype.startswith("float8")
+               for name in (roles.x, roles.first, roles.second))
 
 
 def _top_k(p: Parts, roles: _Roles) -> int:
@@ -114,7 +129,9 @@ def _top_k(p: Parts, roles: _Roles) -> int:
                                                     p.definition.name)).lower())
         count = int(tag[1]) if tag else None
     if count is None:
-        raise p.unmapped("how many experts a token has is told neither by a const axis top_k nor by the reference")
+        raise p.unmapped(
+            "how many experts a token has is told neither by a const axis top_k nor by the "
+            "reference")
     return count
 
 
@@ -132,18 +149,23 @@ def _transposed(p: Parts, roles: _Roles) -> bool:
         return False
     if hidden == first[1] and hidden != first[2]:
         return True
-    raise p.unmapped(f"{roles.first} ({', '.join(first)}) must have the axis {hidden!r} of {roles.x} once")
+    raise p.unmapped(
+        f"{roles.first} ({', '.join(first)}) must have the axis {hidden!r} of {roles.x} once")
 
 
 def _readings(definition: Definition, roles: _Roles) -> list[dict[str, Any]]:
     text = text_of(definition)
     llama4 = re.search(r"llama.?4|routing_method_type=3", text) is not None
-    on_input = llama4 or re.search(r"scale[ds]? (at|the|on)? ?input|applied to (the )?input|scales_on_input=true", text)
+    on_input = (llama4
+                or re.search(
+                    r"scale[ds]? (at|the|on)? ?input|applied to (the )?input|scales_on_input=true",
+                    text))
     deepseek = roles.factor and roles.bias
     sigmoid = deepseek or llama4 or re.search(r"sigmoid", text)
     separate = bool(roles.gate)
     gate_first = separate or re.search(r"gemm1|fc1", roles.first) is None
-    raw = re.search(r"routing_method_type=0|softmax ?-> ?top|without renorm|no renorm", text) is not None
+    raw = re.search(r"routing_method_type=0|softmax ?-> ?top|without renorm|no renorm",
+                    text) is not None
     options: dict[str, tuple[Any, ...]] = {
         "weight_on": likely("input" if on_input else "output", "output", "input"),
         "gate_first": (True,) if separate else likely(bool(gate_first), True, False)}
@@ -157,25 +179,29 @@ def _readings(definition: Definition, roles: _Roles) -> list[dict[str, Any]]:
     return readings(options)
 
 
-def _routed(x: Inputs, roles: _Roles, reading: Mapping[str, Any], top_k: int, groups: tuple[int, int]
+def _routed(x: Inputs, roles: _Roles, reading: Mapping[str, Any], top_k: int,
+            groups: tuple[int, int]
             ) -> tuple[Tensor, Tensor]:
     """The experts of each token, and their weights."""
     if not roles.ids:
         bias = x[roles.bias].float().reshape(-1) if reading.get("bias") == "choice" else None
-        routed = lz("moe_gate", logits=x[roles.logits].float(), top_k=top_k, scoring=reading["scoring"],
-                    normalize=reading["normalize"], n_group=groups[0], topk_group=groups[1],
-                    e_score_correction_bias=bias, routed_scaling_factor=float(number(x, roles.factor, 1.0)))
+        routed = lz("moe_gate", logits=x[roles.logits].float(), top_k=top_k,
+                    scoring=reading["scoring"], normalize=reading["normalize"], n_group=groups[0],
+                    topk_group=groups[1], e_score_correction_bias=bias,
+                    routed_scaling_factor=float(number(x, roles.factor, 1.0)))
         return routed[0], routed[1]
     if roles.weights:
         return x[roles.ids].long(), x[roles.weights]
-    packed = x[roles.ids]                      # the expert in the high half, its weight as bfloat16 in the low one
+    # the expert in the high half, its weight as bfloat16 in the low one
+    packed = x[roles.ids]
     weights = (packed & 0xFFFF).to(torch.int32)
     bits = torch.where(weights >= 1 << 15, weights - (1 << 16), weights).to(torch.int16)
     return (packed >> 16).long(), bits.view(torch.bfloat16)
 
 
 def _used(ids: Tensor, offset: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Which of our experts serve a token, and the ids as places among these; -1 for another device's.
+    """Which of our experts serve a token, and the ids as places among these; -1 for another
+    device's.
 
     So only weights that are needed are dequantized.
     """
@@ -188,13 +214,15 @@ def _used(ids: Tensor, offset: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _plain(x: Inputs, name: str, scale: str, transposed: bool) -> Tensor:
-    return dequantized(x, name, scale, transposed) if scale or x[name].dtype.itemsize == 1 else x[name]
+    return (dequantized(x, name, scale, transposed) if scale or x[name].dtype.itemsize == 1
+            else x[name])
 
 
 def _of(x: Inputs, name: str, scale: str, used: Tensor, transposed: bool) -> Tensor:
     """The weights of some experts, (experts, outputs, inputs), as numbers."""
     stored = x[name]
-    weights = (stored.view(torch.uint8)[used].view(stored.dtype) if stored.dtype.itemsize == 1 else stored[used])
+    weights = (stored.view(torch.uint8)[used].view(stored.dtype) if stored.dtype.itemsize == 1
+               else stored[used])
     if scale:
         scales = x[scale][used] if x[scale].dim() else x[scale]
         weights = dequantized({"w": weights, "s": scales}, "w", "s")
@@ -203,7 +231,8 @@ def _of(x: Inputs, name: str, scale: str, used: Tensor, transposed: bool) -> Ten
     return weights.transpose(1, 2).contiguous() if transposed else weights
 
 
-def _scaled_results(x: Inputs, roles: _Roles, used: Tensor, first: Tensor, second: Tensor, gate_first: bool
+def _scaled_results(x: Inputs, roles: _Roles, used: Tensor, first: Tensor, second: Tensor,
+                    gate_first: bool
                     ) -> tuple[Tensor, Tensor]:
     """One factor for an expert's up, its gate and its result: the weights carry them."""
     if roles.up_scale or roles.gate_scale:

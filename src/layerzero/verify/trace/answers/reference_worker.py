@@ -1,7 +1,8 @@
-"""Runs references of definitions, one after the other, in a process of its own. See references.py, which starts it.
+"""Runs references of definitions, one after the other, in a process of its own. See references.py,
+which starts it.
 
-It imports torch and nothing of this library. A job is a line of JSON on stdin, the answer a line on what was stdout;
-what the references print goes to stderr.
+It imports torch and nothing of this library. A job is a line of JSON on stdin, the answer a line on
+what was stdout; what the references print goes to stderr.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def call(job: dict[str, Any]) -> dict[str, Any]:
     else:
         parts = results if isinstance(results, (tuple, list)) else (results,)
         if len(parts) != len(job["outputs"]):
-            raise ValueError(f"run() gave {len(parts)} outputs, the definition says {', '.join(job['outputs'])}")
+            raise ValueError(
+                f"run() gave {len(parts)} outputs, the definition says {', '.join(job['outputs'])}")
         outputs = dict(zip(job["outputs"], parts))
     torch.save({name: torch.as_tensor(v).cpu() for name, v in outputs.items()}, job["to"])
     if seconds < SHORT_S:
@@ -68,19 +70,22 @@ def failure(e: BaseException) -> dict[str, Any]:
     here = [line for line in lines if "<reference>" in line]
     text = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
     place = here[-1].strip().splitlines()[0] if here else ""
-    return {"ok": False, "memory": isinstance(e, MemoryError), "error": " ".join(text.split())[:500], "place": place}
+    return {"ok": False, "memory": isinstance(e, MemoryError),
+            "error": " ".join(text.split())[:500], "place": place}
 
 
 def main() -> None:
     answers: TextIO = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                              # a reference that prints does not disturb the answers
+    # a reference that prints does not disturb the answers
+    os.dup2(2, 1)
     memory = int(sys.argv[1])
     if memory:
         limit_memory(memory)
     for line in sys.stdin:
         try:
             answer = call(json.loads(line))
-        except (Exception, SystemExit) as e:   # a stranger's code may raise anything; the answer says what
+        # a stranger's code may raise anything; the answer says what
+        except (Exception, SystemExit) as e:
             answer = failure(e)
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,7 +1,8 @@
-"""References of definitions, run apart: in another process, for a limited time, and only where the user trusts them.
+"""References of definitions, run apart: in another process, for a limited time, and only where the
+user trusts them.
 
-A reference is code from a file. It is run if the file lies in a folder that was named as trusted, and never because it
-happens to be there.
+A reference is code from a file. It is run if the file lies in a folder that was named as trusted,
+and never because it happens to be there.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ class Ran:
 
 
 class References:
-    """A process that runs references; killed and replaced when one takes too long. Use it as a context manager."""
+    """A process that runs references; killed and replaced when one takes too long.
 
-    def __init__(self, trusted: Sequence[str | Path] = (), timeout_s: float = 60.0, memory: int | None = None) -> None:
+    Use it as a context manager.
+    """
+
+    def __init__(self, trusted: Sequence[str | Path] = (), timeout_s: float = 60.0,
+                 memory: int | None = None) -> None:
         self.trusted = tuple(Path(folder).resolve() for folder in trusted)
         self.timeout_s = timeout_s
         self.memory = _available() if memory is None else memory
@@ -69,7 +74,8 @@ class References:
     def refusal(self, definition: Definition) -> str:
         """Why its reference may not be run; nothing if it may."""
         if definition.origin is None:
-            return "its reference is not run: it was not read from a file, so no folder vouches for it"
+            return ("its reference is not run: it was not read from a file, so no folder vouches "
+                    "for it")
         home = definition.origin.resolve()
         if any(home.is_relative_to(folder) for folder in self.trusted):
             return ""
@@ -80,9 +86,12 @@ class References:
         refused = self.refusal(definition)
         if refused:
             return Ran(status="untrusted", why=refused)
-        input_file, output_file = (Path(self._folder.name) / name for name in ("inputs.pt", "outputs.pt"))
-        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()}, input_file)
-        job = {"reference": definition.reference, "inputs": str(input_file), "to": str(output_file), "device": device,
+        input_file, output_file = (Path(self._folder.name) / name
+                                   for name in ("inputs.pt", "outputs.pt"))
+        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()},
+                   input_file)
+        job = {"reference": definition.reference, "inputs": str(input_file), "to": str(output_file),
+               "device": device,
                "outputs": list(definition.outputs)}
         answer = self._ask(json.dumps(job), device)
         input_file.unlink(missing_ok=True)
@@ -110,24 +119,29 @@ class References:
             reply = self._lines.get(timeout=self.timeout_s + (START_S if fresh else 0.0))
         except queue.Empty:
             self._stop()
-            return Ran(status="timeout", why=f"its reference did not end within {self.timeout_s:g} s")
+            return Ran(status="timeout",
+                       why=f"its reference did not end within {self.timeout_s:g} s")
         except OSError:
             reply = None
         if reply is None:
             code = process.wait()
             self._stop()
             killed = code in (-9, 137)
-            return Ran(status="memory" if killed else "failed", why="the process of its reference ended with "
+            return Ran(status="memory" if killed else "failed",
+                       why="the process of its reference ended with "
                        f"{code}" + (", as it does when memory runs out" if killed else ""))
         return json.loads(reply)
 
     def _start(self, device: str) -> None:
-        home = str(Path(__file__).resolve().parents[2])        # an exported op's reference imports this library
+        # an exported op's reference imports this library
+        home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
-        limit = self.memory if device == "cpu" else 0          # a GPU's driver maps more than there is
+        # a GPU's driver maps more than there is
+        limit = self.memory if device == "cpu" else 0
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(limit)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, cwd=self._folder.name, env={**os.environ, "PYTHONPATH": path})
+            [sys.executable, str(WORKER), str(limit)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=self._folder.name,
+            env={**os.environ, "PYTHONPATH": path})
         self._lines = queue.Queue()
         threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
 

@@ -25,4 +25,5 @@ class Truth:
         assert self.compute is not None
         with torch.no_grad():
             results = self.compute(answer, inputs)
-        return {n: results[n].to(getattr(torch, s.dtype)) for n, s in answer.definition.outputs.items() if n in results}
+        return {n: results[n].to(getattr(torch, s.dtype))
+                for n, s in answer.definition.outputs.items() if n in results}

@@ -1,7 +1,8 @@
-"""Independent answers to a definition: torch's own functions, FlashInfer, SGLang. Nothing of lz computes here.
+"""Independent answers to a definition: torch's own functions, FlashInfer, SGLang. Nothing of lz
+computes here.
 
-Torch's run everywhere, in float32 and one sequence, one expert at a time. FlashInfer's and SGLang's need their library
-and its hardware. What one of them cannot do, or is not here to do, is said.
+Torch's run everywhere, in float32 and one sequence, one expert at a time. FlashInfer's and SGLang's
+need their library and its hardware. What one of them cannot do, or is not here to do, is said.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
     """Torch, FlashInfer, SGLang: each with what it computes, or why it does not."""
     own = _TORCH.get(answer.kind)
     if own is None:
-        first = Truth("torch", None, f"torch has no function of its own for this ({answer.kind or 'unknown'})")
+        first = Truth("torch", None,
+                      f"torch has no function of its own for this ({answer.kind or 'unknown'})")
     elif not answer.roles.get("plain", True):
-        first = Truth("torch", None, "its inputs have a form that torch's own functions are not asked in here")
+        first = Truth("torch", None,
+                      "its inputs have a form that torch's own functions are not asked in here")
     else:
         first = Truth("torch", own)
     return (first, flashinfer(answer, device), sglang(answer, device))
@@ -33,20 +36,26 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
 
 # Attention, one sequence at a time.
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """q (queries, heads, dim), k and v (keys, kv heads, dim): the attention, and the log-sum-exp (natural)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool,
+            scale: float | None) -> tuple[Tensor, Tensor]:
+    """q (queries, heads, dim), k and v (keys, kv heads, dim): the attention, and the log-sum-exp
+    (natural).
+    """
     q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
-    seen = (j <= i + k.shape[1] - q.shape[1]) if causal else torch.ones_like(i + j, dtype=torch.bool)
+    i, j = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1],
+                                                                            device=q.device)
+    seen = ((j <= i + k.shape[1] - q.shape[1]) if causal
+            else torch.ones_like(i + j, dtype=torch.bool))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     lse = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf).logsumexp(-1)
     out = out.masked_fill(lse.isinf()[..., None], 0.0)          # a query that sees no key
     return out.transpose(0, 1), lse.transpose(0, 1)
 
 
-def _spread(answer: Answer, rows: int, parts: Iterator[tuple[slice, tuple[Tensor, Tensor]]], like: Tensor) -> Outputs:
+def _spread(answer: Answer, rows: int, parts: Iterator[tuple[slice, tuple[Tensor, Tensor]]],
+            like: Tensor) -> Outputs:
     """The sequences' results in their rows."""
     r = answer.roles
     out: Tensor | None = None
@@ -56,7 +65,8 @@ def _spread(answer: Answer, rows: int, parts: Iterator[tuple[slice, tuple[Tensor
             out = torch.zeros((rows, *o.shape[1:]), device=like.device)
         out[where], lse[where] = o, part
     assert out is not None
-    return {r["out"]: out, r["lse"]: lse / math.log(2) if answer.reading.get("lse_base") == "2" else lse}
+    return {r["out"]: out, r["lse"]: lse / math.log(2) if answer.reading.get("lse_base") == "2"
+            else lse}
 
 
 def _tokens(table: Any, x: Inputs, page_size: int, row: int) -> Tensor:
@@ -103,7 +113,8 @@ def _paged(answer: Answer, x: Inputs) -> Outputs:
     return _spread(answer, len(q), parts(), q)
 
 
-def _latent(answer: Answer, x: Inputs, sequences: Callable[[int], Iterator[tuple[slice, Tensor]]]) -> Outputs:
+def _latent(answer: Answer, x: Inputs,
+            sequences: Callable[[int], Iterator[tuple[slice, Tensor]]]) -> Outputs:
     r = answer.roles
     q = torch.cat((x[r["q_nope"]], x[r["q_pe"]]), -1)
     ckv, kpe = x[r["ckv"]], x[r["kpe"]]
@@ -111,7 +122,8 @@ def _latent(answer: Answer, x: Inputs, sequences: Callable[[int], Iterator[tuple
     v = ckv.flatten(0, 1)[:, None]
     k = torch.cat((v, kpe.flatten(0, 1)[:, None]), -1)
     causal = answer.reading.get("is_causal", False)
-    return _spread(answer, len(q), ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"])))
+    return _spread(answer, len(q),
+                   ((w, _attend(q[w], k[mine], v[mine], causal, _number(x, r["scale"])))
                                     for w, mine in sequences(size)), q)
 
 
@@ -123,7 +135,8 @@ def _mla(answer: Answer, x: Inputs) -> Outputs:
 
 def _sparse(answer: Answer, x: Inputs) -> Outputs:
     chosen = x[answer.roles["chosen"]]
-    return _latent(answer, x, lambda size: ((slice(i, i + 1), row[row >= 0].long()) for i, row in enumerate(chosen)))
+    return _latent(answer, x, lambda size: ((slice(i, i + 1), row[row >= 0].long())
+                                            for i, row in enumerate(chosen)))
 
 
 def _ragged(answer: Answer, x: Inputs) -> Outputs:
@@ -152,7 +165,8 @@ def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
 def _gemm(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
     weight = x[r["b"]].transpose(-1, -2) if r["transposed"] else x[r["b"]]
-    product = x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(x[r["a"]], weight)
+    product = (x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3
+               else F.linear(x[r["a"]], weight))
     return {r["out"]: product + x[r["bias"]] if r["bias"] else product}
 
 
@@ -167,7 +181,8 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
     def rotated(t: Tensor) -> Tensor:
         head, tail = t[..., :2 * half].double(), t[..., 2 * half:].double()
         interleaved = answer.reading["style"] == "interleaved"
-        pairs = head.unflatten(-1, (half, 2)) if interleaved else head.unflatten(-1, (2, half)).transpose(-1, -2)
+        pairs = (head.unflatten(-1, (half, 2)) if interleaved
+                 else head.unflatten(-1, (2, half)).transpose(-1, -2))
         done = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
         done = done.flatten(-2) if interleaved else done.transpose(-1, -2).flatten(-2)
         return torch.cat((done, tail), -1)
@@ -188,9 +203,11 @@ def _moe(answer: Answer, x: Inputs) -> Outputs:
         if not 0 <= expert < len(x[r["second"]]):
             continue
         token = tokens[t] * weight if reading["weight_on"] == "input" else tokens[t]
-        up, gate = (half * by for half, by in zip(_halves(r, reading, x, expert, token), _factors(r, x, expert)))
+        up, gate = (half * by for half, by in zip(_halves(r, reading, x, expert, token),
+                                                  _factors(r, x, expert)))
         down = _weights(r, x, r["second"], r["second_scale"], expert)
-        result = down @ (F.silu(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"] else 1.0)
+        result = down @ (F.silu(gate) * up) * (float(x[r["out_scale"]][expert]) if r["out_scale"]
+                                               else 1.0)
         out[t] += result if reading["weight_on"] == "input" else result * weight
     return {r["out"]: out}
 
@@ -200,17 +217,21 @@ def _chosen(r: Mapping[str, Any], reading: Mapping[str, Any], x: Inputs) -> tupl
         return x[r["ids"]], x[r["weights"]].float()
     if r["ids"]:
         packed = x[r["ids"]]
-        return packed >> 16, (packed << 16).view(torch.float32)            # bfloat16 is the high half of a float32
+        # bfloat16 is the high half of a float32
+        return packed >> 16, (packed << 16).view(torch.float32)
     logits = x[r["logits"]].float()
     scores = logits.sigmoid() if reading["scoring"] == "sigmoid" else logits.softmax(-1)
-    choice = scores + x[r["bias"]].float().reshape(-1) if reading.get("bias") == "choice" else scores
+    choice = (scores + x[r["bias"]].float().reshape(-1) if reading.get("bias") == "choice"
+              else scores)
     top_k, groups, kept = (int(x[r["count_inputs"][n]]) if r["count_inputs"][n] else d for n, d in (
         ("top_k", r["top_k"]), ("n_group", r["groups"][0]), ("topk_group", r["groups"][1])))
     if groups > 1:
         parted = choice.view(len(choice), groups, -1)
-        worth = parted.topk(2, -1).values.sum(-1) if reading.get("bias") == "choice" else parted.amax(-1)
+        worth = (parted.topk(2, -1).values.sum(-1) if reading.get("bias") == "choice"
+                 else parted.amax(-1))
         best = worth.topk(kept, -1).indices
-        mask = torch.zeros_like(worth).scatter_(1, best, 1.0)[..., None].expand_as(parted).reshape(choice.shape)
+        mask = torch.zeros_like(worth).scatter_(1, best, 1.0)[..., None].expand_as(parted).reshape(
+            choice.shape)
         choice = choice.masked_fill(mask == 0, -math.inf)
     ids = choice.topk(top_k, -1).indices
     weights = scores.gather(1, ids)
@@ -240,7 +261,9 @@ def _weights(r: Mapping[str, Any], x: Inputs, name: str, scale: str, expert: int
 
 
 def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Stored numbers times their scales, each of which is for an equal part of the rows and columns."""
+    """Stored numbers times their scales, each of which is for an equal part of the rows and
+    columns.
+    """
     values = stored.float()
     if scales is None or not scales.dim():
         return values if scales is None else values * scales

@@ -1,4 +1,6 @@
-"""FlashInfer's and SGLang's own answers to a definition, where their library and a CUDA device are here."""
+"""FlashInfer's and SGLang's own answers to a definition, where their library and a CUDA device are
+here.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def sglang(answer: Answer, device: str) -> Truth:
     return _truth("sglang", "sgl_kernel", _SGLANG, answer, device)
 
 
-def _truth(source: str, package: str, table: Mapping[str, Compute], answer: Answer, device: str) -> Truth:
+def _truth(source: str, package: str, table: Mapping[str, Compute], answer: Answer,
+           device: str) -> Truth:
     if answer.kind not in table:
-        return Truth(source, None, f"{source} has no function that is asked for a definition of this type")
+        return Truth(source, None,
+                     f"{source} has no function that is asked for a definition of this type")
     if importlib.util.find_spec(package) is None:
         return Truth(source, None, f"{package} is not installed")
     if torch.device(device).type != "cuda":
@@ -81,7 +85,8 @@ def _csr(x: Inputs, table: Any, page_size: int) -> tuple[Tensor, Tensor, Tensor]
         indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         return indptr, indices, (lengths - (counts - 1).clamp(min=0) * page_size).int()
     indptr = x[table.indptr].int()
-    last = x[table.last][:len(indptr) - 1].int() if table.last else torch.full_like(indptr[1:], page_size)
+    last = (x[table.last][:len(indptr) - 1].int() if table.last
+            else torch.full_like(indptr[1:], page_size))
     return indptr, x[table.indices].int(), last
 
 
@@ -95,9 +100,10 @@ def _paged(answer: Answer, x: Inputs) -> Outputs:
     indptr, indices, last = _csr(x, r["table"], k.shape[page])
     run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device), r["layout"])
-    run.plan(_starts(x, r["starts"], len(q), q.device), indptr, indices, last, q.shape[1], k.shape[heads], q.shape[2],
-             k.shape[page], causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r), q_data_type=q.dtype,
-             kv_data_type=k.dtype)
+    run.plan(_starts(x, r["starts"], len(q), q.device), indptr, indices, last, q.shape[1],
+             k.shape[heads], q.shape[2], k.shape[page],
+             causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r),
+             q_data_type=q.dtype, kv_data_type=k.dtype)
     out, lse = run.run(q, cache, return_lse=True)
     return {r["out"]: out, r["lse"]: _logs(lse, answer.reading.get("lse_base"))}
 
@@ -112,9 +118,9 @@ def _ragged(answer: Answer, x: Inputs) -> Outputs:
     q, k, v = (x[r[name]] for name in ("query", "key", "value"))
     run = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device), "NHD")
-    run.plan(x[r["starts"]].int(), x[r["starts_k"]].int(), q.shape[1], k.shape[1], q.shape[2], v.shape[2],
-             causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r), q_data_type=q.dtype,
-             kv_data_type=k.dtype)
+    run.plan(x[r["starts"]].int(), x[r["starts_k"]].int(), q.shape[1], k.shape[1], q.shape[2],
+             v.shape[2], causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r),
+             q_data_type=q.dtype, kv_data_type=k.dtype)
     out, lse = run.run(q, k, v, return_lse=True)
     return {r["out"]: out, r["lse"]: _logs(lse, answer.reading.get("lse_base"))}
 
@@ -126,11 +132,15 @@ def _mla(answer: Answer, x: Inputs) -> Outputs:
     size = ckv.shape[1]
     indptr, indices, last = _csr(x, r["table"], size)
     lengths = ((indptr.diff() - 1) * size + last).clamp(min=0).int()
-    run = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device))
-    pages = flashinfer.mla.MLAPlanMetadata.csr(_starts(x, r["starts"], len(q), q.device), indptr, indices, lengths)
-    run.plan(metadata=pages, num_heads=q.shape[1], head_dim_ckv=ckv.shape[2], head_dim_kpe=kpe.shape[2],
-             page_size=size, causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r), q_data_type=q.dtype,
-             kv_data_type=ckv.dtype, query_layout="split", kv_cache_layout="split", lse_mode="base2")
+    run = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.zeros(WORKSPACE, dtype=torch.uint8,
+                                                                   device=q.device))
+    pages = flashinfer.mla.MLAPlanMetadata.csr(_starts(x, r["starts"], len(q), q.device), indptr,
+                                               indices, lengths)
+    run.plan(metadata=pages, num_heads=q.shape[1], head_dim_ckv=ckv.shape[2],
+             head_dim_kpe=kpe.shape[2], page_size=size,
+             causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r),
+             q_data_type=q.dtype, kv_data_type=ckv.dtype, query_layout="split",
+             kv_cache_layout="split", lse_mode="base2")
     out, lse = run.run(query=(q, x[r["q_pe"]]), kv_cache=(ckv, kpe), return_lse=True)
     return {r["out"]: out, r["lse"]: _logs(lse, answer.reading.get("lse_base"))}
 
@@ -143,9 +153,11 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
     rotated = flashinfer.rope.apply_rope_with_cos_sin_cache(
         positions, q.flatten(1), k.flatten(1), q.shape[-1], x[r["joint"]].float(),
         answer.reading["style"] == "rotate_half")
-    return {r["q_out"]: rotated[0].view_as(q), **({r["k_out"]: rotated[1].view_as(k)} if r["k"] else {})}
+    return {r["q_out"]: rotated[0].view_as(q),
+            **({r["k_out"]: rotated[1].view_as(k)} if r["k"] else {})}
 
 
-_FLASHINFER: Mapping[str, Compute] = {"rms_norm": _norm_of(_flashinfer_norms), "paged": _paged, "ragged": _ragged,
+_FLASHINFER: Mapping[str, Compute] = {"rms_norm": _norm_of(_flashinfer_norms), "paged": _paged,
+                                      "ragged": _ragged,
                                       "mla": _mla, "rope": _rope}
 _SGLANG: Mapping[str, Compute] = {"rms_norm": _norm_of(_sglang_norms)}

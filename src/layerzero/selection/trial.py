@@ -46,7 +46,7 @@ class Ticket(NamedTuple):
 class Budget:
     """The microseconds that exploring may cost: a share of the time so far plus an allowance."""
 
-    def __init__(self, share: float = 0.015, allowance_us: float = 200_000.0) -> None:
+    def __init__(self, share: float = 0.005, allowance_us: float = 800_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us
         self.total_us = self.lost_us = self.reserved_us = 0.0
 

@@ -39,8 +39,9 @@ MAX_GAP = 0.05
 MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3
 # deciding about one call takes about 10; more is another process's doing
 MAX_OVERHEAD_US = 100.0
-# calls in a row that are not timed while there is no budget
-MAX_SKIPPED = 31
+# calls in a row that are not timed while there is no budget; more where calls are so short that
+# asking again would take more than this share of them
+MAX_SKIPPED, MAX_ASKING_SHARE = 31, 0.001
 
 # (op, bucket, place, transforms of kernels that need them): with transforms, calls take another
 # time.
@@ -96,8 +97,8 @@ class TimedCall(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Was the CPU taken away during the call?"""
-        return 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
+        """Was the CPU taken away during the call, so that its time is not known?"""
+        return self.events_around is None and 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
 
     def us(self) -> float | None:
         """Return what a caller in a loop would see: the longer of host and device time; None if not
@@ -112,7 +113,10 @@ class TimedCall(NamedTuple):
         if not end.query():
             return None
         between = begin.elapsed_time(end) * 1e3
-        return max(self.host_us, between if self.behind else between - self.host_us)
+        # CPU time: waiting for other threads of this process, or for a full queue, is not the
+        # kernel's doing.
+        host = min(self.worked_us, self.host_us)
+        return max(host, between if self.behind else between - self.host_us)
 
 
 class LearnedKind:
@@ -138,6 +142,7 @@ class LearnedKind:
         self.settled = False
         self.cost_us = 0.0
         self.announced = False
+        self.calls = 0                         # that came until it was settled, timed or not
         self.skip = self.pause = 0             # calls to let pass while there is no budget
         self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
 
@@ -152,9 +157,11 @@ class LearnedKind:
         """
         account.tick(began)
         self.collect()
-        trial = self.trial
-        ticket = trial.next(available, account.budget.allows)
-        self.serving = trial.serving
+        trial, ticket = self.trial, None
+        # Without any budget nothing is decided: deciding costs, and would use up what comes in.
+        if trial.winner or account.budget.allows(0.0):
+            ticket = trial.next(available, account.budget.allows)
+            self.serving = trial.serving
         if ticket is not None:
             self.pause = 0
             account.charge(reserved_us=ticket.reserved_us)
@@ -162,9 +169,10 @@ class LearnedKind:
         if trial.winner:
             self.end()
             return None
-        if not trial.in_flight:                # no budget; otherwise it waits for samples
-            self.skip = self.pause = min(2 * self.pause + 1, MAX_SKIPPED)
         lost = min((_now() - began) * 1e6, MAX_OVERHEAD_US)
+        if not trial.in_flight:                # no budget; otherwise it waits for samples
+            rare = int(lost / (MAX_ASKING_SHARE * trial.expected_us(trial.base)))
+            self.skip = self.pause = min(2 * self.pause + 1, max(MAX_SKIPPED, rare))
         self.cost_us += lost
         account.charge(lost)
         return None
@@ -295,7 +303,8 @@ class Exploring:
 
     def __call__(self, *values: Any) -> Any:
         kind, candidates = self.kind, self.candidates
-        if kind.skip > 0:                      # not exact between threads, and need not be
+        kind.calls += not kind.settled         # not exact between threads, and need not be
+        if kind.skip > 0:
             kind.skip -= 1
             return self._serve(candidates, values)
         if kind.settled or len(candidates) < 2 or (self.cuda and not self._timeable(values)):
@@ -394,11 +403,11 @@ def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = _packed_weights()
     begin.record()
-    start = _now()
+    start, worked = _now(), _cpu_time()
     out = run(*values)
-    took = _now() - start
+    worked, took = _cpu_time() - worked, _now() - start
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0,
-                          (begin, end), behind)
+    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed,
+                          worked * 1e6, (begin, end), behind)

@@ -307,8 +307,7 @@ def publish(kinds: list[LearnedKind]) -> None:
         _unclear += not trial.clear
         _close(kind)
         events.emit(Learned(kind.op.name, trial.winner, kind.key[1], trial.clear, trial.samples,
-                            trial.calls,
-                            kind.cost_us / 1e6))
+                            kind.calls, kind.cost_us / 1e6))
     if rows:
         measurements.record(rows)
     else:

@@ -145,6 +145,7 @@ class LearnedKind:
         self.calls = 0                         # that came until it was settled, timed or not
         self.skip = self.pause = 0             # calls to let pass while there is no budget
         self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
+        self.called: set[str] = set()          # kernels that were called once, in the background
 
     def cost(self, step: Step, us: float) -> float:
         """Return the cost that selection counts: the user's boosts divide the time."""
@@ -298,10 +299,15 @@ class Exploring:
         self.base = plan.steps[0].kernel
         self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
+        # called with the arguments of the first call
+        self.prepare: Callable[[tuple[Any, ...]], object] | None = None
         self.main = (dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor
                      else -1)
 
     def __call__(self, *values: Any) -> Any:
+        if self.prepare is not None:
+            prepare, self.prepare = self.prepare, None
+            prepare(values)
         kind, candidates = self.kind, self.candidates
         kind.calls += not kind.settled         # not exact between threads, and need not be
         if kind.skip > 0:

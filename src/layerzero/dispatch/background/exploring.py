@@ -62,6 +62,8 @@ class Account:
         self.began: float | None = None        # when the first call came
         # calls served by another kernel than without learning
         self.explored = 0
+        # kernels are being loaded: Python runs one thread at a time, so nothing can be timed
+        self.paused = False
         self._last: float | None = None
 
     def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0,
@@ -100,15 +102,15 @@ class TimedCall(NamedTuple):
         """Was the CPU taken away during the call, so that its time is not known?"""
         return self.events_around is None and 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
 
-    def us(self) -> float | None:
-        """Return what a caller in a loop would see: the longer of host and device time; None if not
-        known yet.
+    def times(self) -> tuple[float, float] | None:
+        """Return what a caller in a loop would see, the longer of host and device time, and the
+        device's time alone; None if not known yet.
 
         If the device was waiting for the host, the time between the events includes the host's
         time.
         """
         if self.events_around is None:
-            return self.host_us
+            return self.host_us, self.host_us
         begin, end = self.events_around
         if not end.query():
             return None
@@ -116,7 +118,8 @@ class TimedCall(NamedTuple):
         # CPU time: waiting for other threads of this process, or for a full queue, is not the
         # kernel's doing.
         host = min(self.worked_us, self.host_us)
-        return max(host, between if self.behind else between - self.host_us)
+        device = max(between if self.behind else between - self.host_us, 1e-3)
+        return max(host, device), device
 
 
 class LearnedKind:
@@ -130,8 +133,10 @@ class LearnedKind:
         base = plan.steps[0]
         self.key, self.op, self.facts = key, op, plan.facts
         self.on_settled = on_settled
+        # On a GPU the native path records the launches of a kernel during its second call.
         self.trial = Trial(base.kernel, base.score.total_us, default,
-                           zlib.crc32(repr(key).encode()))
+                           zlib.crc32(repr(key).encode()),
+                           warm_ups=3 if plan.facts["device"] == "cuda" else 1)
         self.steps: dict[str, Step] = {}
         self.lock = locks.Lock()
         # appended by any thread, read by the one that holds the lock
@@ -193,21 +198,22 @@ class LearnedKind:
             self.trial.drop(kernel, why)
         while self.done:
             sample = self.done[0]
-            us = sample.us()
-            if us is None:
+            times = sample.times()
+            if times is None:
                 # the device works in order: later samples are not done either
                 return
             self.done.popleft()
-            self._count_sample(sample, us)
+            self._count_sample(sample, *times)
 
-    def _count_sample(self, sample: TimedCall, us: float) -> None:
+    def _count_sample(self, sample: TimedCall, us: float, device_us: float) -> None:
         ticket, trial = sample.ticket, self.trial
         in_a_row = self.disturbed[ticket.kernel] = (self.disturbed.get(ticket.kernel, 0) + 1
                                                     if sample.disturbed else 0)
         counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
         if in_a_row == MAX_DISTURBED:          # a busy machine: this sample is better than none
             self.disturbed[ticket.kernel] = 0
-        trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
+        trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None,
+                     device_us)
         lost = min(sample.overhead_us, MAX_OVERHEAD_US)
         if ticket.kernel != trial.base:
             # time that another process took is not our cost
@@ -313,7 +319,8 @@ class Exploring:
         if kind.skip > 0:
             kind.skip -= 1
             return self._serve(candidates, values)
-        if kind.settled or len(candidates) < 2 or (self.cuda and not self._timeable(values)):
+        if kind.settled or len(candidates) < 2 or (
+                self.cuda and (account.paused or not self._timeable(values))):
             return self._serve(candidates, values)
         ticket: Ticket | None = None
         try:

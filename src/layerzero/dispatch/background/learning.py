@@ -168,11 +168,11 @@ def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan,
                run: Callable[..., Any]) -> Candidate:
     """Make the candidate of one kernel.
 
-    A kernel whose launches the native path replays is called as lz.<op>(backend=...), so that its
-    time is the one it will have once chosen: through Python its launch would take several times as
-    long.
+    On a GPU it is called as lz.<op>(backend=...), through the native path, so that its time is the
+    one it will have once chosen: through Python a launch takes several times as long.
     """
-    named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
+    named = (plan.facts["device"] == "cuda" and dispatcher.native is not None
+             and not plan.steps[0].transforms)
     if named:
         run = dispatcher.with_backend(kernel.id)
     entry = Entry(plan, Binding(protection.without_guard(run), None), run)
@@ -184,7 +184,17 @@ def _readiness(world: World, kernel: Kernel,
                facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
     if not kernel.jit or kernel.id in world.warmed:
         return None
-    return lambda values: jit.warmed_keys(kernel, facts, values) <= world.warmed
+    known: dict[Any, bool] = {}                # of calls that cannot be told apart
+
+    def is_ready(values: tuple[Any, ...]) -> bool:
+        key = jit.signature(values, False)
+        if key not in known:
+            if len(known) >= jit.MAX_SIGNATURES:
+                known.clear()
+            known[key] = jit.warmed_keys(kernel, facts, values) <= world.warmed
+        return known[key]
+
+    return is_ready
 
 
 def _prepare(exploring: Exploring, world: World, steps: list[Step],
@@ -285,6 +295,7 @@ class Worker:
                 if self._thread is not me:
                     return
                 task = self._tasks.popleft() if self._tasks else None
+                account.paused &= bool(self._tasks or task)
                 if task is None and not self._settled:
                     self._thread = None
                     self._hurry = False
@@ -296,6 +307,7 @@ class Worker:
                     continue
                 settled, self._settled = (([], self._settled) if task is not None
                                           else (self._settled, []))
+            account.paused = task is not None
             try:
                 task() if task is not None else self._publish(settled)
             # a kernel that cannot be bound, say; this thread goes on
@@ -436,6 +448,7 @@ atexit.register(flush, 5.0)
 
 
 def _after_fork() -> None:
+    account.paused = False                     # the thread that loaded kernels is gone
     for kind in list(_kinds.values()):
         kind.after_fork()
     _worker.after_fork()

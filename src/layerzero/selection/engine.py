@@ -25,7 +25,6 @@ from .verdicts import Verdicts, compile_verdicts
 
 UNCERTAINTY = 0.04     # relative error of a neighbour or another machine, and again per octave
 LONG_CALL_US = 200.0   # of torch's own kernel on a GPU; launching takes 5 to 100 on the host
-_OTHER_MODE = {EAGER: CAPTURED, CAPTURED: EAGER}
 Candidate = tuple[Kernel, tuple[Transform, ...], int]  # with its transforms and workspace in bytes
 
 
@@ -447,8 +446,8 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, aro
 
 def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
              roofline: float, default: Kernel | None) -> CandidateTimings:
-    """The timings of the best source that has the default: measured here, shipped, in another mode
-    where that makes no difference, neighbours.
+    """The timings of the best source that has the default: measured here, shipped, in a graph where
+    that makes no difference, neighbours.
     """
     if not around.perf and not around.shipped.view:
         return CandidateTimings()
@@ -461,10 +460,11 @@ def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
         times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
         if times and (default is None or default.id in times):
             return CandidateTimings(times, table)
-    if default is not None and facts["device"] == "cuda" and mode in _OTHER_MODE:
-        long = _long_calls(around.perf, default.id, ids, kind, place, _OTHER_MODE[mode])
+    if default is not None and facts["device"] == "cuda" and mode == EAGER:
+        long = _long_calls(around.perf, default.id, ids, kind, place)
         if long:
-            return CandidateTimings(long, note=f"{_OTHER_MODE[mode]}, where the host hardly counts")
+            return CandidateTimings(long, note="captured in a graph, and too long for the host to "
+                                               "count")
     for view, table in views:
         if default is None:
             times = {k: e for k in ids
@@ -476,13 +476,12 @@ def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
     return CandidateTimings()
 
 
-def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind, place: str,
-                mode: str) -> dict[str, Timing]:
-    """The times in the other mode, if torch's own kernel keeps the device busy for so long that
-    launching it in a graph or not makes no difference; {} otherwise.
+def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
+                place: str) -> dict[str, Timing]:
+    """The times in a graph, if torch's own kernel keeps the device busy for so long that launching
+    it makes no difference; {} otherwise.
     """
-    own = view.get(default, kind.bucket, place, mode) if view else None
+    own = view.get(default, kind.bucket, place, CAPTURED) if view else None
     if own is None or own.median_us < LONG_CALL_US:
         return {}
-    times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
-    return {k: m._replace(median_us=max(m.median_us, LONG_CALL_US)) for k, m in times.items()}
+    return {k: m for k in ids if (m := view.get(k, kind.bucket, place, CAPTURED)) is not None}

@@ -171,16 +171,18 @@ def test_shipped_times_of_a_kind_are_not_mixed_with_those_of_this_machine():
                    perf=times(given, torch_own=6.0)).kernel == "torch.own"
 
 
-@pytest.mark.parametrize(("mode", "other"), [(EAGER, CAPTURED), (CAPTURED, EAGER)])
-def test_a_long_call_measured_in_a_graph_counts_outside_too_and_the_other_way_round(mode, other):
-    perf = times(facts(other), lib_praised=250.0, torch_own=300.0)
-    plan = plan_of([PRAISED, OWN], facts(mode), perf=perf)
-    assert order(plan)[0] == "lib.praised" and other in plan.steps[0].score.origin
+def test_a_long_call_measured_in_a_graph_counts_outside_too():
+    perf = times(facts(CAPTURED), lib_praised=250.0, torch_own=300.0)
+    plan = plan_of([PRAISED, OWN], facts(EAGER), perf=perf)
+    assert order(plan)[0] == "lib.praised" and "captured in a graph" in plan.steps[0].score.origin
     # where launching counts, or what Inductor fuses, it says nothing
-    short = times(facts(other), lib_praised=25.0, torch_own=30.0)
-    assert order(plan_of([PRAISED, OWN], facts(mode), perf=short))[0] == "torch.own"
+    short = times(facts(CAPTURED), lib_praised=25.0, torch_own=30.0)
+    assert order(plan_of([PRAISED, OWN], facts(EAGER), perf=short))[0] == "torch.own"
     assert order(plan_of([PRAISED, OWN], facts(COMPILED), perf=perf))[0] == "torch.own"
     # its own mode comes first
-    slower = times(facts(mode), lib_praised=320.0, torch_own=300.0)
+    slower = times(facts(EAGER), lib_praised=320.0, torch_own=300.0)
     both = perf.including(slower)
-    assert order(plan_of([PRAISED, OWN], facts(mode), perf=both))[0] == "torch.own"
+    assert order(plan_of([PRAISED, OWN], facts(EAGER), perf=both))[0] == "torch.own"
+    # a long time outside may be the host's
+    eager = times(facts(EAGER), lib_praised=250.0, torch_own=300.0)
+    assert order(plan_of([PRAISED, OWN], facts(CAPTURED), perf=eager))[0] == "torch.own"

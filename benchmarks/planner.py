@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from layerzero.models.block import Block, Either, Glue, Part, Stage
-from layerzero.models.decoder import DecoderConfig, decoder_block, decoder_values
+from layerzero.models.decoder import decoder_block, decoder_values
+from layerzero.models.decoder_config import DecoderConfig
 from layerzero.plan.block import plan_block
 from layerzero.tuning.harness import in_turns
 

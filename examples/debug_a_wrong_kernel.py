@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.models.decoder import CONFIGS
+from layerzero.models.decoder_config import CONFIGS
 from layerzero.spec.rules import absent, equals, off
 from layerzero.verify.model.ladder import climb
 

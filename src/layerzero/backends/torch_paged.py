@@ -5,7 +5,6 @@ gather   copies the pages of each sequence together for torch's attention: all t
 pieces   on the CPU, piece by piece: adjacent pages are read in place, scattered ones gathered into
          what fits a core's cache; attention over the pieces is merged by log-sum-exp
 padded   decode without reading a length on the host: all table rows at full width, masked
-matmul   MLA as explicit matrix products, which are large because all heads share one key
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ..ops.formulas.paged import (
     read_spans,
     ungroup_heads,
 )
-from ..ops.mla_paged_attention import OP as mla_paged_attention
 from ..ops.paged_attention import OP as paged_attention
 from ..ops.paged_attention import dequantize_cache
 from ..spec import rules as r
@@ -41,7 +39,7 @@ BLOCK = 512                # queries at a time under a window: keys that none se
 FEW_ROWS = 32              # query rows per KV head up to which the cache reads dominate
 
 
-def _cpu_flash() -> Callable[..., Any]:
+def cpu_flash() -> Callable[..., Any]:
     flash: Callable[..., Any] | None = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu",
                                                None)
     if flash is None:
@@ -50,7 +48,7 @@ def _cpu_flash() -> Callable[..., Any]:
     return flash
 
 
-def _empty_result(query: Tensor, dim: int) -> Part:
+def empty_result(query: Tensor, dim: int) -> Part:
     """Returns the result for rows that see no key."""
     lse = torch.full(query.shape[:2], -math.inf,
                      dtype=torch.promote_types(query.dtype, torch.float32),
@@ -71,7 +69,7 @@ def gather_attention(
     softcap: float = 0.0, key_scale: Tensor | None = None, value_scale: Tensor | None = None,
     max_seqlen_q: int | None = None, return_lse: bool = False,
 ) -> Any:
-    out, lse = _empty_result(query, value_cache.shape[3])
+    out, lse = empty_result(query, value_cache.shape[3])
     for i, s in enumerate(read_spans("paged_attention", query.shape[0], block_table, context_lens,
                                      cu_seqlens_q,
                                      key_cache.shape[1], max_seqlen_q)):
@@ -175,7 +173,7 @@ def _cast(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _LatentCache:
+class LatentCache:
     """MLA's cache as one KV head whose key and value are (ckv, kpe); the kpe part of the result is
     unused."""
 
@@ -197,7 +195,7 @@ class _LatentCache:
         return both, both
 
 
-Cache = Union[_PagedCache, _LatentCache]
+Cache = Union[_PagedCache, LatentCache]
 
 
 def _read_pieces(cache: Cache, row: Tensor, start: int, stop: int,
@@ -280,10 +278,10 @@ def _attend(flash: Callable[..., Any], cache: Cache, q: Tensor, row: Tensor, len
 
 # the log-sum-exp by which pieces are merged has no gradient
 @torch.no_grad()
-def _attend_by_pieces(op: str, cache: Cache, query: Tensor, block_table: Tensor,
+def attend_by_pieces(op: str, cache: Cache, query: Tensor, block_table: Tensor,
                       context_lens: Tensor, cu_seqlens_q: Tensor | None, is_causal: bool,
                       scale: float | None, window_left: int, max_seqlen_q: int | None) -> Part:
-    flash = _cpu_flash()
+    flash = cpu_flash()
     sequences = read_spans(op, query.shape[0], block_table, context_lens, cu_seqlens_q,
                            cache.page_size, max_seqlen_q)
     length = sequences[0].length if sequences else 0
@@ -291,7 +289,7 @@ def _attend_by_pieces(op: str, cache: Cache, query: Tensor, block_table: Tensor,
     if (equal_lengths and len(sequences) > 1 and length
         and length * cache.token_bytes <= IN_PLACE_BYTES):
         return _decode_equal_lengths(flash, cache, query, block_table, length, window_left, scale)
-    out, lse = _empty_result(query, query.shape[2])
+    out, lse = empty_result(query, query.shape[2])
     for i, s in enumerate(sequences):
         # earlier rows see no key
         first = max(s.first, s.last - s.length) if is_causal else s.first
@@ -321,7 +319,7 @@ def _decode_equal_lengths(flash: Callable[..., Any], cache: Cache, query: Tensor
 
 
 def _pieces() -> Callable[..., Any]:
-    _cpu_flash()
+    cpu_flash()
 
     def run(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
             context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False,
@@ -332,7 +330,7 @@ def _pieces() -> Callable[..., Any]:
         # A scale per head commutes with both matmuls: scale query and output, not the cache.
         scaled_query = (query if key_scale is None
                         else _scale_heads(query, key_scale, cache.kv_heads))
-        out, lse = _attend_by_pieces("paged_attention", cache, scaled_query, block_table,
+        out, lse = attend_by_pieces("paged_attention", cache, scaled_query, block_table,
                                      context_lens, cu_seqlens_q, is_causal,
                                      scale, window_left, max_seqlen_q)
         out = out if value_scale is None else _scale_heads(out, value_scale, cache.kv_heads)
@@ -361,11 +359,11 @@ def padded_decode(
     value_scale: Tensor | None = None, max_seqlen_q: int | None = None, return_lse: bool = False,
 ) -> Any:
     """Decodes: one query per sequence, which sees all its keys with or without is_causal."""
-    if _checkable(context_lens):
+    if is_checkable(context_lens):
         read_spans("paged_attention", query.shape[0], block_table, context_lens, None,
                    key_cache.shape[1], max_seqlen_q)
-    pages, seen = _full_width(block_table, context_lens, key_cache.shape[1], window_left)
-    key, value = (_gather_visible(pool, pages, seen).transpose(1, 2).to(query.dtype)
+    pages, seen = full_width(block_table, context_lens, key_cache.shape[1], window_left)
+    key, value = (gather_visible(pool, pages, seen).transpose(1, 2).to(query.dtype)
                   for pool in (key_cache, value_cache))
     kv_heads = key_cache.shape[2]
     scaled_query = query if key_scale is None else _scale_heads(query, key_scale, kv_heads)
@@ -374,7 +372,7 @@ def padded_decode(
     if return_lse:
         wide = torch.zeros(mask.shape, dtype=torch.promote_types(query.dtype, torch.float32),
                            device=query.device)
-        out, lse = _cpu_flash()(q, key, value, 0.0, False,
+        out, lse = cpu_flash()(q, key, value, 0.0, False,
                                 attn_mask=wide.masked_fill(~mask, -math.inf), scale=scale)
         lse = lse.flatten(1).masked_fill((context_lens == 0)[:, None], -math.inf)
     else:
@@ -384,13 +382,13 @@ def padded_decode(
     return (out, lse) if return_lse else out
 
 
-def _checkable(lengths: Tensor) -> bool:
+def is_checkable(lengths: Tensor) -> bool:
     """Returns whether the lengths can be checked at no cost: on the CPU, and not traced."""
     return (lengths.device.type == "cpu" and type(lengths) is Tensor
             and not torch.compiler.is_compiling())
 
 
-def _full_width(block_table: Tensor, context_lens: Tensor, page_size: int,
+def full_width(block_table: Tensor, context_lens: Tensor, page_size: int,
                 window_left: int) -> tuple[Tensor, Tensor]:
     """Returns the pages of all rows (batch * max_pages,), 0 where unused, and the mask of visible
     keys (batch, tokens)."""
@@ -403,89 +401,12 @@ def _full_width(block_table: Tensor, context_lens: Tensor, page_size: int,
     return block_table.where(begins < lengths, 0).flatten(), seen
 
 
-def _gather_visible(cache: Tensor, pages: Tensor, seen: Tensor) -> Tensor:
+def gather_visible(cache: Tensor, pages: Tensor, seen: Tensor) -> Tensor:
     """Gathers (batch, tokens, ...) from a (pages, page_size, ...) cache, with 0 for hidden slots,
     which may hold NaN."""
     rows = cache.index_select(0, pages).flatten(0, 1).unflatten(0, seen.shape)
     rows = rows if rows.is_floating_point() and rows.itemsize > 1 else rows.to(torch.float32)
     return rows.masked_fill(~seen.reshape(*seen.shape, *[1] * (rows.dim() - 2)), 0.0)
-
-
-# MLA
-
-def _mla_matmul() -> Callable[..., Any]:
-    return mla_matmul
-
-
-def mla_matmul(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-    scale: float, max_seqlen_q: int | None = None,
-    return_lse: bool = False,
-) -> Any:
-    out, lse = _empty_result(q_nope, q_nope.shape[2])
-    for i, s in enumerate(read_spans("mla_paged_attention", q_nope.shape[0], block_table,
-                                     context_lens, cu_seqlens_q,
-                                     ckv_cache.shape[1], max_seqlen_q)):
-        # earlier rows see no key
-        first = max(s.first, s.last - s.length) if is_causal else s.first
-        count = s.last - first
-        if count <= 0 or s.length == 0:
-            continue
-        ckv, kpe = (gather_pages(cache, block_table[i], s.length)
-                    for cache in (ckv_cache, kpe_cache))
-        nope, pe = (q[first:s.last].flatten(0, 1) for q in (q_nope, q_pe))
-        scores = torch.addmm(pe @ kpe.T, nope, ckv.T).to(lse.dtype) * scale
-        if is_causal and count > 1:
-            _, hidden = position_terms(count, s.length, True, "bottom_right", -1, -1, None,
-                                       scores.device)
-            assert hidden is not None
-            scores = scores.unflatten(0, (count, -1)).masked_fill(hidden[:, None],
-                                                                  -math.inf).flatten(0, 1)
-        out[first:s.last] = (torch.softmax(scores, -1).to(ckv.dtype)
-                             @ ckv).unflatten(0, (count, -1))
-        if return_lse:
-            lse[first:s.last] = torch.logsumexp(scores, -1).unflatten(0, (count, -1))
-    return (out, lse) if return_lse else out
-
-
-def _mla_pieces() -> Callable[..., Any]:
-    _cpu_flash()
-
-    def run(q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-            context_lens: Tensor, cu_seqlens_q: Tensor | None = None, is_causal: bool = False, *,
-            scale: float, max_seqlen_q: int | None = None, return_lse: bool = False) -> Any:
-        out, lse = _attend_by_pieces("mla_paged_attention", _LatentCache(ckv_cache, kpe_cache),
-                                     torch.cat((q_nope, q_pe), -1),
-                                     block_table, context_lens, cu_seqlens_q, is_causal, scale, -1,
-                                     max_seqlen_q)
-        out = out[..., :q_nope.shape[2]].contiguous()
-        return (out, lse) if return_lse else out
-
-    return run
-
-
-def _mla_padded() -> Callable[..., Any]:
-    return mla_padded_decode
-
-
-def mla_padded_decode(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, is_causal: bool = False, *, scale: float, max_seqlen_q: int | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """Decodes: one query per sequence, which sees all its keys with or without is_causal."""
-    if _checkable(context_lens):
-        read_spans("mla_paged_attention", q_nope.shape[0], block_table, context_lens, None,
-                   ckv_cache.shape[1], max_seqlen_q)
-    pages, seen = _full_width(block_table, context_lens, ckv_cache.shape[1], -1)
-    ckv, kpe = (_gather_visible(cache, pages, seen) for cache in (ckv_cache, kpe_cache))
-    wide = torch.promote_types(q_nope.dtype, torch.float32)
-    scores = torch.baddbmm(q_pe @ kpe.transpose(1, 2), q_nope, ckv.transpose(1, 2)).to(wide) * scale
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
-    weights = torch.softmax(scores, -1).masked_fill((context_lens == 0)[:, None, None], 0.0)
-    out = (weights.to(ckv.dtype) @ ckv).to(q_nope.dtype)
-    return (out, torch.logsumexp(scores, -1)) if return_lse else out
 
 
 DECODE: tuple[r.Condition, ...] = (
@@ -518,17 +439,5 @@ KERNELS = (
                *DECODE, HALF_OFF_CPU, SAME_HEAD_DIM, NO_SOFTCAP, r.unit_stride("query"),
                r.any_of(r.off("return_lse"), r.device("cpu")),
                r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))),
-           note="reads every table row to its full width; no length leaves the device"),
-    Kernel("torch.mla_paged_matmul", mla_paged_attention, _mla_matmul, prior=1.3, overhead_us=25.0,
-           baseline=True, graph_safe=False, traceable=False,
-           workspace="(itemsize + 8) * heads * tokens * seq_k", note=ON_HOST),
-    Kernel("torch.mla_paged_pieces", mla_paged_attention, _mla_pieces, prior=1.8, overhead_us=45.0,
-           differentiable=False, graph_safe=False, traceable=False,
-           workspace="2 * itemsize * seq_k * head_dim", requires=(
-               r.device("cpu"), r.dtypes(*FLOATS),
-               r.at_least("seq_q", 64, Code.SEQ_LEN_UNSUPPORTED)),
-           note=f"{ON_HOST}; for a few queries the matrix products are quicker"),
-    Kernel("torch.mla_paged_padded", mla_paged_attention, _mla_padded, prior=0.8, overhead_us=45.0,
-           workspace="2 * itemsize * batch * seq_k * head_dim", requires=(*DECODE, HALF_OFF_CPU),
            note="reads every table row to its full width; no length leaves the device"),
 )

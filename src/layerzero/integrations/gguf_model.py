@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.decoder import CachedKV, Decoder, DecoderConfig, OpCaller, Weights, cast
+from ..models.decoder import CachedKV, Decoder, OpCaller
+from ..models.decoder_config import DecoderConfig, Weights, cast
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.decoder import DecoderConfig, Weights, attention_scores
+from ..models.decoder import attention_scores
+from ..models.decoder_config import DecoderConfig, Weights
 from ..spec.errors import ConfigError
 
 

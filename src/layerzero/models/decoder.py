@@ -10,194 +10,19 @@ is one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..spec.errors import ConfigError
 from .block import Block, Either, Glue, Part, Stage
+from .decoder_config import DecoderConfig, Weights, activate, cast, make_weights
 from .kv_cache import kv_cache
 from .positions import rope_tables
 
-Weights = dict[str, Tensor]
 STAGES = ("ln1_out", "q", "k", "scores", "attn_out", "proj_out", "ln2_out", "fc1", "act", "output")
-_ACT: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu, "silu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "reglu": F.relu,
-    "relu": F.relu, "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")
-_CHOICES = {"norm": ("rms", "layer"), "positions": ("rope", "learned", "none"),
-            "activation": tuple(_ACT),
-            "rope_style": ("rotate_half", "interleaved")}
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The shape of a decoder. Sizes left at 0 are derived from the others."""
-
-    hidden: int
-    heads: int
-    kv_heads: int = 0                          # default: heads
-    layers: int = 2
-    head_dim: int = 0                          # default: hidden / heads
-    inner: int = 0                             # default: 2 * hidden
-    vocab: int = 256
-    max_positions: int = 256
-    norm: str = "rms"                          # or "layer"
-    eps: float = 1e-5
-    activation: str = "swiglu"                 # any of lz.mlp
-    positions: str = "rope"                    # or "learned", "none"
-    rope_style: str = "rotate_half"            # or "interleaved"
-    rope_base: float = 10000.0
-    window: int = 0                            # keys a token attends to, itself included; 0 for all
-    bias: bool = False                         # in projections, MLP and layer norms
-    tied: bool = False                         # the head shares the embedding's weight
-
-    def __post_init__(self) -> None:
-        for name, value in (("kv_heads", self.heads),
-                            ("head_dim", self.hidden // max(self.heads, 1)),
-                            ("inner", 2 * self.hidden)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-        sizes = ("hidden", "heads", "kv_heads", "layers", "head_dim", "inner", "vocab",
-                 "max_positions")
-        small = [n for n in sizes if getattr(self, n) < 1]
-        if small:
-            raise ConfigError(f"a decoder wants {small[0]} >= 1, got {getattr(self, small[0])}")
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"a decoder wants heads to be a multiple of kv_heads, got {self.heads} and "
-                f"{self.kv_heads}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ConfigError(f"rope wants an even head_dim, got {self.head_dim}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"a decoder's {name} is one of {', '.join(choices)}; got "
-                    f"{getattr(self, name)!r}")
-
-    @property
-    def window_left(self) -> int:
-        return self.window - 1 if self.window else -1
-
-    @property
-    def jumps(self) -> bool:
-        """Is the derivative of the activation discontinuous?"""
-        return self.activation in ("relu", "reglu")
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED
-
-    def __str__(self) -> str:
-        return (
-            f"hidden {self.hidden}, heads {self.heads}/{self.kv_heads} x {self.head_dim}, layers "
-            f"{self.layers}, MLP {self.inner} {self.activation}, {self.norm} norm, positions "
-            f"{self.positions}")
-
-
-CONFIGS: Mapping[str, DecoderConfig] = {
-    "tiny": DecoderConfig(64, 2),
-    "gqa": DecoderConfig(128, 8, 2),
-    "deep": DecoderConfig(64, 2, layers=6),
-    "wide": DecoderConfig(128, 8),
-    "no_rope": DecoderConfig(64, 2, positions="learned"),
-    "medium": DecoderConfig(256, 4, layers=4),
-}
-
-
-def parse_config(text: str) -> tuple[str, DecoderConfig]:
-    """Parses a name of CONFIGS with changes (tiny,layers=3), or hidden=96,heads=6,..."""
-    head, *rest = [part.strip() for part in text.split(",") if part.strip()] or [""]
-    if head in CONFIGS:
-        base, assignments = CONFIGS[head], rest
-    else:
-        base, assignments = None, [head, *rest]
-    known = {f.name: f.type for f in fields(DecoderConfig)}
-    changes: dict[str, Any] = {}
-    for assignment in assignments:
-        name, sign, value = assignment.partition("=")
-        if not sign or name not in known:
-            raise ConfigError(
-                f"--config: wanted one of {', '.join(CONFIGS)}, or name=value of "
-                f"{', '.join(known)}; got {assignment!r}")
-        changes[name] = _value(name, known[name], value)
-    if base is not None:
-        # Sizes that depend on the changed ones are derived again.
-        derived = {"kv_heads", "head_dim"} if "heads" in changes else set()
-        derived |= {"head_dim", "inner"} if "hidden" in changes else set()
-        return text, replace(base, **{**dict.fromkeys(derived, 0), **changes})
-    missing = [n for n in ("hidden", "heads") if n not in changes]
-    if missing:
-        raise ConfigError(
-            f"--config: a decoder needs hidden= and heads=; {missing[0]} is missing in {text!r}")
-    return text, DecoderConfig(**changes)
-
-
-def _value(name: str, kind: Any, text: str) -> Any:
-    try:
-        if kind == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return {"int": int, "float": float}.get(str(kind), str)(text)
-    except (ValueError, KeyError):
-        raise ConfigError(f"--config: {name} wants {kind}, got {text!r}") from None
-
-
-def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
-    """Returns random float32 weights, scaled to keep activations near one."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, cols: int) -> Tensor:
-        return torch.randn(rows, cols, generator=gen) / math.sqrt(cols)
-
-    def around(center: float, size: int) -> Tensor:
-        return center + 0.1 * (2 * torch.rand(size, generator=gen) - 1)
-
-    w = {"embed": torch.randn(c.vocab, c.hidden, generator=gen)
-         * (c.hidden ** -0.5 if c.tied else 1.0)}
-    if c.positions == "learned":
-        w["positions"] = 0.5 * torch.randn(c.max_positions, c.hidden, generator=gen)
-    for i in range(c.layers):
-        layer = {"ln1": around(1.0, c.hidden),
-                 "qkv": matrix((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
-                 "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
-                 "in": matrix((2 if c.gated else 1) * c.inner, c.hidden),
-                 "down": matrix(c.hidden, c.inner)}
-        if c.bias:
-            names = ("qkv", "out", "in", "down", *(("ln1", "ln2") if c.norm == "layer" else ()))
-            layer |= {f"{name}.bias": around(0.0, layer[name].shape[0]) for name in names}
-        w |= {f"{i}.{name}": t for name, t in layer.items()}
-    w["norm"] = around(1.0, c.hidden)
-    if c.bias and c.norm == "layer":
-        w["norm.bias"] = around(0.0, c.hidden)
-    if not c.tied:
-        w["head"] = matrix(c.vocab, c.hidden)
-    return w
-
-
-def cast(weights: Mapping[str, Tensor], dtype: torch.dtype, device: str | None = None) -> Weights:
-    """Returns the weights in another dtype, and on `device` if given."""
-    return {name: t.to(device or t.device, dtype) for name, t in weights.items()}
-
-
-def split_parameter(c: DecoderConfig, name: str, t: Tensor) -> dict[str, Tensor]:
-    """Splits a parameter that is stored fused, such as qkv, into parts with their usual names."""
-    suffix = ".bias" if name.endswith(".bias") else ""
-    layer, _, what = name.removesuffix(".bias").rpartition(".")
-    prefix = f"layer.{layer}." if layer else ""
-    if what == "qkv":
-        q, k, v = t.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
-        return {f"{prefix}wq{suffix}": q, f"{prefix}wk{suffix}": k, f"{prefix}wv{suffix}": v}
-    if what == "in" and c.gated:
-        gate, up = t.chunk(2)
-        return {f"{prefix}w_gate{suffix}": gate, f"{prefix}w_up{suffix}": up}
-    known_name = {"out": "wo", "in": "w_up", "down": "w_down"}.get(what, what)
-    return {f"{prefix}{known_name}{suffix}": t}
 
 
 # Recorded stages, and who computes them.
@@ -498,14 +323,6 @@ def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int 
         cos, sin = rope_tables(c.head_dim, past + seq, c.rope_base)
         values |= {"cos": cos[past:], "sin": sin[past:]}
     return cast(values, dtype, device)
-
-
-def activate(c: DecoderConfig, wide: Tensor) -> Tensor:
-    act = _ACT[c.activation]
-    if not c.gated:
-        return act(wide)
-    gate, up = wide.chunk(2, -1)
-    return act(gate) * up
 
 
 def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.models.block import Block, Either, Glue, Stage
-from layerzero.models.decoder import DecoderConfig, decoder_block, decoder_values
+from layerzero.models.decoder import decoder_block, decoder_values
+from layerzero.models.decoder_config import DecoderConfig
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.plan.block import BlockPlan, plan_block
 from layerzero.spec.kernel import Kernel

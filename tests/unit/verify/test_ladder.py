@@ -12,15 +12,8 @@ import torch
 from torch.nn import functional as F
 
 import layerzero as lz
-from layerzero.models.decoder import (
-    CONFIGS,
-    STAGES,
-    Decoder,
-    DecoderConfig,
-    cast,
-    make_weights,
-    parse_config,
-)
+from layerzero.models.decoder import STAGES, Decoder
+from layerzero.models.decoder_config import CONFIGS, DecoderConfig, cast, make_weights, parse_config
 from layerzero.ops.formulas.common import attend
 from layerzero.ops.formulas.rope import gather_angles, rotate
 from layerzero.spec.errors import ConfigError

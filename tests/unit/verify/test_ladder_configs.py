@@ -13,7 +13,7 @@ from helpers import happened, world
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.models.decoder import parse_config
+from layerzero.models.decoder_config import parse_config
 from layerzero.ops.linear import OP as linear
 from layerzero.spec.kernel import Kernel
 from layerzero.verify.model.ladder import climb

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...models.decoder import DecoderConfig
+from ...models.decoder_config import DecoderConfig
 
 WIDTH = 1024                                   # of the probed matrix products
 ROWS = (1, 4, 16, 64, 256)

@@ -12,7 +12,7 @@ import torch
 
 from ...integrations.gguf_model import packaged_model, read_gguf
 from ...integrations.llama_peer import build_llama, trace_stages
-from ...models.decoder import parse_config
+from ...models.decoder_config import parse_config
 from ...spec.errors import ConfigError
 from ...verify.model.ladder import LadderModel, Rung, climb
 from ...verify.model.route import LadderRow

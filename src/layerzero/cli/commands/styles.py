@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import add_rms_norm, attention, rms_norm
-from ...models.decoder import Decoder, Trace, Weights, cast, make_weights
+from ...models.decoder import Decoder, Trace
+from ...models.decoder_config import Weights, cast, make_weights
 from ...models.positions import rope_tables
 from ...verify.model.plain import PlainTorch
 from .fit import ModelStep, Sizes

@@ -26,15 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.decoder import (
-    CachedKV,
-    Decoder,
-    DecoderConfig,
-    OpCaller,
-    Weights,
-    cast,
-    make_weights,
-)
+from ...models.decoder import CachedKV, Decoder, OpCaller
+from ...models.decoder_config import DecoderConfig, Weights, cast, make_weights
 from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from ..kernel.contract import worst_indices

@@ -24,20 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.decoder import (
-    CONFIGS,
-    STAGES,
-    CachedKV,
-    ConcatKV,
-    Decoder,
-    DecoderConfig,
-    PastKV,
-    StageValue,
-    Trace,
-    Weights,
-    cast,
-    make_weights,
-)
+from ...models.decoder import STAGES, CachedKV, ConcatKV, Decoder, PastKV, StageValue, Trace
+from ...models.decoder_config import CONFIGS, DecoderConfig, Weights, cast, make_weights
 from ...spec.codec import encode
 from ...spec.errors import ConfigError, KernelExecutionError, NoKernelFoundError
 from .culprit import Culprit, find

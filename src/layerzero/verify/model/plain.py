@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...models.decoder import DecoderConfig, activate
+from ...models.decoder_config import DecoderConfig, activate
 
 
 def rope_angles(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.decoder import DecoderConfig
+from ...models.decoder_config import DecoderConfig
 from ...models.positions import rope_tables
 from ...operate.inspection import dispatcher_of
 from ...selection.policy import PolicyRule, suggest

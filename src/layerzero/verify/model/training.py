@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.decoder import (
-    Decoder,
-    DecoderConfig,
-    StageValue,
-    Trace,
-    Weights,
-    cast,
-    make_weights,
-    split_parameter,
-)
+from ...models.decoder import Decoder, StageValue, Trace
+from ...models.decoder_config import DecoderConfig, Weights, cast, make_weights, split_parameter
 from .plain import PlainTorch, rope_angles
 from .route import GRADIENT, TIMES_EAGER, LadderRow, Route, difference
 from .served import rope_tables_of

@@ -32,7 +32,7 @@ from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
-from layerzero.report.overview import read_regret
+from layerzero.report.regret import read_regret
 from layerzero.selection.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json

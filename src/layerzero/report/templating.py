@@ -14,6 +14,7 @@ from .formats import (
     format_rate,
     format_ratio,
     format_share,
+    format_signed_time,
     format_sizes,
     format_time,
 )
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).with_name("templates")
 FILTERS: Mapping[str, Callable[..., object]] = {
     "breakable": breakable, "number": format_number, "percent": format_percent,
     "plural": format_plural, "rate": format_rate, "ratio": format_ratio, "share": format_share,
-    "sizes": format_sizes, "time": format_time}
+    "signed_time": format_signed_time, "sizes": format_sizes, "time": format_time}
 
 
 def render_template(path: Path, context: Mapping[str, Any],

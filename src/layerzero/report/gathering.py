@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -191,6 +192,7 @@ def _rejected_kernels(device: str) -> list[RejectedKernel]:
 def _reject_reason(reason: Reason) -> RejectReason:
     hardware_only = reason.code.category is Category.HARDWARE
     advice = "nothing: it is made for other hardware" if hardware_only else ""
-    command = f"pip install {reason.want}" if reason.code is Code.NOT_INSTALLED else ""
+    package = reason.want if reason.code is Code.NOT_INSTALLED else None
+    command = f"pip install {shlex.quote(str(package))}" if package else ""
     return RejectReason(reason.code.value, reason.message, reason.code.advice or advice,
                         hardware_only, COMMANDS.get(reason.code, command))

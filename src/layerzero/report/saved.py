@@ -121,7 +121,9 @@ class Comparison:
 
 
 def compare(before: SavedReport, after: SavedReport) -> Comparison:
+    """Compare the kinds of call of the two workloads, without those that are made no time."""
     old = {(k.op, k.bucket, k.mode): k for k in before.kinds}
     new = {(k.op, k.bucket, k.mode): k for k in after.kinds}
-    changes = [Change(old.get(key), new.get(key)) for key in {**new, **old}]
-    return Comparison(before, after, tuple(sorted(changes, key=lambda c: -abs(c.saved_us))))
+    changes = (Change(old.get(key), new.get(key)) for key in {**new, **old})
+    counted = [change for change in changes if change.kind.calls]
+    return Comparison(before, after, tuple(sorted(counted, key=lambda c: -abs(c.saved_us))))

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, (
 FLAGS = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
          "--remote-debugging-pipe")
+# Chromium listens on the descriptor 3 and answers on 4.
+LAUNCH = ("import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); "
+          "os.execv(sys.argv[3], sys.argv[3:])")
 
 # Everything the assertions need, asked of the laid out page with all its details open.
 PROBE = r"""(() => {
@@ -77,9 +81,8 @@ class Browser:
             flags.append("--no-sandbox")
         read_here, write_there = os.pipe()
         read_there, write_here = os.pipe()
-        command = f'exec "$0" "$@" 3<&{read_there} 4>&{write_there}'
         self._process = subprocess.Popen(
-            ["sh", "-c", command, CHROMIUM, *flags, "about:blank"],
+            [sys.executable, "-c", LAUNCH, str(read_there), str(write_there), CHROMIUM, *flags],
             pass_fds=(read_there, write_there), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(read_there)
         os.close(write_there)
@@ -112,9 +115,9 @@ class Browser:
         while not any(e["method"] == "Page.loadEventFired" for e in self._events):
             self._events.append(self._receive())
         found = self._ask("Runtime.evaluate", session, expression=PROBE, returnByValue=True)
-        shot = self._ask("Page.captureScreenshot", session, captureBeyondViewport=True)["data"]
         if picture is not None:
-            picture.write_bytes(base64.b64decode(shot))
+            shot = self._ask("Page.captureScreenshot", session, captureBeyondViewport=True)
+            picture.write_bytes(base64.b64decode(shot["data"]))
         asked = [e["params"]["request"]["url"] for e in self._events
                  if e["method"] == "Network.requestWillBeSent"]
         printed = [str(e["params"]["args"][0].get("value")) for e in self._events

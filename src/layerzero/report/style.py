@@ -76,7 +76,8 @@ th, td { padding: .3rem .55rem; text-align: left; vertical-align: top; border-bo
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--card); font-weight: 600; vertical-align: bottom; }
 th.num, td.num { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.wide { min-width: 9rem; overflow-wrap: anywhere; }
+td.wide { min-width: 7rem; overflow-wrap: anywhere; }
+td.op { overflow-wrap: anywhere; }
 td.kernel { min-width: 6rem; overflow-wrap: anywhere; }
 td.rank { color: var(--muted); text-align: right; padding-right: 0; }
 tr.sum td { font-weight: 600; }

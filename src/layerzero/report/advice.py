@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -88,7 +89,7 @@ def _choose(overview: Overview) -> Iterator[Advice]:
     if losing is None or not losing.usage.words:
         return
     if losing.lost_us > WORTH_SAYING * overview.total.us:
-        yield Advice(f"lz explain {losing.op} {losing.usage.words}",
+        yield Advice(f"lz explain {shlex.quote(losing.op)} {losing.usage.words}",
                      f"{losing.used.kernel} is chosen although {losing.fastest.kernel} was faster: "
                      f"{format_time(losing.lost_us)} of this workload. This says why.")
 

@@ -116,7 +116,7 @@ def _words(call: Call) -> str:
             return f"{'x'.join(map(str, value.shape))}:{value.dtype}"
         return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
-    return " ".join(f"{name}={text(value)}" for name, value in call.arguments.items())
+    return shlex.join(f"{name}={text(value)}" for name, value in call.arguments.items())
 
 
 # over time

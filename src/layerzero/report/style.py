@@ -95,6 +95,7 @@ td.cell { text-align: center; white-space: nowrap; font-variant-numeric: tabular
 td.best { font-weight: 700; }
 td.none { text-align: center; color: var(--muted); }
 .fastest { display: block; font-size: .8125rem; font-weight: 600; }
+.fastest .name { font-size: .95em; }
 .sizes { display: block; color: var(--muted); font-size: .75rem; line-height: 1.35; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem; font-size: .8125rem; margin: .5rem 0; padding: 0;
   list-style: none; }

@@ -14,6 +14,7 @@ from .markup import Markup, element
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 100, 26, 30
 DAY = 86400.0
+ROUND = (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10)
 
 
 def plot(points: Sequence[Point]) -> Markup:
@@ -93,6 +94,6 @@ def _title(point: Point) -> str:
 
 
 def _round_up(value: float) -> float:
-    """Return the next of 1, 2, 4, 8 times a power of ten: quarters of it are short to write."""
+    """Return the next round number, whose quarters are short to write."""
     power = 10.0 ** math.floor(math.log10(value))
-    return next(n * power for n in (1, 2, 4, 8, 10) if n * power >= value * 0.999999)
+    return next(n * power for n in ROUND if n * power >= value * 0.999999)

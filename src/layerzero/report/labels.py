@@ -35,13 +35,23 @@ class Labels:
     def block(self, cx: float, cy: float, half_width: float, half_height: float) -> None:
         self.taken.append(Box(cx - half_width, cy - half_height, cx + half_width, cy + half_height))
 
-    def block_along(self, x: float, y: float, angle: float, text: str) -> None:
-        """Take the place of a rotated text that begins at (x, y)."""
+    def take_along(self, x: float, y: float, angle: float, text: str) -> bool:
+        """Take the place of a rotated text that begins at (x, y), if all of it is free."""
+        lift, boxes = LINE / 3, []             # the baseline is below the middle of the letters
         for i in range(len(text)):
             step = (i + 0.5) * LETTER
-            lift = LINE / 3                    # the baseline is below the middle of the letters
-            self.block(x + step * math.cos(angle) + lift * math.sin(angle),
-                       y + step * math.sin(angle) - lift * math.cos(angle), LETTER, LINE / 2)
+            cx = x + step * math.cos(angle) + lift * math.sin(angle)
+            cy = y + step * math.sin(angle) - lift * math.cos(angle)
+            boxes.append(Box(cx - LETTER, cy - LINE / 2, cx + LETTER, cy + LINE / 2))
+        if not all(self._free(box) for box in boxes):
+            return False
+        self.taken += boxes
+        return True
+
+    def _free(self, box: Box) -> bool:
+        inside = (box.left >= self.frame.left and box.right <= self.frame.right
+                  and box.top >= self.frame.top and box.bottom <= self.frame.bottom)
+        return inside and not any(box.meets(other) for other in self.taken)
 
     def beside_line(self, right: float, y: float, text: str) -> tuple[float, float]:
         """Return the end of a text above a level line, or below where points are above it."""
@@ -62,9 +72,7 @@ class Labels:
                 x = cx + distance * math.cos(math.radians(angle))
                 y = cy + distance * math.sin(math.radians(angle))
                 box = Box(x - half_width, y - half_height, x + half_width, y + half_height)
-                inside = (box.left >= self.frame.left and box.right <= self.frame.right
-                          and box.top >= self.frame.top and box.bottom <= self.frame.bottom)
-                if inside and not any(box.meets(other) for other in self.taken):
+                if self._free(box):
                     self.taken.append(box)
                     return x, y, distance
         return None

@@ -44,8 +44,8 @@ def plot(kinds: Sequence[CallKind], roofs: Roofs, numbers: Mapping[CallKind, int
     spot = labels.beside_line(WIDTH - RIGHT - 2, y.at(peak), text)
     parts.append(element("text", text, x=f"{spot[0]:.1f}", y=f"{spot[1]:.1f}", text_anchor="end",
                          class_="halo"))
-    for i, (name, rate) in enumerate(slopes):
-        parts.append(_slope_label(x, y, labels, f"{name} {format_rate(rate, 'B')}", rate, peak, i))
+    for name, rate in slopes:
+        parts.append(_slope_label(x, y, labels, f"{name} {format_rate(rate, 'B')}", rate, peak))
     for kind in sorted((k for k in kinds if k in numbers), key=lambda k: numbers[k]):
         at = x.at(kind.intensity), y.at(kind.flops_per_s)
         parts.append(_number(str(numbers[kind]), *at, labels))
@@ -87,20 +87,22 @@ def _slope(x: _Axis, y: _Axis, name: str, rate: float, peak: float) -> Markup:
     return element("polyline", class_="roof" if name == "memory" else "roof dashed", points=points)
 
 
-def _slope_label(x: _Axis, y: _Axis, labels: Labels, text: str, rate: float, peak: float,
-                 row: int) -> Markup:
-    """Write along the slope, memory below and the cache above; nothing where there is no room."""
+def _slope_label(x: _Axis, y: _Axis, labels: Labels, text: str, rate: float,
+                 peak: float) -> Markup:
+    """Write along the slope where no point lies, above it if possible; nothing without room."""
     start, ridge = _ends(x, y, rate, peak)
     run, rise = x.at(ridge) - x.at(start), y.at(ridge * rate) - y.at(start * rate)
-    if math.hypot(run, rise) < labels.width(text) + 30:
-        return join()
     angle = math.atan2(rise, run)
-    along, aside = (12, 15) if row == 0 else (30, -6)
-    cx = x.at(start) + along * math.cos(angle) - aside * math.sin(angle)
-    cy = y.at(start * rate) + along * math.sin(angle) + aside * math.cos(angle)
-    labels.block_along(cx, cy, angle, text)
-    return element("text", text, class_="halo",
-                   transform=f"translate({cx:.1f},{cy:.1f}) rotate({math.degrees(angle):.1f})")
+    last = int(math.hypot(run, rise) - labels.width(text)) - 6
+    for aside in (-6, 15):
+        for along in range(8, last, 12):
+            cx = x.at(start) + along * math.cos(angle) - aside * math.sin(angle)
+            cy = y.at(start * rate) + along * math.sin(angle) + aside * math.cos(angle)
+            if labels.take_along(cx, cy, angle, text):
+                return element(
+                    "text", text, class_="halo",
+                    transform=f"translate({cx:.1f},{cy:.1f}) rotate({math.degrees(angle):.1f})")
+    return join()
 
 
 def _grid(x: _Axis, y: _Axis) -> Markup:

@@ -26,7 +26,8 @@ from report_pages import (
 
 from layerzero.cli.commands.report import report
 from layerzero.operate import inspection
-from layerzero.perf.record import Measurement, PerfView
+from layerzero.perf.record import Measurement, PerfView, kind_of
+from layerzero.plan.call_facts import facts_of
 from layerzero.report import gathering, style
 from layerzero.report.markup import Markup, element, join
 from layerzero.report.overview import (
@@ -44,6 +45,7 @@ from layerzero.spec.call import Call
 from layerzero.spec.errors import ConfigError, DataError
 from layerzero.spec.reason import Category
 from layerzero.tuning import regret
+from layerzero.tuning.workload import calls_for
 from layerzero.world import snapshot as worlds
 
 # the page
@@ -363,3 +365,33 @@ def test_a_note_that_is_no_proper_text_does_not_stop_the_page(world, tmp_path, m
     monkeypatch.setattr(gathering, "_rejected_kernels", lambda device: [rejected])
     report(tmp_path / "page.html", None, "cpu")
     assert "half &#55296; pair" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_a_workload_weighs_what_was_measured_and_says_what_is_chosen(world, tmp_path, capsys):
+    """Two of its kinds are measured: the other ones are unknown and the page says so."""
+    calls = calls_for("smollm2-135m", dtype="float32", prompt=8, context=16)
+    chosen = [call for call in calls if call.op in ("rms_norm", "mlp")][:2]
+    place, rows = worlds.current().place("cpu"), []
+    for call in chosen:
+        op, facts = facts_of(call, worlds.current(), "cpu")
+        kind = kind_of(op, facts)
+        rows += [Measurement(name, op.name, kind.bucket, place, us, 0.01, 20, kind.family,
+                             kind.sizes_text, 1e6, 1e5, at=1.7e9)
+                 for name, us in ((f"torch.{op.name}", 60.0), (f"reference.{op.name}", 240.0))]
+    worlds.publish(lambda w: w.replace(perf=PerfView(rows, {place: RATES})), "measured")
+    found = gathering.gather("cpu", source=gathering.Source("a model", "--model m", calls))
+    assert {kind.op: kind.calls for kind in found.total.kinds} == {c.op: c.count for c in chosen}
+    assert found.total.us == sum(60.0 * call.count for call in chosen)
+    for kind in found.total.kinds:
+        assert kind.used.kernel == kind.usage.chosen == f"torch.{kind.op}"
+    assert len(found.workload.unmeasured) == len(calls) - 2
+    report(tmp_path / "page.html", None, "cpu", model="smollm2-135m", prompt=8, context=16)
+    assert "next: lz tune --model smollm2-135m --dtype" in capsys.readouterr().out
+
+
+def test_two_workloads_are_one_too_many(world, tmp_path):
+    (tmp_path / "calls.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="give one of --calls and --model"):
+        report(None, None, "cpu", tmp_path / "calls.jsonl", "smollm2-135m")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        report(None, None, "cpu", tmp_path / "none.jsonl")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from ..perf.record import EAGER
-from ..spec.codec import Check, Count, Record, Text
+from ..spec.codec import Check, Record, Text
 from ..spec.reading import read_json
 from ..tuning.harness import MARGIN
 
 SCHEMA = "layerzero-report-1"
-Positive = Annotated[float, Check("a number > 0", lambda n: 0 < n < math.inf)]
-Share = Annotated[float, Check("a number >= 0", lambda n: 0 <= n < math.inf)]
+Microseconds = Annotated[float, Check("microseconds, 1e-6 to 1e15", lambda n: 1e-6 <= n <= 1e15)]
+Seconds = Annotated[float, Check("seconds since 1970", lambda n: 0 < n < 2.5e11)]
+Share = Annotated[float, Check("a number >= 0 and < 1e6", lambda n: 0 <= n < 1e6)]
+Calls = Annotated[int, Check("a whole number >= 0 and < 1e15", lambda n: 0 <= n < 10**15)]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class SavedKind(Record, lenient=True):
     bucket: str
     label: str
     kernel: Text
-    us: Positive                               # median of one call
+    us: Microseconds                           # median of one call
     spread: Share = 0.0                        # relative
-    calls: Count = 1                           # of the workload
+    calls: Calls = 1                           # of the workload
     torch_kernel: str = ""                     # torch's own, where it was timed
-    torch_us: Positive | None = None
+    torch_us: Microseconds | None = None
     mode: str = EAGER
 
     @property
@@ -43,7 +44,7 @@ class SavedReport(Record, header={"schema": SCHEMA}, lenient=True):
     device: str
     place: str
     created_at: str
-    at: Positive                               # seconds since 1970
+    at: Seconds                                # seconds since 1970
     workload: str
     kinds: tuple[SavedKind, ...]
     torch: str = ""                            # its version

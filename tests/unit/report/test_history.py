@@ -47,8 +47,8 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(("change", "word"), [
     ({"schema": "other"}, "wanted schema layerzero-report-1"),
     ({"kinds": 3}, "kinds: wanted a list"), ({"kinds": [{"op": "x"}]}, "missing"),
-    ({"at": -1}, "at: wanted a number > 0"),
-    ({"kinds": [{**kind("a", 1.0).to_json(), "us": 0}]}, r"us: wanted a number > 0")])
+    ({"at": -1}, "at: wanted seconds since 1970"),
+    ({"kinds": [{**kind("a", 1.0).to_json(), "us": 0}]}, r"us: wanted microseconds")])
 def test_a_file_that_is_no_report_is_refused_by_name(tmp_path, change, word):
     path = tmp_path / "before.json"
     path.write_text(json.dumps({**saved(kind("a", 1.0)).to_json(), **change}))

@@ -33,9 +33,8 @@ from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
-from layerzero.report import history, timeline
+from layerzero.report import history, saved, timeline
 from layerzero.report.regret import read_regret
-from layerzero.report.saved import compare, read_report
 from layerzero.selection.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
@@ -257,8 +256,8 @@ def regret(content: bytes) -> None:
 @target
 def report(content: bytes) -> None:
     """What lz report --json writes and lz report --against reads."""
-    read = read_report(_file(content, "report.json"))
-    comparison = compare(read, read)
+    read = saved.read_report(_file(content, "report.json"))
+    comparison = saved.compare(read, read)
     assert comparison.gain in (None, 1.0) and not comparison.with_verdict("faster", "slower", "new")
     kinds = {(k.op, k.bucket): history.Reference(k.calls, k.us, k.torch_us or k.us)
              for k in read.kinds}

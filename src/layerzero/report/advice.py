@@ -37,20 +37,21 @@ def _advices(overview: Overview) -> Iterator[Advice]:
                      "weighs every number by them; now each kind of call counts once.")
     yield from _choose(overview)
     if overview.rates is None:
-        yield Advice(f"lz tune {words} --again".replace("  ", " "),
+        yield Advice(_join("lz tune", words, "--again"),
                      "Measures the rates of this device, without which there is no roofline.")
     yield from _measure_again(overview, words)
     if overview.regret is None:
-        yield Advice(f"lz regret {words} --json > regret.json".replace("  ", " "),
+        yield Advice(_join("lz regret", words, "--json > regret.json"),
                      "Replays the calls and times the chosen kernel against all others; then "
                      "lz report --regret regret.json shows where a choice costs time.")
     if overview.against is None:
-        yield Advice(f"lz report {words} --json > before.json".replace("  ", " "),
+        yield Advice(_join("lz report", words, "--json > before.json"),
                      "Keeps this report, so that lz report --against before.json shows what a new "
                      "kernel, a new torch or another tuning changed.")
-    yield Advice(f"lz lock {words}" if words else "lz perf list",
-                 "Pins the kernels of these calls with their versions and builds." if words else
-                 "Lists what was measured, kernel by kernel.")
+    if words and not any(option in words for option in ("--batch", "--prompt", "--context")):
+        yield Advice(f"lz lock {words}",
+                     "Pins the kernels of these calls with their versions and builds.")
+    yield Advice("lz perf show", "Lists what was measured, kernel by kernel.")
 
 
 def _measure(overview: Overview, words: str) -> Iterator[Advice]:
@@ -63,7 +64,7 @@ def _measure(overview: Overview, words: str) -> Iterator[Advice]:
                      f"{'is' if len(unmeasured) == 1 else 'are'} not measured, expected to take "
                      f"{format_share(share)} of its time.")
     elif not overview.kinds:
-        yield Advice(f"lz tune {words}".strip(),
+        yield Advice(_join("lz tune", words),
                      "Nothing is measured yet. This times every kernel that may serve and lets the "
                      "measurements decide.")
 
@@ -101,6 +102,10 @@ def _measure_again(overview: Overview, words: str) -> Iterator[Advice]:
         yield Advice(f"lz tune {words} --again",
                      f"{format_share(share)} of the time is known from noisy measurements "
                      f"({_names(noisy)}): measure again while the machine does nothing else.")
+
+
+def _join(*parts: str) -> str:
+    return " ".join(filter(None, parts))
 
 
 def _names(kinds: list[CallKind]) -> str:

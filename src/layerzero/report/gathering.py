@@ -42,8 +42,7 @@ from .saved import SavedReport, compare
 UNTESTED = RejectReason(
     "UNTESTED", "written for hardware it was not run on yet; never chosen unasked",
     "ask for it by name with backend=, and compare it with the reference")
-COMMANDS = {Code.NOT_BUILT: "lz build", Code.BUILD_REFUSED: "lz build",
-            Code.JIT_NOT_WARMED: "lz warmup", Code.UNCERTIFIED: "lz verify"}
+COMMANDS = {Code.NOT_BUILT: "lz build", Code.BUILD_REFUSED: "lz build"}
 
 
 @dataclass(frozen=True)

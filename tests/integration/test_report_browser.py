@@ -84,7 +84,7 @@ def full_overview(folder: Path) -> Overview:
         read_regret(written), here.ops, at=here.at, cache_bytes=1 << 20, torch="2.9.0",
         workload=Workload(f"{LONG} {HOSTILE}", f"--calls {LONG}.jsonl", (
             UnmeasuredKind(f"{HOSTILE} {LONG}", 3, LONG, 5e3),), ((HOSTILE, LONG),)),
-        history=tuple(Point(here.at - (9 - i) * 20 * DAY, 4e3 - 300 * i, 4.1e3, f"2.{i // 4}.0")
+        history=tuple(Point(here.at - (9 - i) * 20 * DAY, 8.1e4 - 6e3 * i, 8.12e4, f"2.{i // 4}.0")
                       for i in range(10)))
     before = replace(overview.saved, kinds=tuple(
         replace(kind, us=kind.us * (1 + i % 3), kernel=LONG, spread=0.01)

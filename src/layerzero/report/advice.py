@@ -22,7 +22,8 @@ class Advice:
 
 def advise(overview: Overview) -> tuple[Advice, ...]:
     """Return at most MOST commands; there is always one."""
-    return tuple(islice(_advices(overview), MOST))
+    return tuple(islice(_advices(overview), MOST)) or (
+        Advice("lz perf show", "Nothing is left to do: this lists what was measured."),)
 
 
 def _advices(overview: Overview) -> Iterator[Advice]:
@@ -51,7 +52,6 @@ def _advices(overview: Overview) -> Iterator[Advice]:
     if words and not any(option in words for option in ("--batch", "--prompt", "--context")):
         yield Advice(f"lz lock {words}",
                      "Pins the kernels of these calls with their versions and builds.")
-    yield Advice("lz perf show", "Lists what was measured, kernel by kernel.")
 
 
 def _measure(overview: Overview, words: str) -> Iterator[Advice]:

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..perf.record import EAGER, Measurement, kind_of
 from ..plan.call_facts import facts_of
 from ..spec.call import Call, TensorSpec
 from ..spec.device import Device
-from ..spec.errors import LayerZeroError
+from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.reason import Category, Code, Reason
 from ..tuning.harness import cache_bytes
 from ..world import measurements, perf_loading
@@ -139,19 +139,20 @@ def _stored(overview: Overview, device: Device) -> Iterator[tuple[Measurement, s
 
     Selection uses the current builds and versions only; the others are the past.
     """
-    target = perf_loading.location(worlds.current().policy)
-    if not isinstance(target, Path):           # a server of many machines is not read as a whole
-        return
     threads = overview.place.rpartition("-")[2]
     try:
+        if not isinstance(perf_loading.location(worlds.current().policy), Path):
+            return                             # a server of many machines is not read as a whole
         with measurements.open_store(read_only=True) as store:
-            environments = store.environments()
+            devices = {i: data.get("device") for i, data in store.environments().items()}
             for m in store.rows():
-                there = environments.get(m.environment, {}).get("device", {})
-                same = all(there.get(n) == getattr(device, n) for n in ("type", "name", "cores"))
-                if same and (device.type != "cpu" or m.place.rpartition("-")[2] == threads):
+                there = devices.get(m.environment)
+                if not isinstance(there, Mapping) or any(
+                        there.get(n) != getattr(device, n) for n in ("type", "name", "cores")):
+                    continue
+                if device.type != "cpu" or m.place.rpartition("-")[2] == threads:
                     yield m, str(there.get("torch_version", ""))
-    except StoreError:                         # lz doctor reports it; the page has the rest
+    except (StoreError, ConfigError):          # lz doctor reports it; the page has the rest
         return
 
 

@@ -12,7 +12,7 @@ from .labels import LINE, Labels
 from .markup import Markup, element
 
 WIDTH, HEIGHT = 480, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 100, 26, 30
+LEFT, RIGHT, TOP, BOTTOM = 58, 116, 26, 30
 DAY = 86400.0
 ROUND = (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10)
 

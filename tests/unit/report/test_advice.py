@@ -19,6 +19,7 @@ from layerzero.report.overview import (
     group_by_kind,
 )
 from layerzero.report.page import render
+from layerzero.report.regret import RegretSummary
 from layerzero.report.saved import SavedReport, compare
 from layerzero.tuning.workload import calls_for
 
@@ -71,6 +72,15 @@ def test_a_kernel_for_this_hardware_that_needs_a_command_is_named():
     advice = advise(found)[0]
     assert advice.command == "pip install x" and "Brings x.linear, which serves" in advice.reason
     assert "pip install gpu" not in commands(found)
+
+
+def test_there_is_always_something_to_run():
+    sizes = Workload("a model", "--model gpt2 --batch 2")
+    kinds = group_by_kind(ROWS[:2], RATES, BASELINES, usages(rows64=(1, "fast.one")))
+    regret = RegretSummary(0.0, 0.0, 0.0, 0.0, 1.0, 0, 0, "here-2t")
+    done = overview(kinds=kinds, workload=sizes, regret=regret, against=compare(OLD, OLD))
+    assert commands(done) == ["lz perf show"]
+    assert commands(replace(done, workload=APP)) == ["lz lock --calls a.jsonl"]
 
 
 @pytest.mark.parametrize("found", [

@@ -17,7 +17,7 @@ from layerzero.report.overview import group_by_kind
 from layerzero.report.page import render
 from layerzero.report.saved import SavedKind, SavedReport, compare, read_report
 from layerzero.spec.errors import DataError
-from layerzero.world import measurements
+from layerzero.world import measurements, perf_loading
 from layerzero.world import snapshot as worlds
 
 DAY = 86400.0
@@ -190,3 +190,10 @@ def test_what_the_command_prints_is_what_against_reads(stored, tmp_path, capsys)
         "created_at": json.loads(printed)["created_at"], "gain": 1.0, "faster": 0, "slower": 0,
         "same": 1, "new": 0, "gone": 0}
     assert "Since the last report" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_a_store_that_cannot_be_read_costs_the_chart_only(stored):
+    target = perf_loading.location(worlds.current().policy)
+    target.write_bytes(b"no database at all" * 100)
+    found = gathering.gather("cpu")
+    assert found.total.us == 20.0 and [p.at for p in found.history] == [1.73e9]

@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
-from layerzero.report.overview import read_regret
+from layerzero.report import history, saved, timeline
+from layerzero.report.regret import read_regret
 from layerzero.selection.policy import Policy, PolicyRule
 from layerzero.spec.call import Call, read_calls
 from layerzero.spec.device import Device, table_from_json
@@ -249,6 +251,19 @@ def measurements(content: bytes) -> None:
 def regret(content: bytes) -> None:
     """What lz regret --json writes and lz report reads."""
     assert read_regret(_file(content, "regret.json")).place is not None
+
+
+@target
+def report(content: bytes) -> None:
+    """What lz report --json writes and lz report --against reads."""
+    read = saved.read_report(_file(content, "report.json"))
+    comparison = saved.compare(read, read)
+    assert comparison.gain in (None, 1.0) and not comparison.with_verdict("faster", "slower", "new")
+    kinds = {(k.op, k.bucket): history.Reference(k.calls, k.us, k.torch_us or k.us)
+             for k in read.kinds}
+    points = history.trace(history.times_of(read, "eager"), kinds)
+    if points and points[0].us:
+        assert timeline.plot((replace(points[0], at=points[0].at / 2), *points))
 
 
 @target

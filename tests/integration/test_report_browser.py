@@ -1,76 +1,62 @@
-"""The report in a real Chromium: it fits a phone, follows light and dark, runs nothing and asks
-nobody.
+"""The report in a real Chromium: it fits a phone, follows light and dark, and asks nobody anything.
 
-Chromium comes with PyQt6-WebEngine (`pip install PyQt6-WebEngine`), in this Python or in the one
-that the variable BROWSER_PYTHON names. Skipped where there is none. The pictures are kept in the
-test's folder (pytest --basetemp).
+Skipped where there is no Chromium: install the package `chromium`, or name the program in the
+variable CHROMIUM. The pictures are kept in the test's folder (pytest --basetemp).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Browser
 
-from layerzero.cli.commands.report import gather
 from layerzero.perf.record import Measurement, Rates
 from layerzero.report import style
+from layerzero.report.gathering import gather
+from layerzero.report.history import Point
 from layerzero.report.overview import (
     Overview,
     RejectedKernel,
     RejectReason,
+    UnmeasuredKind,
+    Usage,
+    Workload,
     group_by_kind,
-    read_regret,
 )
 from layerzero.report.page import render
+from layerzero.report.regret import read_regret
+from layerzero.report.saved import compare
 from layerzero.spec.call import Call
 from layerzero.tuning import regret
 
-PYTHON = os.environ.get("BROWSER_PYTHON", sys.executable)
-BROWSER = Path(__file__).with_name("browser.py")
-HOSTILE = ("<script>injected=1;console.error('ran')</script><img src=http://127.0.0.1:9/a.png "
-           "onerror=window.injected=1>")
+HOSTILE = ("<script>injected=1;console.error('ran')</script>"
+           "<img src=http://127.0.0.1:9/a.png onerror=window.injected=1>")
 LONG = "library.a_kernel_with_a_name_that_goes_on_and_on_" + "x" * 90
-PHONE, DESK = (360, 800), (1280, 900)
+PHONE, DESK = 400, 1280
+VIEWS = (("full", PHONE, "light"), ("full", DESK, "light"), ("full", DESK, "dark"),
+         ("empty", PHONE, "dark"), ("bad", PHONE, "light"))
+DAY = 86400.0
 
 
-def _has_browser() -> bool:
-    code = "import PyQt6.QtWebEngineCore, PyQt6.QtWebEngineWidgets"
-    return subprocess.run([PYTHON, "-c", code], capture_output=True, check=False).returncode == 0
+def _runs() -> bool:
+    """Is there a Chromium, and does it start here?"""
+    if CHROMIUM is None:
+        return False
+    done = subprocess.run([CHROMIUM, "--version"], capture_output=True, timeout=60, check=False)
+    return done.returncode == 0
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(
-    not _has_browser(),
-    reason="no Chromium: pip install PyQt6-WebEngine, or name its Python in BROWSER_PYTHON")]
+    not _runs(), reason="no Chromium: install it, or name the program in CHROMIUM")]
 
 
-def look(folder: Path, scheme: str, pages: dict[str, str]) -> dict[tuple[str, int], dict]:
-    """Each page on a phone and on a desk: what Chromium says, by name and width."""
-    views = []
-    for name, text in pages.items():
-        (folder / f"{name}.html").write_text(text, "utf-8")
-        views += [{"page": str(folder / f"{name}.html"), "width": width, "height": height,
-                   "scheme": scheme,
-                   "png": str(folder / f"{name}-{width}-{scheme}.png")}
-                  for width, height in (PHONE, DESK)]
-    done = subprocess.run([PYTHON, str(BROWSER), json.dumps(views)], capture_output=True, text=True,
-                          timeout=240,
-                          check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(Path(view["page"]).stem, view["width"]): answer
-            for view, answer in zip(views, answers, strict=True)}
-
-
-def overview(folder: Path) -> Overview:
-    """Many kinds, a name that is too long, one that is hostile, and the kernels that cannot run
-    here.
-    """
+def full_overview(folder: Path) -> Overview:
+    """Many kinds, a name that is too long, one that is hostile, an earlier report, every part."""
     place, rates = "here-2t", Rates(1e5, 1e4)
     kernels = ["torch.own", "fast.one", "native.another", LONG,
                *(f"library.kernel_{i}" for i in range(8))]
@@ -80,76 +66,109 @@ def overview(folder: Path) -> Overview:
         0.05 * (i % 8), 20, "float32 is_causal=True",
         f"rows={n} hidden=4096 a_longer_name_of_a_size={n}", 2e3 * n * 4096, 4e4 * n)
         for op in ("linear", "attention", HOSTILE) for n in (1, 16, 64, 512)
-            for i, kernel in enumerate(kernels)]
+        for i, kernel in enumerate(kernels)]
     replayed = tuple(regret.Replayed(
         Call("linear"), f"linear float32 rows={n} {HOSTILE}", "fast.one", "torch.own",
-        {"fast.one": [10.0 + n] * 8, LONG: [10.0] * 8, "torch.own": [20.0] * 8}) for n in range(30))
+        {"fast.one": [10.0 + n] * 8, LONG: [10.0] * 8, "torch.own": [20.0] * 8})
+        for n in range(30))
     written = folder / "regret.json"
     written.write_text(json.dumps(regret.RegretReport(replayed, (), place).to_json()))
+    usages = {(row.op, row.bucket): Usage(7, LONG if "rows=64" in row.bucket else "fast.one",
+                                          "x=1x2") for row in rows}
+    kinds = group_by_kind(rows, rates, frozenset({"torch.own"}), usages, 1 << 20)
     here = gather("cpu")
-    kinds = group_by_kind(rows, rates, frozenset({"torch.own"}))
-    return Overview(here.device, place, here.created_at, here.facts, kinds, rates,
-                    (*here.rejected, RejectedKernel(
-                        LONG, HOSTILE, (RejectReason("NOT_INSTALLED", HOSTILE, LONG),), LONG)),
-                    read_regret(written), here.ops)
+    overview = Overview(
+        here.device, place, here.created_at, here.facts, kinds, rates,
+        (*here.rejected, RejectedKernel(
+            LONG, HOSTILE, (RejectReason("NOT_INSTALLED", HOSTILE, LONG, command=LONG),), LONG)),
+        read_regret(written), here.ops, at=here.at, cache_bytes=1 << 20, torch="2.9.0",
+        workload=Workload(f"{LONG} {HOSTILE}", f"--calls {LONG}.jsonl", (
+            UnmeasuredKind(f"{HOSTILE} {LONG}", 3, LONG, 5e3),), ((HOSTILE, LONG),)),
+        history=tuple(Point(here.at - (9 - i) * 20 * DAY, 8.1e4 - 6e3 * i, 8.12e4, f"2.{i // 4}.0")
+                      for i in range(10)))
+    before = replace(overview.saved, kinds=tuple(
+        replace(kind, us=kind.us * (1 + i % 3), kernel=LONG, spread=0.01)
+        for i, kind in enumerate(overview.saved.kinds)))
+    return replace(overview, against=compare(before, overview.saved))
 
 
-@pytest.fixture(scope="module", params=["light", "dark"])
-def seen(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"report-{request.param}")
-    empty = Overview("A machine", "here-2t", "today")
-    return request.param, look(folder, request.param,
-                               {"full": render(overview(folder)), "empty": render(empty)})
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What Chromium says of each page, by its name, the width of the window and the scheme."""
+    folder = tmp_path_factory.mktemp("report")
+    pages = {"full": render(full_overview(folder)),
+             "empty": render(Overview("A machine", "here-2t", "today")),
+             "bad": f"<body style='background:#123'><div style='width:1900px'>wide</div>{HOSTILE}"
+                    "<svg viewBox='0 0 90 20'><text y='9'>one</text><text y='9'>two</text></svg>"}
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text, "utf-8")
+    with Browser() as browser:
+        return {(name, width, scheme): browser.look(
+            folder / f"{name}.html", width, scheme=scheme,
+            picture=folder / f"{name}-{width}-{scheme}.png") for name, width, scheme in VIEWS}
 
 
-def test_the_page_never_scrolls_sideways(seen):
-    for (name, width), found in seen[1].items():
-        assert found["loaded"] and found["width"] == width
+@pytest.fixture
+def good(seen):
+    return {view: found for view, found in seen.items() if view[0] != "bad"}
+
+
+def test_the_page_never_scrolls_sideways(good):
+    for (name, width, _), found in good.items():
+        assert found["width"] == width
         assert found["page_width"] <= width and found["too_wide"] == [], (name, width)
         assert found["spilled"] == 0           # no text runs over the next column
-    # the tables do, so that nothing is lost
-    assert seen[1]["full", PHONE[0]]["scrolling_tables"] > 3
 
 
-def test_nothing_is_asked_for_and_nothing_runs(seen):
-    for found in seen[1].values():
-        assert (found["requests"], found["console"], found["scripts"],
-                found["images"]) == ([], [], 0, 0)
+def test_no_label_of_a_chart_lies_on_another_or_is_cut_off(good):
+    for view, found in good.items():
+        assert (found["collisions"], found["outside"]) == ([], []), view
+
+
+def test_on_a_phone_the_columns_that_matter_need_no_scrolling(good):
+    scrolling = good["full", PHONE, "light"]["scrolling_tables"]
+    assert not {"Gain per operation", "The 10 kinds of call that take most time",
+                "The kinds of call farthest from the roof", "Heat map of linear",
+                "Kinds of call that became faster or slower"} & {*scrolling}
+    assert good["full", PHONE, "light"]["cells"] == []         # the heat map is for a desk
+
+
+def test_nothing_is_asked_for_and_nothing_runs(good):
+    for found in good.values():
+        assert (found["requests"], found["console"], found["scripts"], found["images"]) == (
+            [], [], 0, 0)
         assert found["injected"] is None
 
 
-def test_what_is_hostile_is_shown_as_text(seen):
-    assert seen[1]["full", DESK[0]]["text"].count(HOSTILE) >= 3
-    assert "Nothing is measured yet" in seen[1]["empty", PHONE[0]]["text"]
+def test_what_is_hostile_is_shown_as_text(good):
+    assert good["full", DESK, "light"]["text"].count(HOSTILE) >= 3
+    assert "Nothing is measured yet" in good["empty", PHONE, "dark"]["text"]
 
 
-def test_the_scheme_of_the_system_is_followed(seen):
-    scheme, views = seen
-    wanted = style.COLOURS[scheme]["page"]
-    for found in views.values():
+def test_the_scheme_of_the_system_is_followed(good):
+    for (_, _, scheme), found in good.items():
         assert found["dark"] == (scheme == "dark")
-        assert _hex(found["background"]) == wanted
+        assert _hex(found["background"]) == style.COLOURS[scheme]["page"]
 
 
-def test_the_heat_map_has_the_colours_that_were_checked(seen):
-    scheme, views = seen
-    cells = {tuple(map(_hex, pair)) for pair in views["full", PHONE[0]]["cells"]}
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_heat_map_has_the_colours_that_were_checked(good, scheme):
+    cells = {tuple(map(_hex, pair)) for pair in good["full", DESK, scheme]["cells"]}
     assert cells == {*style.HEAT[scheme]}
 
 
-def test_every_winner_is_a_point_and_the_picture_is_not_blank(seen):
-    for (name, _), found in seen[1].items():
-        assert found["points"] == (12 if name == "full" else 0)
-        assert found["picture"] and found["colours"] > 20
+def test_every_kind_is_a_point_and_every_date_has_two(good):
+    for (name, _, _), found in good.items():
+        assert found["points"] == (12 + 2 * 10 if name == "full" else 0)
 
 
-def test_this_browser_would_notice(tmp_path):
+def test_this_browser_would_notice(seen):
     """A page with every fault: the checks above can fail."""
-    bad = f"<body style='background:#123456'><div style='width:900px'>wide</div>{HOSTILE}</body>"
-    found = look(tmp_path, "light", {"bad": bad})["bad", PHONE[0]]
-    assert found["page_width"] > PHONE[0] and found["too_wide"] == ["DIV."]
+    found = seen["bad", PHONE, "light"]
+    assert found["page_width"] > PHONE and found["too_wide"] == ["DIV."]
     assert found["requests"] == ["http://127.0.0.1:9/a.png"] and found["console"] == ["ran"]
     assert (found["scripts"], found["images"], found["injected"]) == (1, 1, 1)
+    assert found["collisions"] == ["one / two"]
 
 
 def _hex(colour: str) -> str:

@@ -12,6 +12,10 @@ def format_time(us: float) -> str:
     return f"{us / 1e6:.3g}\N{NO-BREAK SPACE}s"
 
 
+def format_signed_time(us: float) -> str:
+    return f"\N{MINUS SIGN}{format_time(-us)}" if us < 0 else format_time(us)
+
+
 def format_rate(per_second: float, unit: str) -> str:
     size, prefix = next(((s, p) for s, p in PREFIXES if per_second >= s), (1.0, ""))
     return f"{per_second / size:.3g} {prefix}{unit}/s"
@@ -27,7 +31,9 @@ def format_ratio(value: float | None) -> str:
 
 
 def format_share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"
+    if value is None:
+        return "-"
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.1%}" if value >= 0.001 else "<0.1%"
 
 
 def format_percent(value: float, digits: int = 1) -> str:

@@ -1,22 +1,22 @@
-"""What the report shows of one place: kinds of call with their candidates, ceilings, regret,
-rejected kernels.
+"""What the report shows of one place: kinds of call, their kernels and totals, refused kernels.
 
-Plain data. `lz report` fills it from the world; `page.render` turns it into HTML.
+Plain data. `gathering.gather` fills it from the world; `page.render` turns it into HTML.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
-from ..perf.record import QUIET_SPREAD, Measurement, Rates
-from ..spec.errors import DataError
-from ..spec.reading import read_json
+from ..perf.record import EAGER, QUIET_SPREAD, Measurement, Rates
 from ..tuning.harness import MARGIN
+from .history import Point
+from .regret import RegretSummary
+from .roofs import Cost, Roofs
+from .saved import Comparison, SavedKind, SavedReport
 
 FIRST_LOOK = 3                                 # samples
 
@@ -44,6 +44,17 @@ class KernelTiming:
         return self.spread > QUIET_SPREAD
 
 
+class Usage(NamedTuple):
+    """How a workload makes one kind of call."""
+
+    calls: int
+    chosen: str                                # the kernel that selection takes
+    words: str = ""                            # the call, as lz explain takes it
+
+
+ONCE, NEVER = Usage(1, ""), Usage(0, "")
+
+
 @dataclass(frozen=True)
 class CallKind:
     """One kind of call and the kernels timed for it, fastest first."""
@@ -51,27 +62,43 @@ class CallKind:
     op: str
     family: str                                # dtype and switches
     candidates: tuple[KernelTiming, ...]
-    flops: float = 0.0                         # of the winner's timed call, by the op's cost
+    flops: float = 0.0                         # of the timed call, by the op's cost
     bytes: float = 0.0
-    # None without measured ceilings, or without a known cost
-    roofline_us: float | None = None
+    roofline_us: float | None = None           # None without measured rates or a known cost
+    bucket: str = ""
+    mode: str = EAGER
+    usage: Usage = ONCE
 
     @property
-    def winner(self) -> KernelTiming:
+    def calls(self) -> int:
+        """How often the workload makes it; 0: it is no part of the workload."""
+        return self.usage.calls
+
+    @property
+    def fastest(self) -> KernelTiming:
         return self.candidates[0]
 
     @property
+    def used(self) -> KernelTiming:
+        """The kernel that selection takes, if that was asked and timed; else the fastest."""
+        return self.candidate(self.usage.chosen) or self.fastest
+
+    @property
     def sizes(self) -> str:
-        return self.winner.sizes
+        return self.fastest.sizes
 
     @property
     def label(self) -> str:
-        return " ".join(filter(None, (self.op, self.family, self.sizes)))
+        return " ".join(filter(None, (self.op, self.family, self.sizes, self.mode_note)))
+
+    @property
+    def mode_note(self) -> str:
+        return "" if self.mode == EAGER else f"({self.mode})"
 
     @property
     def tied(self) -> tuple[KernelTiming, ...]:
-        """Other candidates that tuning cannot tell from the winner."""
-        return tuple(c for c in self.candidates[1:] if c.us <= self.winner.us * (1.0 + MARGIN))
+        """Other candidates that tuning cannot tell from the fastest."""
+        return tuple(c for c in self.candidates[1:] if c.us <= self.fastest.us * (1.0 + MARGIN))
 
     @property
     def baseline(self) -> KernelTiming | None:
@@ -79,14 +106,30 @@ class CallKind:
         return next((c for c in self.candidates if c.baseline), None)
 
     @property
+    def us(self) -> float:
+        """The time of all its calls, with the kernel that is used."""
+        return self.calls * self.used.us
+
+    @property
     def gain(self) -> float | None:
-        """How many times faster the winner is than torch's own kernel."""
-        return self.baseline.us / self.winner.us if self.baseline else None
+        """How many times faster the kernel that is used is than torch's own."""
+        return self.baseline.us / self.used.us if self.baseline else None
+
+    @property
+    def lost_us(self) -> float:
+        """The time that its calls would save with the fastest kernel; ties lose nothing."""
+        lost = 0.0 if self.used in self.tied else self.used.us - self.fastest.us
+        return self.calls * lost
 
     @property
     def roofline(self) -> float | None:
-        """The share of the device's ceiling that the winner reaches."""
-        return self.roofline_us / self.winner.us if self.roofline_us is not None else None
+        """The share of the device's rates that the kernel in use reaches."""
+        return self.roofline_us / self.used.us if self.roofline_us is not None else None
+
+    @property
+    def headroom_us(self) -> float:
+        """The time of its calls beyond what the device's rates allow."""
+        return 0.0 if self.roofline_us is None else self.calls * (self.used.us - self.roofline_us)
 
     @property
     def intensity(self) -> float:
@@ -95,33 +138,73 @@ class CallKind:
 
     @property
     def flops_per_s(self) -> float:
-        return self.flops / self.winner.us * 1e6
+        return self.flops / self.used.us * 1e6
 
     @property
     def bytes_per_s(self) -> float:
-        return self.bytes / self.winner.us * 1e6
+        return self.bytes / self.used.us * 1e6
 
     def candidate(self, kernel: str) -> KernelTiming | None:
         """Return the timing of one kernel; None if it was not timed."""
         return next((c for c in self.candidates if c.kernel == kernel), None)
 
     def ratio(self, kernel: str) -> float | None:
-        """Return how many times as long as the winner a kernel takes; None if it was not timed."""
+        """Return how many times as long as the fastest a kernel takes; None if it was not timed."""
         candidate = self.candidate(kernel)
-        return None if candidate is None else candidate.us / self.winner.us
+        return None if candidate is None else candidate.us / self.fastest.us
 
     def sizes_besides(self, shared: Iterable[str]) -> dict[str, str]:
         return {name: size for name, size in parse_sizes(self.sizes).items() if name not in shared}
 
 
 @dataclass(frozen=True)
-class GainSummary:
-    """The gain over torch's own kernels, for several kinds of call."""
+class Total:
+    """Several kinds of call, each as often as the workload makes it."""
 
-    mean: float                                # geometric
-    low: float
-    high: float
-    kinds: int                                 # those for which torch's own kernel was timed too
+    kinds: tuple[CallKind, ...]
+
+    @property
+    def calls(self) -> int:
+        return sum(kind.calls for kind in self.kinds)
+
+    @property
+    def us(self) -> float:
+        return sum(kind.us for kind in self.kinds)
+
+    @property
+    def lost_us(self) -> float:
+        return sum(kind.lost_us for kind in self.kinds)
+
+    @property
+    def headroom_us(self) -> float:
+        return sum(kind.headroom_us for kind in self.kinds)
+
+    @property
+    def compared(self) -> Total:
+        """The kinds for which torch's own kernel was timed too."""
+        return Total(tuple(kind for kind in self.kinds if kind.baseline is not None))
+
+    @property
+    def torch_us(self) -> float:
+        """The time of the compared kinds with torch's own kernels."""
+        return sum(kind.calls * kind.baseline.us for kind in self.kinds if kind.baseline)
+
+    @property
+    def saved_us(self) -> float:
+        """torch's time less ours, for the compared kinds."""
+        return self.torch_us - self.compared.us
+
+    @property
+    def gain(self) -> float | None:
+        """torch's time over ours, for the compared kinds; None if there are none."""
+        us = self.compared.us
+        return self.torch_us / us if us else None
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The lowest and the highest gain of a single kind."""
+        gains = [kind.gain for kind in self.kinds if kind.gain is not None]
+        return (min(gains), max(gains)) if gains else None
 
 
 @dataclass(frozen=True)
@@ -132,13 +215,9 @@ class MeasuredOp:
     kinds: tuple[CallKind, ...]
 
     @property
-    def gain(self) -> GainSummary | None:
-        return summarize_gain(self.kinds)
-
-    @property
     def wins(self) -> list[tuple[str, int]]:
-        """Each winner with the number of kinds it wins, most wins first."""
-        return Counter(kind.winner.kernel for kind in self.kinds).most_common()
+        """Each fastest kernel with the number of kinds it wins, most wins first."""
+        return Counter(kind.fastest.kernel for kind in self.kinds).most_common()
 
     @property
     def kernels(self) -> list[str]:
@@ -161,6 +240,8 @@ class RejectReason:
     code: str
     message: str
     advice: str = ""
+    hardware: bool = False                     # nothing but another device helps
+    command: str = ""                          # that removes the obstacle
 
 
 @dataclass(frozen=True)
@@ -173,47 +254,30 @@ class RejectedKernel:
     note: str = ""
 
     @property
+    def other_hardware(self) -> bool:
+        return any(reason.hardware for reason in self.reasons)
+
+    @property
     def advice(self) -> list[str]:
         return list(dict.fromkeys(reason.advice for reason in self.reasons if reason.advice))
 
 
 @dataclass(frozen=True)
-class RegretCall:
-    """One replayed call of `lz regret`."""
+class UnmeasuredKind:
+    """A kind of call of the workload for which no kernel was timed here."""
 
     label: str
-    chosen: str
-    best: str
-    regret: float
-    count: int
-    chosen_us: float
-    best_us: float
-    gain: float | None = None
-    # winners of the two halves of the rounds, if they differ
-    flip: tuple[str, ...] = ()
-    failed: Mapping[str, str] = field(default_factory=dict)            # kernel -> error
+    calls: int
+    kernel: str                                # that selection takes; "": none can serve it
+    expected_us: float                         # of all its calls, by an estimate
 
 
 @dataclass(frozen=True)
-class RegretSummary:
-    """The content of `lz regret --json`."""
-
-    median: float
-    p95: float
-    lost: float
-    worse: float                               # share of the calls that torch serves faster
-    gain: float
-    flips: int
-    flips_that_matter: int
-    place: str
-    calls: tuple[RegretCall, ...] = ()         # greatest regret first
-    skipped: tuple[tuple[str, str], ...] = ()  # operation, reason
-    problems: tuple[str, ...] = ()
-
-    @property
-    def failures(self) -> list[tuple[str, str]]:
-        """Kernel and error, once each."""
-        return sorted({failure for call in self.calls for failure in call.failed.items()})
+class Workload:
+    name: str                                  # for people
+    words: str                                 # for commands: "--model smollm2-135m"
+    unmeasured: tuple[UnmeasuredKind, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()  # operation, why its call cannot be decided
 
 
 @dataclass(frozen=True)
@@ -221,7 +285,7 @@ class Overview:
     device: str
     place: str
     created_at: str                            # date and time, as text
-    facts: Mapping[str, str] = field(default_factory=dict)             # of the header: name -> text
+    facts: Mapping[str, str] = field(default_factory=dict)             # of the page: name -> text
     kinds: tuple[CallKind, ...] = ()
     rates: Rates | None = None
     rejected: tuple[RejectedKernel, ...] = ()
@@ -229,61 +293,108 @@ class Overview:
     ops: int = 0                               # number of operations the library has
     measured_at: str = ""                      # the time span of the measurements, as text
     hidden: int = 0                            # measurements of other devices or numbers of threads
+    at: float = 0.0                            # seconds since 1970
+    mode: str = EAGER                          # of the calls that the totals count
+    workload: Workload | None = None           # None: every measured kind counts once
+    cache_bytes: int = 0
+    torch: str = ""                            # its version
+    history: tuple[Point, ...] = ()            # oldest first
+    against: Comparison | None = None          # with an earlier report
 
     @property
     def measurements(self) -> int:
         return sum(len(kind.candidates) for kind in self.kinds)
 
+    @cached_property
+    def total(self) -> Total:
+        """The kinds of the workload in the mode that counts, those that take most time first."""
+        counted = [kind for kind in self.kinds if kind.calls and kind.mode == self.mode]
+        return Total(tuple(sorted(counted, key=lambda kind: -kind.us)))
+
+    @cached_property
+    def roofs(self) -> Roofs | None:
+        return find_roofs(self.rates, self.kinds, self.cache_bytes)
+
     @property
-    def gain(self) -> GainSummary | None:
-        return summarize_gain(self.kinds)
+    def saved(self) -> SavedReport:
+        """What a later report is compared with."""
+        return SavedReport(
+            self.device, self.place, self.created_at, self.at,
+            self.workload.name if self.workload else "", tuple(SavedKind(
+                kind.op, kind.bucket, kind.label, kind.used.kernel, kind.used.us, kind.used.spread,
+                kind.calls, kind.baseline.kernel if kind.baseline else "",
+                kind.baseline.us if kind.baseline else None, kind.mode) for kind in self.kinds),
+            self.torch)
+
+    @property
+    def totals_by_op(self) -> list[tuple[str, Total]]:
+        """The counted kinds of each operation, the one that takes most time first."""
+        groups: dict[str, list[CallKind]] = {}
+        for kind in self.total.kinds:
+            groups.setdefault(kind.op, []).append(kind)
+        totals = [(op, Total(tuple(kinds))) for op, kinds in groups.items()]
+        return sorted(totals, key=lambda pair: -pair[1].us)
 
     @property
     def measured_ops(self) -> list[MeasuredOp]:
-        groups: dict[str, list[CallKind]] = {}
+        """Every measured operation, in the order of its time."""
+        groups: dict[str, list[CallKind]] = {op: [] for op, _ in self.totals_by_op}
         for kind in self.kinds:
             groups.setdefault(kind.op, []).append(kind)
         return [MeasuredOp(op, tuple(kinds)) for op, kinds in groups.items()]
 
     @property
+    def other_hardware(self) -> list[RejectedKernel]:
+        return [kernel for kernel in self.rejected if kernel.other_hardware]
+
+    @property
     def rejected_by_code(self) -> list[tuple[str, list[RejectedKernel]]]:
-        """Rejected kernels by the code of their first reason, the largest group first."""
+        """Kernels made for this hardware by the code of their first reason, largest group first."""
         groups: dict[str, list[RejectedKernel]] = {}
         for kernel in self.rejected:
-            groups.setdefault(kernel.reasons[0].code, []).append(kernel)
+            if not kernel.other_hardware:
+                groups.setdefault(kernel.reasons[0].code, []).append(kernel)
         return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 
 
-def summarize_gain(kinds: Iterable[CallKind]) -> GainSummary | None:
-    """Summarize the kinds for which torch's own kernel was timed; None if there are none."""
-    gains = [kind.gain for kind in kinds if kind.gain is not None]
-    if not gains:
-        return None
-    mean = math.exp(math.fsum(map(math.log, gains)) / len(gains))
-    return GainSummary(mean, min(gains), max(gains), len(gains))
-
-
 def group_by_kind(measurements: Iterable[Measurement], rates: Rates | None,
-                  baselines: frozenset[str]) -> tuple[CallKind, ...]:
-    """Group the measurements of one place by kind of call; `baselines` are torch's own kernels."""
-    groups: dict[tuple[str, str], list[Measurement]] = {}
+                  baselines: frozenset[str], usages: Mapping[tuple[str, str], Usage] | None = None,
+                  cache_bytes: int = 0) -> tuple[CallKind, ...]:
+    """Group the measurements of one place by kind of call and mode.
+
+    `baselines` are torch's own kernels. `usages` is a workload by (op, bucket); without one, every
+    kind counts once.
+    """
+    groups: dict[tuple[str, str, str], list[Measurement]] = {}
     for m in measurements:
-        groups.setdefault((m.op, m.bucket), []).append(m)
+        groups.setdefault((m.op, m.bucket, m.mode), []).append(m)
     kinds = []
-    for (op, _), rows in groups.items():
+    for (op, bucket, mode), rows in groups.items():
         rows.sort(key=lambda m: (m.median_us, m.kernel))
-        candidates = tuple(KernelTiming(m.kernel, m.median_us, m.spread, m.trust, m.samples,
-                                        m.sizes,
-                                     m.kernel in baselines, m.compile_us) for m in rows)
-        fastest = rows[0]
-        roofline_us = None
-        # The op's cost counts the forward pass only: gradients have no roofline.
-        if (rates is not None and (fastest.flops or fastest.bytes)
-            and "grad" not in fastest.family.split()):
-            roofline_us = rates.roofline_us(fastest.flops, fastest.bytes)
-        kinds.append(CallKind(op, fastest.family, candidates, fastest.flops, fastest.bytes,
-                              roofline_us))
-    return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _size_order(k.sizes))))
+        candidates = tuple(KernelTiming(
+            m.kernel, m.median_us, m.spread, m.trust, m.samples, m.sizes, m.kernel in baselines,
+            m.compile_us) for m in rows)
+        usage = ONCE if usages is None else usages.get((op, bucket), NEVER)
+        kinds.append(CallKind(op, rows[0].family, candidates, rows[0].flops, rows[0].bytes, None,
+                              bucket, mode, usage))
+    roofs = find_roofs(rates, kinds, cache_bytes)
+    if roofs is not None:
+        kinds = [replace(kind, roofline_us=roofs.least_us(kind.flops, kind.bytes))
+                 if _has_cost(kind) else kind for kind in kinds]
+    return tuple(sorted(kinds, key=lambda k: (k.op, k.family, _size_order(k.sizes), k.mode)))
+
+
+def find_roofs(rates: Rates | None, kinds: Iterable[CallKind], cache_bytes: int) -> Roofs | None:
+    """Return the rates of a device, never below what the fastest kernel of a kind reached."""
+    if rates is None:
+        return None
+    costs = (Cost(kind.flops, kind.bytes, kind.fastest.us) for kind in kinds if _has_cost(kind))
+    return Roofs.known(rates, costs, cache_bytes)
+
+
+def _has_cost(kind: CallKind) -> bool:
+    """The op's cost counts the forward pass only: calls with gradients have no roofline."""
+    return bool(kind.flops or kind.bytes) and "grad" not in kind.family.split()
 
 
 def parse_sizes(text: str) -> dict[str, str]:
@@ -295,42 +406,3 @@ def _size_order(text: str) -> list[tuple[str, int, str]]:
     """Return a sort key that orders sizes as numbers."""
     return [(n, int(v) if v.lstrip("-").isdecimal() else 0, v)
             for n, v in parse_sizes(text).items()]
-
-
-def read_regret(path: Path) -> RegretSummary:
-    """Read a file written by `lz regret --json`; DataError for anything else."""
-    data: Any = read_json(path, "what lz regret --json prints", nan=True)
-    try:
-        return _regret(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        problem = f"no {e}" if isinstance(e, KeyError) else str(e)
-        raise DataError(
-            f"{path}: wanted what lz regret --json prints, got something else: {problem}") from e
-
-
-def _regret(data: Mapping[str, Any]) -> RegretSummary:
-    calls = sorted(map(_regret_call, data["rows"]), key=lambda call: call.regret, reverse=True)
-    n = {name: _number(data[name]) for name in (
-        "median_regret", "p95_regret", "lost", "worse_than_torch", "gain_over_torch", "flips",
-        "flips_that_matter")}
-    return RegretSummary(
-        n["median_regret"], n["p95_regret"], n["lost"], n["worse_than_torch"], n["gain_over_torch"],
-        int(n["flips"]), int(n["flips_that_matter"]), str(data["place"]),
-        tuple(calls),
-        tuple((str(s["call"]["op"]), str(s["why"])) for s in data.get("skipped_calls", ())),
-        tuple(map(str, data.get("problems", ()))))
-
-
-def _regret_call(row: Mapping[str, Any]) -> RegretCall:
-    us, chosen, best = row["microseconds"], str(row["chosen"]), str(row["best"])
-    return RegretCall(
-        str(row["label"]), chosen, best, _number(row["regret"]), int(_number(row["count"])),
-        _number(us[chosen]), _number(us[best]), None if row["gain"] is None
-        else _number(row["gain"]), tuple(map(str, row["flip"] or ())),
-        {str(kernel): str(text) for kernel, text in row["failed"].items()})
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.80} is no number")
-    return float(value)

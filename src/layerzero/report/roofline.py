@@ -1,20 +1,21 @@
-"""The roofline plot as an SVG: FLOP per byte of each kind of call against the FLOP/s of its winner.
-"""
+"""The roofline plot as an SVG: FLOP per byte of each kind of call against the FLOP/s it reaches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from ..perf.record import Rates
 from .formats import PREFIXES, format_rate
+from .labels import Labels
 from .markup import Markup, element, join
 from .overview import CallKind
+from .roofs import Roofs
 
 WIDTH, HEIGHT = 480, 360
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 26, 46
-# of a point; with more points than this it is smaller
-RADIUS, CROWD = 8, 40
+RADIUS = 4
+APART = 1.15                                   # times: closer roofs are drawn as one
+MARGIN, SHORTEST = 0.35, 1.5                   # decades
 
 
 def plotted(kinds: Sequence[CallKind]) -> list[CallKind]:
@@ -22,48 +23,86 @@ def plotted(kinds: Sequence[CallKind]) -> list[CallKind]:
     return [k for k in kinds if k.roofline_us is not None and k.flops > 0 and k.bytes > 0]
 
 
-def plot(kinds: Sequence[CallKind], rates: Rates, letters: Mapping[str, str]) -> Markup:
-    """Draw the winners under the measured ceilings; `letters` labels the points by operation."""
-    peak, bandwidth = rates.flops_per_us * 1e6, rates.bytes_per_us * 1e6
-    xs = [peak / bandwidth, *(kind.intensity for kind in kinds)]
+def plot(kinds: Sequence[CallKind], roofs: Roofs, numbers: Mapping[CallKind, int]) -> Markup:
+    """Draw the kernels in use under the roofs; `numbers` are the labels of some of the points."""
+    peak, bandwidth = roofs.flops * 1e6, roofs.memory * 1e6
+    fastest = roofs.cache * 1e6
+    xs = [peak / bandwidth, peak / fastest, *(kind.intensity for kind in kinds)]
     ys = [peak, *(kind.flops_per_s for kind in kinds)]
     x = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     y = _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
-    ridge = min(max(peak / bandwidth, x.low), x.high)
-    start = max(x.low, y.low / bandwidth)      # where the memory slope enters the picture
-    roof = [(start, start * bandwidth), (ridge, peak), (x.high, peak)]
-    points = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in roof)
-    radius = RADIUS if len(kinds) <= CROWD else RADIUS - 1
-    parts = [_grid(x, y), element("polyline", class_="roof", points=points),
-             *(_point(kind, x, y, letters, radius) for kind in kinds),
-             element("text", f"compute {format_rate(peak, 'FLOP')}", x=WIDTH - RIGHT - 2,
-                     y=f"{y.at(peak) - 7:.1f}", text_anchor="end", class_="halo")]
-    if x.at(ridge) - x.at(start) > 150:        # else there is no room beside the slope
-        angle = math.degrees(math.atan2(y.at(ridge * bandwidth) - y.at(start * bandwidth),
-                                        x.at(ridge) - x.at(start)))
-        corner = f"{x.at(start) + 8:.1f},{y.at(start * bandwidth) - 8:.1f}"
-        parts.append(element("text", f"memory {format_rate(bandwidth, 'B')}", class_="halo",
-                             transform=f"translate({corner}) rotate({angle:.1f})"))
+    labels = Labels(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    slopes = [("memory", bandwidth)]
+    if fastest > bandwidth * APART:
+        slopes.append(("cache", fastest))
+    parts = [_grid(x, y), *(_slope(x, y, name, rate, peak) for name, rate in slopes)]
+    for kind in kinds:
+        at = x.at(kind.intensity), y.at(kind.flops_per_s)
+        labels.block(*at, RADIUS + 1, RADIUS + 1)
+        parts.append(_point(kind, *at))
+    text = f"compute {format_rate(peak, 'FLOP')}"
+    spot = labels.beside_line(WIDTH - RIGHT - 2, y.at(peak), text)
+    parts.append(element("text", text, x=f"{spot[0]:.1f}", y=f"{spot[1]:.1f}", text_anchor="end",
+                         class_="halo"))
+    for name, rate in slopes:
+        parts.append(_slope_label(x, y, labels, f"{name} {format_rate(rate, 'B')}", rate, peak))
+    for kind in sorted((k for k in kinds if k in numbers), key=lambda k: numbers[k]):
+        at = x.at(kind.intensity), y.at(kind.flops_per_s)
+        parts.append(_number(str(numbers[kind]), *at, labels))
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img",
-                   aria_label=f"Roofline plot of {len(kinds)} winners; the table below has the "
-                              "same numbers")
+                   aria_label=f"Roofline plot of {len(kinds)} kinds of call; "
+                              "the table below has the same numbers")
 
 
 class _Axis:
-    """A logarithmic axis between two powers of ten."""
+    """A logarithmic axis with some room at both ends, at least a decade and a half long."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
-        self.first, self.last = math.floor(math.log10(low / 1.3)), math.ceil(math.log10(high * 1.3))
-        self.low, self.high, self._begin, self._end = (10.0 ** self.first, 10.0 ** self.last, begin,
-                                                       end)
+        first, last = math.log10(low) - MARGIN, math.log10(high) + MARGIN
+        missing = max(SHORTEST - (last - first), 0.0)
+        self._first, self._last = first - missing / 2, last + missing / 2
+        self.low, self.high = 10.0 ** self._first, 10.0 ** self._last
+        self._begin, self._end = begin, end
 
     def at(self, value: float) -> float:
-        share = (math.log10(value) - self.first) / (self.last - self.first)
+        share = (math.log10(value) - self._first) / (self._last - self._first)
         return self._begin + share * (self._end - self._begin)
 
     def ticks(self) -> list[int]:
-        step = max(1, math.ceil((self.last - self.first) / 8))
-        return list(range(self.first, self.last + 1, step))
+        step = max(1, math.ceil((self._last - self._first) / 8))
+        return list(range(math.ceil(self._first + 0.1), math.floor(self._last - 0.05) + 1, step))
+
+
+def _ends(x: _Axis, y: _Axis, rate: float, peak: float) -> tuple[float, float]:
+    """Return where a memory slope enters the picture and where it meets the compute roof."""
+    return max(x.low, y.low / rate), min(max(peak / rate, x.low), x.high)
+
+
+def _slope(x: _Axis, y: _Axis, name: str, rate: float, peak: float) -> Markup:
+    start, ridge = _ends(x, y, rate, peak)
+    corners = [(start, start * rate), (ridge, peak)]
+    if name == "memory":
+        corners.append((x.high, peak))
+    points = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in corners)
+    return element("polyline", class_="roof" if name == "memory" else "roof dashed", points=points)
+
+
+def _slope_label(x: _Axis, y: _Axis, labels: Labels, text: str, rate: float,
+                 peak: float) -> Markup:
+    """Write along the slope where no point lies, above it if possible; nothing without room."""
+    start, ridge = _ends(x, y, rate, peak)
+    run, rise = x.at(ridge) - x.at(start), y.at(ridge * rate) - y.at(start * rate)
+    angle = math.atan2(rise, run)
+    last = int(math.hypot(run, rise) - labels.width(text)) - 6
+    for aside in (-6, 15):
+        for along in range(8, last, 12):
+            cx = x.at(start) + along * math.cos(angle) - aside * math.sin(angle)
+            cy = y.at(start * rate) + along * math.sin(angle) + aside * math.cos(angle)
+            if labels.take_along(cx, cy, angle, text):
+                return element(
+                    "text", text, class_="halo",
+                    transform=f"translate({cx:.1f},{cy:.1f}) rotate({math.degrees(angle):.1f})")
+    return join()
 
 
 def _grid(x: _Axis, y: _Axis) -> Markup:
@@ -91,11 +130,21 @@ def _tick(n: int) -> str:
     return f"{10.0 ** n:g}"
 
 
-def _point(kind: CallKind, x: _Axis, y: _Axis, letters: Mapping[str, str], radius: int) -> Markup:
-    cx, cy = x.at(kind.intensity), y.at(kind.flops_per_s)
-    title = (f"{kind.label}: {kind.winner.kernel}, {format_rate(kind.flops_per_s, 'FLOP')}, "
-             f"{kind.intensity:.3g} FLOP per byte, {kind.roofline or 0:.0%} of the roofline")
-    return element(
-        "g", element("title", title), element("circle", cx=f"{cx:.1f}", cy=f"{cy:.1f}", r=radius),
-        element("text", letters.get(kind.op, ""), class_="letter", x=f"{cx:.1f}",
-                y=f"{cy + 3.5:.1f}"))
+def _point(kind: CallKind, cx: float, cy: float) -> Markup:
+    title = (f"{kind.label}: {kind.used.kernel}, {format_rate(kind.flops_per_s, 'FLOP')}, "
+             f"{kind.intensity:.3g} FLOP per byte, {kind.roofline or 0:.0%} of the roof")
+    return element("g", element("title", title),
+                   element("circle", cx=f"{cx:.1f}", cy=f"{cy:.1f}", r=RADIUS))
+
+
+def _number(text: str, cx: float, cy: float, labels: Labels) -> Markup:
+    """Write a number beside its point, with a line to it where it had to go farther away."""
+    spot = labels.near(cx, cy, text)
+    if spot is None:
+        return join()
+    lx, ly, distance = spot
+    parts = [element("text", text, class_="letter halo", x=f"{lx:.1f}", y=f"{ly + 4:.1f}")]
+    if distance > 2 * RADIUS + 8:
+        parts.insert(0, element("line", class_="leader", x1=f"{cx:.1f}", y1=f"{cy:.1f}",
+                                x2=f"{lx:.1f}", y2=f"{ly:.1f}"))
+    return join(*parts)

@@ -56,6 +56,7 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
 p { margin: .4rem 0; max-width: 46rem; }
 a { color: var(--accent); }
 code, .name, .sizes { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .85em; }
+.headline { font-size: 1.25rem; font-weight: 600; line-height: 1.35; margin: .75rem 0; }
 .muted, caption { color: var(--muted); font-size: .875rem; }
 .warn { color: var(--warn); }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin: .75rem 0; }
@@ -75,8 +76,16 @@ th, td { padding: .3rem .55rem; text-align: left; vertical-align: top; border-bo
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--card); font-weight: 600; vertical-align: bottom; }
 th.num, td.num { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.wide { min-width: 14rem; overflow-wrap: anywhere; }
-td.kernel { min-width: 8.5rem; overflow-wrap: anywhere; }
+td.wide { min-width: 7rem; overflow-wrap: anywhere; }
+td.op { overflow-wrap: anywhere; }
+td.kernel { min-width: 6rem; overflow-wrap: anywhere; }
+td.rank { color: var(--muted); text-align: right; padding-right: 0; }
+tr.sum td { font-weight: 600; }
+ol.next { padding-left: 1.5rem; }
+ol.next li { margin: .75rem 0; }
+pre { margin: 0; padding: .5rem .75rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: .375rem; white-space: pre-wrap; }
+pre code { user-select: all; }
 table.heat { width: auto; min-width: 100%; }
 table.heat th[scope=row] { position: sticky; left: 0; background: var(--page); font-weight: 400; min-width: 10rem;
   max-width: 48vw; border-right: 1px solid var(--line); overflow-wrap: anywhere; }
@@ -86,6 +95,7 @@ td.cell { text-align: center; white-space: nowrap; font-variant-numeric: tabular
 td.best { font-weight: 700; }
 td.none { text-align: center; color: var(--muted); }
 .fastest { display: block; font-size: .8125rem; font-weight: 600; }
+.fastest .name { font-size: .95em; }
 .sizes { display: block; color: var(--muted); font-size: .75rem; line-height: 1.35; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem; font-size: .8125rem; margin: .5rem 0; padding: 0;
   list-style: none; }
@@ -110,9 +120,23 @@ svg .roof { stroke: var(--text); stroke-width: 2; fill: none; }
 svg .tick { fill: var(--muted); }
 svg .halo { paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
 svg circle { fill: var(--bar); fill-opacity: .85; stroke: var(--page); stroke-width: 1; }
-svg .letter { fill: var(--page); font-size: 10px; font-weight: 700; text-anchor: middle; pointer-events: none; }
+svg .letter { font-size: 12px; font-weight: 700; text-anchor: middle; pointer-events: none; }
+svg .leader { stroke: var(--muted); stroke-width: 1; }
+svg .dashed { stroke-dasharray: 6 4; }
+svg .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 2 3; }
+svg .series { fill: none; stroke: var(--bar); stroke-width: 2.5; }
+svg .series.torch { stroke: var(--other); }
+svg circle.torch { fill: var(--other); }
+svg .end { font-weight: 600; }
 footer { margin: 3rem 0 1rem; color: var(--muted); font-size: .8125rem; }
+.opt { display: none; }
 @media (min-width: 48rem) {
+  span.opt { display: inline; }
+  td.opt, th.opt { display: table-cell; }
+  ul.opt { display: flex; }
+  .narrow { display: none; }
+  td.wide { min-width: 14rem; }
+  td.kernel { min-width: 8.5rem; }
   ol.bars li { grid-template-columns: 18rem minmax(6rem, 1fr) 7rem; align-items: center; }
   table.heat th[scope=row] { min-width: 16rem; }
   .track { grid-column: 2; grid-row: 1; }

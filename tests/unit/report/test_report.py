@@ -1,6 +1,4 @@
-"""`lz report`: the numbers on the page are those that were measured, and nothing on it can reach
-out or run.
-"""
+"""`lz report`: the numbers on the page are those that were measured; nothing on it can run."""
 
 from __future__ import annotations
 
@@ -9,137 +7,46 @@ import math
 import re
 import sys
 import tempfile
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from report_pages import (
+    BASELINES,
+    HOSTILE,
+    RATES,
+    ROWS,
+    THREE,
+    Reader,
+    flat,
+    measured,
+    overview,
+    us,
+    usages,
+)
 
-from layerzero.cli.commands.report import gather, report
+from layerzero.cli.commands.report import report
 from layerzero.operate import inspection
-from layerzero.perf.record import Measurement, PerfView, Rates
-from layerzero.report import roofline, style
-from layerzero.report.formats import format_ratio, format_time
+from layerzero.perf.record import Measurement, PerfView, kind_of
+from layerzero.plan.call_facts import facts_of
+from layerzero.report import gathering, style
 from layerzero.report.markup import Markup, element, join
 from layerzero.report.overview import (
     CallKind,
     Overview,
     RejectedKernel,
     RejectReason,
+    UnmeasuredKind,
+    Workload,
     group_by_kind,
-    read_regret,
-    summarize_gain,
 )
-from layerzero.report.page import render
+from layerzero.report.page import headline, render
+from layerzero.report.regret import read_regret
 from layerzero.spec.call import Call
 from layerzero.spec.errors import ConfigError, DataError
+from layerzero.spec.reason import Category
 from layerzero.tuning import regret
+from layerzero.tuning.workload import calls_for
 from layerzero.world import snapshot as worlds
-
-HOSTILE = ("x\"'><script>window.injected=1</script><img src=http://evil.example/a.png "
-           "onerror=alert(1)>")
-RATES = Rates(flops_per_us=100_000.0, bytes_per_us=10_000.0)
-
-
-def measured(kernel, us, op="linear", family="float32", rows=64, **more):
-    sizes = f"rows={rows} hidden=1024"
-    return Measurement(kernel, op, f"{family} {sizes}", "here-2t", us, family=family, **{
-        "spread": 0.03, "samples": 20, "sizes": sizes, "flops": 2e6, "bytes": 1e5, **more})
-
-
-ROWS = (measured("fast.one", 50.0), measured("torch.own", 100.0),
-        measured("slow.one", 225.0, samples=1, spread=0.0),
-        measured("torch.own", 40.0, rows=512), measured("fast.one", 40.4, rows=512, spread=0.6),
-        measured("torch.own", 10.0, family="float32 grad"))
-BASELINES = frozenset({"torch.own"})
-
-
-def overview(rows=ROWS, rates=RATES, **more):
-    return Overview("A machine", "here-2t", "2026-01-02 03:04", rates=rates, ops=9,
-                    kinds=group_by_kind(rows, rates, BASELINES), **more)
-
-
-class Reader(HTMLParser):
-    """The page as tags, attributes and text; complains about what is not closed."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.rows, self.texts = [], [], [], [], []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append(["", dict(attrs).get("class") or ""])
-        if tag not in ("meta", "link", "br", "wbr"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" in self.open:
-            return
-        self.texts.append(data)
-        if any(tag in ("td", "th") for tag in self.open):
-            self.rows[-1][-1][0] += data
-
-    @property
-    def text(self):
-        return "".join(self.texts)
-
-
-# the numbers
-
-def test_winner_tie_gain_and_roofline_of_a_kind():
-    grad, small, large = group_by_kind(reversed(ROWS), RATES,
-                                       BASELINES)[2], *group_by_kind(ROWS, RATES, BASELINES)[:2]
-    assert [c.kernel for c in small.candidates] == ["fast.one", "torch.own", "slow.one"]
-    assert (small.winner.kernel, small.tied, small.gain) == ("fast.one", (), 2.0)
-    # 2e6 FLOP at 1e5 a microsecond
-    assert small.roofline == pytest.approx(20.0 / 50.0)
-    assert small.ratio("slow.one") == 4.5 and small.ratio("nobody") is None
-    assert large.winner.kernel == "torch.own" and large.gain == 1.0
-    assert [c.kernel for c in large.tied] == ["fast.one"]              # 1 % slower: no difference
-    # the contract counts the way forward only
-    assert grad.roofline is None and grad.family == "float32 grad"
-
-
-def test_kinds_are_in_the_order_of_their_sizes_and_not_of_their_letters():
-    rows = [measured("k.k", 1.0, rows=n) for n in (1024, 8, 64)]
-    assert [k.sizes.split()[0] for k in group_by_kind(rows, None, frozenset())] == [
-        "rows=8", "rows=64", "rows=1024"]
-
-
-def test_the_summarize_gain_an_op_is_the_geometric_mean_of_what_could_be_compared():
-    rows = [measured("torch.own", 80.0, rows=1), measured("fast.one", 10.0, rows=1),
-            measured("fast.one", 1.0, rows=3),
-            measured("torch.own", 20.0, rows=2), measured("fast.one", 10.0, rows=2)]
-    gain = summarize_gain(group_by_kind(rows, None, BASELINES))
-    assert (gain.low, gain.high, gain.kinds) == (2.0, 8.0, 2)
-    assert gain.mean == pytest.approx(4.0)
-    assert summarize_gain(group_by_kind(rows[2:3], None, BASELINES)) is None
-
-
-def test_without_measured_rates_there_is_no_percentage():
-    page = Reader(render(overview(rates=None)))
-    assert all(kind.roofline is None for kind in group_by_kind(ROWS, None, BASELINES))
-    assert "The ceilings of this device are not measured" in page.text
-
-
-@pytest.mark.parametrize(("us", "text"), [(0.5, "0.5 µs"), (12.34, "12.3 µs"), (1234.0, "1.23 ms"),
-                                          (2.5e6, "2.5 s")])
-def test_times_are_written_in_a_unit_that_fits(us, text):
-    assert format_time(us).replace("\N{NO-BREAK SPACE}", " ") == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(1.0, "1.00x"), (12.34, "12.3x"), (1234.5, "1234x")])
-def test_ratios_are_written_with_as_many_digits_as_say_something(value, text):
-    assert format_ratio(value) == text
-
 
 # the page
 
@@ -153,7 +60,12 @@ def test_each_cell_of_the_heat_map_has_its_number_and_the_winner_its_star():
     assert [text for text, _ in small] == ["2.00", "★ 1.00", "4.50"]
     # a tie, noisy; never measured
     assert [text for text, _ in large] == ["★ 1.00", "= 1.01~", "-"]
-    assert [kind for _, kind in small] == ["cell h4", "cell h0 best", "cell h6"]
+    assert [kind for _, kind in small] == ["opt cell h4", "opt cell h0 best", "opt cell h6"]
+
+
+SECTIONS = ["What was gained", "Where the time goes", "Where it is lost", "Run this next",
+            "Over time", "Every kernel timed", "Roofline", "Regret", "Kernels that cannot run here",
+            "What the numbers mean"]
 
 
 def test_the_parts_of_the_page_are_there_and_every_tag_is_closed():
@@ -161,12 +73,12 @@ def test_the_parts_of_the_page_are_there_and_every_tag_is_closed():
         RejectReason("PLATFORM_MISMATCH", "runs on cuda, the tensors are on cpu", "use a GPU"),),
                                                            "a note"),),
         hidden=7)))
-    for text in ("A machine", "here-2t", "2026-01-02 03:04", "6measurements", "1 of 9operations",
-                 "No regret was given", "7 measurements of other",
+    for text in ("A machine", "here-2t", "2026-01-02 03:04", "6 measurements of 3 kinds",
+                 "1 of 9 operations", "No regret was given", "7 measurements of other",
                  "runs on cuda, the tensors are on cpu", "use a GPU", "a note",
                  "compute 100 GFLOP/s", "memory 10 GB/s"):
-        assert text in page.text, text
-    assert page.tags.count("h2") == 5
+        assert text in flat(page.text), text
+    assert [t for t in page.texts if t in SECTIONS][-10:] == SECTIONS  # once in the links before
     assert ("first look only" in page.text
             and f"spread 3%, trust {ROWS[0].trust:.2f}, 20 samples" in page.text)
     targets = {value for _, name, value in page.attributes if name == "id"}
@@ -176,16 +88,72 @@ def test_the_parts_of_the_page_are_there_and_every_tag_is_closed():
 
 def test_the_gain_per_operation_is_a_row_of_its_table():
     rows = [[cell[0] for cell in row] for row in Reader(render(overview())).rows]
-    assert ["linear", "1.26x", "1.00x", "2.00x", "3 of 3 kinds",
-            "torch.own (2), fast.one (1)"] in rows
+    times = [us(n) for n in (150, 100, 50)]
+    assert ["linear", *times, "1.50x", "1.00x", "2.00x", "3 of 3"] in rows
     alone = Reader(render(overview([measured("fast.one", 5.0)])))
-    assert ["linear", "-", "-", "-", "0 of 1 kind", "fast.one (1)"] in [[cell[0] for cell in row]
-                                                                        for row in alone.rows]
+    assert ["linear", "-", "-", "-", "-", "-", "-", "0 of 1"] in [[cell[0] for cell in row]
+                                                                 for row in alone.rows]
+
+
+def test_the_headline_says_the_gain_and_of_what():
+    assert headline(overview()) == (
+        "1.50x faster than torch",
+        f"{us(100)} instead of {us(150)} for each measured kind of call once")
+    untimed = group_by_kind(ROWS[:2], RATES, BASELINES, usages(rows64=(1, "x.x")))
+    assert headline(overview(kinds=untimed))[0] == "2.00x faster than torch"   # that of the fastest
+    workload = Workload("an app", "--calls a.jsonl")
+    rows = measured("torch.own", 5.0), measured("mine.one", 10.0)
+    kinds = group_by_kind(rows, RATES, BASELINES, usages(rows64=(3, "mine.one")))
+    assert headline(overview(kinds=kinds, workload=workload)) == (
+        "2.00x slower than torch", f"{us(30)} instead of {us(15)} for an app")
+    assert headline(overview(()))[0] == "Nothing is measured yet"
+    partly = headline(overview(THREE))[1]
+    assert partly.endswith("each measured kind of call once (2 of 3 kinds)")
+
+
+def test_the_time_goes_to_the_kinds_in_the_order_of_their_time():
+    kinds = group_by_kind(THREE, None, BASELINES, usages(
+        rows2=(30, "fast.one"), rows1=(1, ""), rows3=(2, "")))
+    page = Reader(render(overview(kinds=kinds, workload=Workload("an app", "--calls a.jsonl"))))
+    rows = [[flat(cell[0]) for cell in row] for row in page.rows if row[0][1] == "rank"]
+    assert [(row[0], row[2], *row[4:7]) for row in rows[:3]] == [
+        ("1", "30", "300 µs", "96%", "2.00x"), ("2", "1", "10 µs", "3%", "8.00x"),
+        ("3", "2", "2 µs", "0.6%", "-")]
+    assert "Weighted by the 33 calls of an app." in flat(page.text)
+
+
+def test_what_is_lost_is_listed_with_what_is_not_measured():
+    kinds = group_by_kind(ROWS, RATES, BASELINES, usages(rows64=(10, "torch.own")))
+    workload = Workload("an app", "--calls a.jsonl", (
+        UnmeasuredKind("attention float32 batch=1", 4, "torch.sdpa", 2000.0),),
+        (("odd", "why not"),))
+    page = Reader(render(overview(kinds=kinds, workload=workload)))
+    text = flat(page.text)
+    assert "To the choice of kernels: 500 µs" in text
+    assert "Unknown: 1 kind of call not measured" in text
+    assert "A call of odd cannot be decided: why not" in text
+    assert "To the distance from the roof: 800 µs" in text
+    rows = [[flat(cell[0]) for cell in row] for row in page.rows]
+    assert ["attention float32 batch=1", "4", "torch.sdpa", "2 ms"] in rows
+
+
+def test_kernels_of_other_hardware_are_folded():
+    other = RejectReason("PLATFORM_MISMATCH", "runs on cuda", hardware=True)
+    missing = RejectReason("NOT_INSTALLED", "needs package x", command="pip install x")
+    found = overview(rejected=(
+        RejectedKernel("gpu.only", "linear", (missing, other)),
+        RejectedKernel("cpu.one", "linear", (missing,))))
+    assert [k.kernel for k in found.other_hardware] == ["gpu.only"]
+    assert [(code, [k.kernel for k in group]) for code, group in found.rejected_by_code] == [
+        ("NOT_INSTALLED", ["cpu.one"])]
+    page = render(found)
+    assert re.search(r"<details>\s*<summary>1 kernel made for other hardware", page)
+    assert re.search(r'<details open="">\s*<summary><b>NOT_INSTALLED</b> 1 kernel<', page)
 
 
 def test_an_empty_page_says_what_to_do():
     page = Reader(render(overview(())))
-    assert page.text.count("Nothing is measured yet: run lz tune") == 3
+    assert page.text.count("Nothing is measured yet: run lz tune") == 5
     assert "svg" not in page.tags
 
 
@@ -278,53 +246,6 @@ def test_the_step_of_a_ratio(ratio, step):
     assert style.heat_step(ratio) == step
 
 
-# the roofline
-
-def _points(svg):
-    return [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"',
-                                                        svg)]
-
-
-def test_a_winner_at_the_roof_lies_on_the_line():
-    # 1e4 FLOP a byte: compute bound
-    at_peak = measured("k.k", 1000.0, rows=1, flops=1e8, bytes=1e4)
-    # 0.01 FLOP a byte: memory bound
-    at_band = measured("k.k", 100.0, rows=2, flops=1e4, bytes=1e6)
-    kinds = group_by_kind((at_peak, at_band), RATES, frozenset())
-    assert [kind.roofline for kind in kinds] == [1.0, 1.0]
-    svg = roofline.plot(kinds, RATES, {"linear": "A"})
-    line = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg)[1].split()]
-    (right, peak), (left, low) = _points(svg)
-    assert [peak, peak] == pytest.approx([line[1][1], line[2][1]], abs=0.2)
-    share = (left - line[0][0]) / (line[1][0] - line[0][0])
-    assert (0 <= share <= 1 and low == pytest.approx(line[0][1] + share * (line[1][1] - line[0][1]),
-                                                     abs=0.3))
-    assert right > line[1][0]
-
-
-@pytest.mark.parametrize(("flops", "moved", "us", "rates"), [
-    (1.0, 1.0, 1e-6, Rates(1e-3, 1e6)), (1e18, 1.0, 1e9, Rates(1e12, 1e-3)),
-    (1.0, 1e15, 1e12, RATES), (2e6, 1e5, 50.0, RATES)])
-def test_every_point_and_the_roof_are_inside_the_picture(flops, moved, us, rates):
-    kinds = group_by_kind([measured("k.k", us, flops=flops, bytes=moved)], rates, frozenset())
-    svg = roofline.plot(kinds, rates, {"linear": "A"})
-    corners = re.search(r'points="([^"]+)"', svg)[1].split()
-    for x, y in (*_points(svg), *(map(float, corner.split(",")) for corner in corners)):
-        assert roofline.LEFT - 0.1 <= x <= roofline.WIDTH - roofline.RIGHT + 0.1
-        assert roofline.TOP - 0.1 <= y <= roofline.HEIGHT - roofline.BOTTOM + 0.1
-    assert not re.search(r"\b(nan|inf)\b", svg)
-
-
-def test_the_plot_leaves_out_what_has_no_place_in_it_and_says_so():
-    rows = [*ROWS, measured("k.k", 5.0, op="embedding", flops=0.0)]
-    page = Reader(render(overview(rows)))
-    assert page.tags.count("circle") == 2
-    assert "Not shown: 2 kinds of call" in page.text
-    titles = [t for t in page.texts if "FLOP per byte," in t]
-    assert (len(titles) == 2
-            and "fast.one, 40 GFLOP/s, 20 FLOP per byte, 40% of the roofline" in titles[0])
-
-
 # regret
 
 def replayed(chosen, us, count=1):
@@ -350,7 +271,8 @@ def test_what_lz_regret_writes_is_shown():
     assert (read.median, read.p95) == (found.regret(0.5), found.regret(0.95))
     assert (read.flips, read.gain, read.lost) == (0, found.gain(), found.lost)
     page = Reader(render(overview(regret=read)))
-    cells = [[cell[0] for cell in row] for row in page.rows if row[0][0].startswith("linear ")]
+    cells = [[cell[0] for cell in row] for row in page.rows
+             if row[0][0] in ("linear torch.own", "linear fast.one")]
     us = "\N{NO-BREAK SPACE}µs"
     assert cells[0][:6] == ["linear torch.own", "100.0%", f"torch.own10.1{us}", f"fast.one5.05{us}",
                             "1.00x", "3"]
@@ -402,9 +324,9 @@ def known(world):
 def test_the_page_holds_what_was_measured_on_this_device(known, tmp_path, capsys):
     report(tmp_path / "page.html", None, "cpu")
     page = Reader((tmp_path / "page.html").read_text("utf-8"))
-    found = gather("cpu")
+    found = gathering.gather("cpu")
     assert isinstance(found.kinds[0], CallKind) and len(found.kinds) == 1
-    assert (found.kinds[0].winner.kernel, found.kinds[0].winner.us,
+    assert (found.kinds[0].fastest.kernel, found.kinds[0].fastest.us,
             found.hidden) == ("torch.rms_norm", 30.0, 1)
     assert [c.baseline for c in found.kinds[0].candidates] == [
         worlds.current().catalog.by_id[i].baseline
@@ -420,13 +342,14 @@ def test_every_kernel_that_cannot_run_here_is_on_the_page_with_its_reason(world,
     assert refused
     for row in refused:
         assert row.id in text and all(reason.message in text for reason in row.reasons)
-        assert all(reason.code.advice in text for reason in row.reasons)
+        if not any(reason.code.category is Category.HARDWARE for reason in row.reasons):
+            assert all(reason.code.advice in text for reason in row.reasons)
 
 
 def test_nothing_measured_is_said_and_is_no_error(world, tmp_path, capsys):
     worlds.publish(lambda w: w.replace(perf=PerfView()), "measured")
     report(tmp_path / "page.html", None, "cpu")
-    assert "run lz tune" in capsys.readouterr().out
+    assert "next: lz tune" in capsys.readouterr().out
     assert "Nothing is measured yet" in (tmp_path / "page.html").read_text("utf-8")
 
 
@@ -438,8 +361,37 @@ def test_a_page_that_cannot_be_written_is_one_message(world, tmp_path):
 
 
 def test_a_note_that_is_no_proper_text_does_not_stop_the_page(world, tmp_path, monkeypatch):
-    from layerzero.cli.commands import report as command
     rejected = RejectedKernel("a.b", "linear", (RejectReason("X", "half \ud800 pair"),))
-    monkeypatch.setattr(command, "_rejected_kernels", lambda device: [rejected])
+    monkeypatch.setattr(gathering, "_rejected_kernels", lambda device: [rejected])
     report(tmp_path / "page.html", None, "cpu")
     assert "half &#55296; pair" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_a_workload_weighs_what_was_measured_and_says_what_is_chosen(world, tmp_path, capsys):
+    """Two of its kinds are measured: the other ones are unknown and the page says so."""
+    calls = calls_for("smollm2-135m", dtype="float32", prompt=8, context=16)
+    chosen = [call for call in calls if call.op in ("rms_norm", "mlp")][:2]
+    place, rows = worlds.current().place("cpu"), []
+    for call in chosen:
+        op, facts = facts_of(call, worlds.current(), "cpu")
+        kind = kind_of(op, facts)
+        rows += [Measurement(name, op.name, kind.bucket, place, us, 0.01, 20, kind.family,
+                             kind.sizes_text, 1e6, 1e5, at=1.7e9)
+                 for name, us in ((f"torch.{op.name}", 60.0), (f"reference.{op.name}", 240.0))]
+    worlds.publish(lambda w: w.replace(perf=PerfView(rows, {place: RATES})), "measured")
+    found = gathering.gather("cpu", source=gathering.Source("a model", "--model m", calls))
+    assert {kind.op: kind.calls for kind in found.total.kinds} == {c.op: c.count for c in chosen}
+    assert found.total.us == sum(60.0 * call.count for call in chosen)
+    for kind in found.total.kinds:
+        assert kind.used.kernel == kind.usage.chosen == f"torch.{kind.op}"
+    assert len(found.workload.unmeasured) == len(calls) - 2
+    report(tmp_path / "page.html", None, "cpu", model="smollm2-135m", prompt=8, context=16)
+    assert "next: lz tune --model smollm2-135m --dtype" in capsys.readouterr().out
+
+
+def test_two_workloads_are_one_too_many(world, tmp_path):
+    (tmp_path / "calls.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="give one of --calls and --model"):
+        report(None, None, "cpu", tmp_path / "calls.jsonl", "smollm2-135m")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        report(None, None, "cpu", tmp_path / "none.jsonl")

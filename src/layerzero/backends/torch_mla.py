@@ -20,7 +20,7 @@ from ..ops.mla_paged_attention import OP as mla_paged_attention
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
-from .torch_paged import (
+from ._pages import (
     DECODE,
     HALF_OFF_CPU,
     ON_HOST,

@@ -121,8 +121,8 @@ def inputs(
                               "symmetric": symmetric}
     if given:
         other = torch.randn(x.shape, generator=gen).to(dtype)
-        quantized = reference(other, format, granularity, block_size, symmetric,
-                              block_rows=block_rows)  # type: ignore[arg-type]
+        quantized = reference(other, format, granularity,  # type: ignore[arg-type]
+                              block_size, symmetric, block_rows=block_rows)
         names = ["scales", *([] if symmetric else ["zeros"]),
                  *(["global_scale"] if format == "nvfp4" else [])]
         values.update({name: t.to(device) for name, t in zip(names, quantized[1:])})

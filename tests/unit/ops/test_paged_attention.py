@@ -16,7 +16,7 @@ from helpers import of, path_of
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.backends import torch_paged
+from layerzero.backends import _pages, torch_mla, torch_paged
 from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.verify.kernel.contract import call, case_values
@@ -32,7 +32,7 @@ def values(op: Any = PAGED, dtype: str = "float32", **case: Any) -> dict[str, An
 
 
 def kernel(name: str) -> lz.Kernel:
-    return next(k for k in torch_paged.KERNELS if k.id == name)
+    return next(k for k in (*torch_paged.KERNELS, *torch_mla.KERNELS) if k.id == name)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> None:
@@ -245,7 +245,7 @@ def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: lis
 
 def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", 1)
+    monkeypatch.setattr(_pages, "IN_PLACE_BYTES", 1)
     given = values(context=(40,), order="neighbours")
     lz.paged_attention(**given, backend="torch.paged_pieces")
     pages = given["key_cache"].shape[0]
@@ -318,7 +318,7 @@ def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         for wide in (torch.float32, torch.float16, torch.bfloat16):
-            torch.testing.assert_close(torch_paged._cast(every, wide), every.to(wide), rtol=0,
+            torch.testing.assert_close(_pages.cast_stored(every, wide), every.to(wide), rtol=0,
                                        atol=0, equal_nan=True)
 
 
@@ -338,9 +338,9 @@ def test_every_float8_is_looked_up_as_torch_converts_it() -> None:
 def test_pieces_of_any_size_join_to_the_whole(case: dict[str, Any], piece: int, in_place: int,
                                               order: str, layout: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_paged, "PIECE_BYTES", piece)
-    monkeypatch.setattr(torch_paged, "IN_PLACE_BYTES", in_place)
-    monkeypatch.setattr(torch_paged, "BLOCK", 8)
+    monkeypatch.setattr(_pages, "PIECE_BYTES", piece)
+    monkeypatch.setattr(_pages, "IN_PLACE_BYTES", in_place)
+    monkeypatch.setattr(_pages, "BLOCK", 8)
     given = values(**case, page_size=4, order=order, layout=layout, lse=True)
     wanted = PAGED.reference(**given)
     for got, want in zip(call(kernel("torch.paged_pieces"), given), wanted):
@@ -352,7 +352,7 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
     def no_copy(*args: Any) -> Any:
         raise AssertionError("pages were copied")
 
-    monkeypatch.setattr(torch_paged._PagedCache, "gather", no_copy)
+    monkeypatch.setattr(_pages.PagedCache, "gather", no_copy)
     for case in ({"context": (640,), "order": "neighbours"},
                  {"context": (128,), "page_size": 64, "layout": "HND"}):
         given = values(**case, hq=8, hkv=8, d=128)

@@ -8,12 +8,12 @@ import pytest
 from hub_repositories import UNIVERSAL, build, in_cache
 from typer.testing import CliRunner
 
-from layerzero.cli.commands.hub import app
+from layerzero.cli.app import app
 from layerzero.integrations.hub import HubError, NotAllowed
 
 
 def lz_hub(*words: object, ok: int | None = 0) -> str:
-    done = CliRunner().invoke(app, list(map(str, words)))
+    done = CliRunner().invoke(app, ["hub", *map(str, words)])
     if ok is None:
         assert done.exception is not None
         raise done.exception

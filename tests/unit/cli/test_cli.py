@@ -142,8 +142,8 @@ def test_a_kernel_that_cannot_serve_is_an_answer_of_explain_and_an_error_of_whic
     assert code == 1
     assert "lz.attention -> no kernel" in out
     code, out, err = run("which", *asked)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: no kernel can serve this call")
+    assert (code, out) == (1, "")
+    assert err.startswith("no kernel can serve this call")
 
 
 def test_explain_for_another_machine(run, tmp_path):

@@ -6,9 +6,6 @@ import os
 import platform
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ... import __version__
 from ...machine import hardware
@@ -34,20 +31,9 @@ UNTESTED = RejectReason("UNTESTED",
                         "ask for it by name with backend=, and compare it with the reference")
 
 
-def report(
-    out: Annotated[Path,
-                   typer.Option("--out", "-o", help="the page; replaced if it exists")] = Path(
-                       "report.html"),
-    regret: Annotated[Path | None,
-                      typer.Option("--regret",
-                                   help="a file of lz regret --json, to be shown too")] = None,
-    device: Annotated[str | None, typer.Option(
-        "--device",
-        help="cpu, cuda, ...; default: this machine's accelerator, else its CPU")] = None,
-) -> None:
-    """Write one HTML page: winners, gain over torch, roofline, regret, and the kernels that cannot
-    run here.
-    """
+def report(out: Path = Path("report.html"), regret: Path | None = None, device: str | None = None,
+           as_json: bool = False) -> int:
+    """Write the page; its options are declared in panels/measure.py."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first")
     overview = gather(device, read_regret(regret) if regret is not None else None)
@@ -57,11 +43,16 @@ def report(
     except OSError as e:
         raise ConfigError(
             f"--out {out}: cannot write the page: {e.strerror}; name another file") from e
+    if as_json:
+        show.as_json({"path": str(out), "measurements": overview.measurements,
+                      "kinds": len(overview.kinds), "device": overview.device})
+        return 0
     show.text(
         f"{out}: {overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
         f"{overview.device}")
     if not overview.kinds:
         show.text("nothing is measured yet: run lz tune, then lz report again")
+    return 0
 
 
 def gather(device: str | None = None, regret: RegretSummary | None = None) -> Overview:

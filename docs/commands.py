@@ -1,4 +1,4 @@
-"""The page of the commands, from their declarations: panels, options, an example each, exit codes."""
+"""The page of the commands, from their declarations: panels, options, examples, exit codes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from layerzero.cli.root import EXIT_CODES
 HEAD = """\
 # Commands
 
-`lz COMMAND -h` says the same. Every command takes `--json`, which prints one JSON object and nothing
-else on stdout; warnings and errors go to stderr. An operation, sizes, a dtype, a device and a model are
-given the same way everywhere: see [the `lz` command](../cli.md). `lz --install-completion` makes Tab
-complete commands, options, operations, models, dtypes and devices in bash, zsh, fish and PowerShell.
+`lz COMMAND -h` says the same. Every command takes `--json`, which prints one JSON object and
+nothing else on stdout; warnings and errors go to stderr. An operation, sizes, a dtype, a device and
+a model are given the same way everywhere: see [the `lz` command](../cli.md). `lz
+--install-completion` makes Tab complete commands, options, operations, models, dtypes and devices
+in bash, zsh, fish and PowerShell.
 
 ## Exit codes
 
@@ -28,7 +29,7 @@ def page() -> str:
     text = f"{HEAD}| exit code | meaning |\n|---|---|\n{rows}{TAIL}"
     root: Any = typer.main.get_command(app)
     panel = ""
-    for name, command in root.commands.items():
+    for command in root.commands.values():
         if command.rich_help_panel != panel and not hasattr(command, "commands"):
             panel = command.rich_help_panel
             inside = {n: c for n, c in root.commands.items() if c.rich_help_panel == panel}

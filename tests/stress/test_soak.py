@@ -150,8 +150,8 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     path = tmp_path / "soak.json"
     env = {**os.environ,
            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "rms_norm", "rope", "--minutes",
-                                "5", "--device", "cpu", "--no-forks",
+    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "rms_norm", "rope",
+                                "--minutes", "5", "--device", "cpu", "--no-forks",
                                 "--threads", "2", "--out", str(path)],
                                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

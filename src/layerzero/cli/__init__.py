@@ -25,8 +25,8 @@ def _main(argv: Sequence[str] | None) -> None:
     with warnings.catch_warnings():
         warnings.showwarning = _print_warning
         try:
-            from .app import app
-            app(args=argv, prog_name="lz")
+            from .app import command
+            command()(args=argv, prog_name="lz")
         except LayerZeroError as e:
             _stop(f"error: {e}")
         except ModuleNotFoundError as e:

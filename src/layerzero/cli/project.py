@@ -17,7 +17,7 @@ _HEAD = """\
 # The policy of this project: what you decide about the choice of kernels. Everything else is
 # decided by what each kernel can do and how fast it was measured here.
 #
-#   export LAYERZERO_POLICY={policy}    puts it in force; so does lz.load_config("{policy}")
+#   export LAYERZERO_POLICY={policy}    puts it in force, as lz.load_config does
 #   lz config                           shows what is in force, and where each value comes from
 #
 # Every line below shows the default; take the # away from what you change.

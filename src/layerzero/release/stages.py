@@ -79,7 +79,7 @@ class ModelChecked(Checked):
     def of(cls, cell: Cell) -> ModelChecked:
         name, _, text = str(cell).partition(": ")
         findings = (() if cell.passed
-                    else (Finding("models", name, text, "lz verify models layer says which layer"),))
+                    else (Finding("models", name, text, "lz verify models layer says where"),))
         return cls("models", f"{name}: as plain torch", 1, findings, seconds=cell.seconds,
                    cell=cell)
 

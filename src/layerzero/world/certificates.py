@@ -1,9 +1,9 @@
 """Certificates: files that prove that a kernel keeps its contract on this machine, and which of
 them are valid.
 
-Verification (`lz verify kernels`) writes a certificate for one build of the kernel, one device with its
-driver and torch, and one version of the contract. If one of these changes the certificate is void;
-nothing has to be deleted. Each file is sealed with a key that only this user can read (or that a
+Verification (`lz verify kernels`) writes a certificate for one build of the kernel, one device with
+its driver and torch, and one version of the contract. If one of these changes the certificate is
+void; nothing has to be deleted. Each file is sealed with a key that only this user can read (or that a
 fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
 """
 
@@ -124,7 +124,8 @@ def read(path: Path) -> Certificate:
     if key is None or not hmac.compare_digest(seal, _seal(data["certificate"], key).encode()):
         raise DataError(
             f"{path}: the seal does not fit: the file was changed after it was written, or comes "
-            "from another machine; run lz verify kernels here, or share the seal key (LAYERZERO_SEAL_KEY)")
+            "from another machine; run lz verify kernels here, or share the seal key "
+            "(LAYERZERO_SEAL_KEY)")
     return Certificate.from_json(data["certificate"])
 
 

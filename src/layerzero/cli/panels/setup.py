@@ -15,7 +15,7 @@ from .measure import PASS_ON, check_program
 
 PANEL = "Set up"
 
-hub = group("Kernels of the Kernel Hub: list, explain, load, lock, verify.")
+hub = group("Kernels of the Hub: list, explain, load, lock, verify.")
 app.add_typer(hub, name="hub", rich_help_panel=PANEL)
 
 Name = Annotated[str, typer.Argument(

@@ -3,8 +3,8 @@ them are valid.
 
 Verification (`lz verify kernels`) writes a certificate for one build of the kernel, one device with
 its driver and torch, and one version of the contract. If one of these changes the certificate is
-void; nothing has to be deleted. Each file is sealed with a key that only this user can read (or that a
-fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
+void; nothing has to be deleted. Each file is sealed with a key that only this user can read (or
+that a fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
 """
 
 from __future__ import annotations

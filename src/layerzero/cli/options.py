@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,8 +55,7 @@ def _float_dtypes(names: list[str] | None) -> list[str]:
 def _device(kind: str | None) -> str | None:
     if kind is not None and kind.partition(":")[0] not in DEVICE_TYPES:
         raise ConfigError(f"device kind must be one of {', '.join(DEVICE_TYPES)}, got {kind!r}; "
-                          "leave "
-                          "out --device for this machine's accelerator, else its CPU")
+                          "leave out --device for this machine's accelerator, else its CPU")
     return kind
 
 
@@ -65,12 +64,10 @@ def _model(name: str | None) -> str | None:
         return name
     if name.endswith(".gguf"):
         raise ConfigError(f"--model {name}: a GGUF file is run by lz generate and lz verify "
-                          "models; "
-                          f"for its calls: lz record -- lz generate Hello --model {name}, then "
-                          "--calls")
+                          "models; for its calls: lz record -- lz generate Hello --model "
+                          f"{name}, then --calls")
     raise ConfigError(f"--model: there is no model {name!r}{suggest(name, MODELS)}; the calls of "
-                      "any "
-                      "other: lz record -- python app.py, then --calls calls.jsonl")
+                      "any other: lz record -- python app.py, then --calls calls.jsonl")
 
 
 def complete(words: Sequence[str]) -> Callable[[str], list[str]]:
@@ -85,7 +82,7 @@ DeviceKind = Annotated[str | None, typer.Option(
 
 # One call, or where calls come from: an op, sizes, dtype and a model are given the same way
 # everywhere.
-_op = {"metavar": "OP", "autocompletion": complete(OPS)}
+_op: dict[str, Any] = {"metavar": "OP", "autocompletion": complete(OPS)}
 OpName = Annotated[str, typer.Argument(**_op, help="an operation, such as attention")]
 SomeOp = Annotated[str | None, typer.Argument(**_op, help=(
     "an operation: its contract's own cases, or the call of these shapes"))]
@@ -97,8 +94,7 @@ Shapes = Annotated[list[str] | None, typer.Argument(metavar="SHAPE", help=(
 Dtype = Annotated[str, typer.Option(
     "--dtype", callback=_dtype_or_auto, autocompletion=complete((AUTO, *DTYPES, *ALIASES)), help=(
         "of the tensors, or of the model: bfloat16, fp16, bf16, ...; one tensor's own: "
-        "mask=8x8:bool; "
-        "auto: bfloat16 where the device computes in it, else float32"))]
+        "mask=8x8:bool; auto: bfloat16 where the device computes in it, else float32"))]
 FloatDtypes = Annotated[list[str] | None, typer.Option(
     "--dtype", callback=_float_dtypes, autocompletion=complete((*FLOATS, "fp32", "bf16", "fp16")),
     help="float32, bfloat16, float16; may be repeated")]
@@ -141,8 +137,7 @@ class Source:
         and --model.
         """
         known = {"OP": self.op, "--calls": self.calls, "--model": self.model,
-                 "--program": self.program,
-                 "--table": self.table}
+                 "--program": self.program, "--table": self.table}
         given = [name for name, value in known.items() if value is not None]
         if len(given) > 1 or (needed and not given):
             options = ("OP", "--calls", "--model", *more)

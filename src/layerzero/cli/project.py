@@ -65,8 +65,7 @@ def check_absent(paths: Sequence[Path]) -> None:
     there = [str(path) for path in paths if path.exists()]
     if there:
         raise ConfigError(f"lz init: {', '.join(there)} {'is' if len(there) == 1 else 'are'} there "
-                          "already; "
-                          "--force replaces, or --dir names another project")
+                          "already; --force replaces, or --dir names another project")
 
 
 def policy_text() -> str:

@@ -17,8 +17,7 @@ EXIT_CODES = {
     0: "yes, or done",
     1: "the answer is no: broken, not equal, not ready, not good enough, or nothing can serve",
     2: "an error: a wrong argument, or work that could not be done; one message on stderr says "
-       "what was "
-       "wanted, what came and what to do",
+       "what was wanted, what came and what to do",
     3: "a fault of lz itself; the traceback on stderr belongs in a bug report",
     130: "interrupted (Ctrl-C); what was finished by then is kept",
 }

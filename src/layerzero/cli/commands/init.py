@@ -32,8 +32,7 @@ def init(folder: Path, command: Sequence[str], calls: Path | None, as_json: bool
         f"lz record -o {shlex.quote(str(folder / project.CALLS))} -- python app.py")
     if as_json:
         show.as_json({"written": [str(path) for path in written], "calls": len(workload),
-                      "ops": ops,
-                      "command_exit": code if command else None, "next": next_step})
+                      "ops": ops, "command_exit": code if command else None, "next": next_step})
     else:
         show.text("\n".join(f"wrote {path}" for path in written))
         if command and not workload:

@@ -25,8 +25,7 @@ CALL = "query=1x32x1x128 key=1x8x4096x128 value=1x8x4096x128"
 @declare(PANEL, f"lz explain attention {CALL} --dtype bf16",
          short="The whole decision for a call: every kernel, every reason.")
 def explain(op: o.OpName, words: o.OneCall = None, dtype: o.Dtype = "bfloat16",
-            device: o.DeviceKind = None,
-            backend: Backend = None, on: On = None,
+            device: o.DeviceKind = None, backend: Backend = None, on: On = None,
             code: Annotated[bool, typer.Option(
                 "--code", help="print the generated call path of the op")] = False,
             as_json: o.Json = False) -> None:
@@ -34,8 +33,8 @@ def explain(op: o.OpName, words: o.OneCall = None, dtype: o.Dtype = "bfloat16",
     nothing.
     """
     if not words and not code:
-        raise ConfigError(f"lz explain wants a call, such as {CALL}; "
-                          "or --code for the generated call path of the op")
+        raise ConfigError(f"lz explain wants a call, such as {CALL}; or --code for the generated "
+                          "call path of the op")
     _check_on(on)
     from ..commands import ask
     raise typer.Exit(ask.generated_code(op, as_json) if code else ask.explain(

@@ -72,8 +72,7 @@ def tune(
     rounds: Annotated[int | None, typer.Option(min=1, help=(
         "the most samples of one kernel in one kind of call"))] = None,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
-    prompt: o.Prompt = 512,
-    context: o.Context = 4096, as_json: o.Json = False,
+    prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
     """Time every kernel that may serve, keep the times, and choose by them from then on.
 
@@ -86,8 +85,7 @@ def tune(
         _check_mode(name)
     from ..commands.tune import tune as run
     raise typer.Exit(run(source, device=device, seconds=seconds, again=again, mode=mode or None,
-                         cold=cold,
-                         compiling=compiling, rounds=rounds, as_json=as_json))
+                         cold=cold, compiling=compiling, rounds=rounds, as_json=as_json))
 
 
 @declare(PANEL, "lz regret --calls calls.jsonl",
@@ -105,8 +103,7 @@ def regret(
     scale: Annotated[float, typer.Option(help=(
         "of --model: make it narrower, 0.125 for an eighth"))] = 1.0,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
-    prompt: o.Prompt = 512,
-    context: o.Context = 4096,
+    prompt: o.Prompt = 512, context: o.Context = 4096,
     everything: Annotated[bool, typer.Option(
         "--all", help="show every call, not the worst ones only")] = False,
     as_json: o.Json = False,

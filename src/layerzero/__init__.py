@@ -13,18 +13,16 @@ import sys
 from typing import Any
 
 from .ops import CATALOG as _OPS
-from .spec.errors import RegistrationError as _RegistrationError
-from .spec.kernel import Kernel
-from .spec.op import Op
 
 __version__ = "0.1.0"
 
 # The public names, once: __all__, dir(), lazy loading, __init__.pyi and docs/reference/api.md all
-# come from these two tables and the functions below. A name is loaded when first asked for, so
+# come from these two tables. A name is loaded when first asked for, so
 # that importing the library stays cheap.
 #
 # module -> names; "public=attribute" where they differ
 _HOMES = {
+    "_library": "clear_cache op register unregister",
     "integrations.bundle": "write_bundle",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",
@@ -60,44 +58,7 @@ def _load() -> Any:
     return importlib.import_module("layerzero._library")
 
 
-def op(name: str) -> Op:
-    """Return the declaration of an operation."""
-    if name in _OPS:
-        return _load().catalog.builtin_op(name)
-    from .operate.inspection import dispatcher_of
-    return dispatcher_of(name).op
-
-
-def register(item: Op | Kernel) -> Any:
-    """Add an operation (returns its public function, also lz.<name>) or a kernel of one."""
-    lib = _load()
-    if isinstance(item, Op):
-        lib.torch_library.check(item)
-    lib.worlds.register(item)
-    if isinstance(item, Op):
-        fn = lib.dispatcher.public_function(item)
-        try:
-            lib.torch_library.define(item)
-        except _RegistrationError:
-            lib.worlds.unregister(item.name)
-            raise
-        return fn
-    return item
-
-
-def unregister(name: str) -> None:
-    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by
-    name.
-    """
-    _load().worlds.unregister(name)
-
-
-def clear_cache() -> None:
-    """Drop every remembered choice."""
-    _load().worlds.forget()
-
-
-__all__ = sorted({*_PLACES, *_GROUPS, *_OPS, "clear_cache", "op", "register", "unregister"})
+__all__ = sorted({*_PLACES, *_GROUPS, *_OPS})
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,6 @@ from ..ops import CATALOG as OPS
 from ..selection.policy import suggest
 from ..spec.device import DEVICE_TYPES
 from ..spec.errors import ConfigError
-from ..tuning.models import MODELS
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
           "float8_e4m3fnuz",
@@ -60,7 +59,10 @@ def _device(kind: str | None) -> str | None:
 
 
 def _model(name: str | None) -> str | None:
-    if name is None or name in MODELS:
+    if name is None:
+        return name
+    from ..tuning.models import MODELS  # only where a model is named: help does not need it
+    if name in MODELS:
         return name
     if name.endswith(".gguf"):
         raise ConfigError(f"--model {name}: a GGUF file is run by lz generate and lz verify "
@@ -68,6 +70,11 @@ def _model(name: str | None) -> str | None:
                           f"{name}, then --calls")
     raise ConfigError(f"--model: there is no model {name!r}{suggest(name, MODELS)}; the calls of "
                       "any other: lz record -- python app.py, then --calls calls.jsonl")
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    from ..tuning.models import MODELS
+    return complete(tuple(MODELS))(incomplete)
 
 
 def complete(words: Sequence[str]) -> Callable[[str], list[str]]:
@@ -101,7 +108,7 @@ FloatDtypes = Annotated[list[str] | None, typer.Option(
 CallsFile = Annotated[Path | None, typer.Option(
     "--calls", help="a file of calls, as lz record writes it")]
 Model = Annotated[str | None, typer.Option(
-    "--model", callback=_model, autocompletion=complete(tuple(MODELS)),
+    "--model", callback=_model, autocompletion=_complete_model,
     help="the calls of a model that lz knows, such as llama-3-8b")]
 Program = Annotated[str | None, typer.Option("--program", help=(
     "module:function, which gives a model and its example arguments as one tuple"))]

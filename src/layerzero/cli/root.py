@@ -32,7 +32,7 @@ class PanelGroup(TyperGroup):
     code.
     """
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, Any]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
@@ -45,7 +45,7 @@ class PanelGroup(TyperGroup):
                                      command.get_short_help_str(formatter.width - width - 6))
                                     for name, command in commands])
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

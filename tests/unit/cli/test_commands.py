@@ -16,9 +16,10 @@ import typer
 from layerzero.cli import main
 from layerzero.cli.app import app
 from layerzero.cli.options import ALIASES, DTYPES, dtype_name
-from layerzero.cli.panels import prove
+from layerzero.cli.panels import measure, prove
 from layerzero.cli.project import CALLS, POLICY, policy_text, workflow_text
 from layerzero.cli.root import EXIT_CODES
+from layerzero.perf.record import MODES
 from layerzero.plan import lockfile, table
 from layerzero.release.stages import SOAK_SECONDS, STAGES
 from layerzero.selection.policy import SETTINGS
@@ -112,7 +113,7 @@ def test_what_the_help_says_of_others_is_true():
     texts = {f"{' '.join(p.values[0])} {param.name}": (param.default, param.help or "")
              for p in leaves() for param in p.values[1].params}
     assert tuple(STAGES) == prove.STAGES and tuple(SIZES) == prove.SIZES
-    assert tuple(FAMILIES) == prove.FAMILIES
+    assert tuple(FAMILIES) == prove.FAMILIES and measure.MODES == MODES
     assert texts["gate soak_minutes"][1] == f"default: {SOAK_SECONDS['usual'] / 60:g}"
     assert str(regret.MAX_MEDIAN) in texts["regret max_median"][1]
     assert str(regret.MAX_P95) in texts["regret max_p95"][1]

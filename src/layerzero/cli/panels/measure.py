@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ...perf.record import MODES
 from ...spec.errors import ConfigError
 from .. import options as o
 from ..root import app, declare, group
 
 PANEL = "Measure what is fastest here"
+MODES = ("eager", "captured", "compiled")
 # Arguments after the options belong to the recorded command.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -21,6 +21,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS)]
 
+import commands  # noqa: E402
 import stub  # noqa: E402
 
 from layerzero.backends import CATALOG as BACKENDS  # noqa: E402
@@ -284,8 +285,7 @@ def pages() -> dict[Path, str]:
     """Every generated file with the text it should have."""
     policy = DOCS / "policy.md"
     made = {"api": api, "reason-codes": reason_codes, "capabilities": capabilities, "ops": ops,
-            "settings": settings,
-            "events": events}
+            "settings": settings, "events": events, "commands": commands.page}
     found = {DOCS / "reference" / f"{name}.md": NOTE + make().rstrip() + "\n"
              for name, make in made.items()}
     text, blocks = BLOCK.subn(lambda m: m[1] + setting_rows() + m[2], policy.read_text("utf-8"))

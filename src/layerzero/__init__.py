@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
-from .dispatch import dispatcher as _dispatch
-from .dispatch import torch_library as _torch_face
 from .ops import CATALOG as _OPS
-from .spec.errors import RegistrationError as _RegistrationError
-from .spec.kernel import Kernel
-from .spec.op import Op
-from .world import catalog as _catalog
-from .world import snapshot as _world
 
 __version__ = "0.1.0"
 
 # The public names, once: __all__, dir(), lazy loading, __init__.pyi and docs/reference/api.md all
-# come from these two tables and the functions below. A name is loaded when first asked for, so
+# come from these two tables. A name is loaded when first asked for, so
 # that importing the library stays cheap.
 #
 # module -> names; "public=attribute" where they differ
 _HOMES = {
+    "_library": "clear_cache op register unregister",
     "integrations.bundle": "write_bundle",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",
@@ -59,56 +54,17 @@ _PLACES = {public: (module, attribute or public) for module, names in _HOMES.ite
            for public, _, attribute in (name.partition("=") for name in names.split())}
 
 
-def op(name: str) -> Op:
-    """Return the declaration of an operation."""
-    if name in _OPS:
-        return _catalog.builtin_op(name)
-    from .operate.inspection import dispatcher_of
-    return dispatcher_of(name).op
+def _load() -> Any:
+    return importlib.import_module("layerzero._library")
 
 
-def register(item: Op | Kernel) -> Any:
-    """Add an operation (returns its public function, also lz.<name>) or a kernel of one."""
-    if isinstance(item, Op):
-        _torch_face.check(item)
-    _world.register(item)
-    if isinstance(item, Op):
-        fn = _dispatch.public_function(item)
-        try:
-            _torch_face.define(item)
-        except _RegistrationError:
-            _world.unregister(item.name)
-            raise
-        return fn
-    return item
-
-
-def unregister(name: str) -> None:
-    """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by
-    name.
-    """
-    _world.unregister(name)
-
-
-def clear_cache() -> None:
-    """Drop every remembered choice."""
-    _world.forget()
-
-
-__all__ = sorted({*_PLACES, *_GROUPS, *_OPS, "clear_cache", "op", "register", "unregister"})
+__all__ = sorted({*_PLACES, *_GROUPS, *_OPS})
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_world.current().catalog.ops, "__all__", "__doc__", "__file__",
+    return sorted({*__all__, *_load().worlds.current().catalog.ops, "__all__", "__doc__",
+                   "__file__",
                    "__version__"})
-
-
-def _builtin(name: str) -> Any:
-    """Return the public function of one of our own operations."""
-    declared = _catalog.builtin_op(name)
-    function = globals()[name] = _dispatch.public_function(declared)
-    _torch_face.define(declared)
-    return function
 
 
 def _public(name: str) -> Any:
@@ -123,15 +79,19 @@ def __getattr__(name: str) -> Any:
     if name in _GROUPS:
         return importlib.import_module(f"layerzero.{name}")
     if name in _OPS:
-        return _builtin(name)
-    if not name.startswith("_") and name in _world.current().catalog.ops:
-        added = _world.current().catalog.ops[name]
-        function = _dispatch.public_function(added)
-        _torch_face.define(added)
-        return function
+        return _load().builtin(name)
+    if not name.startswith("_") and name in (ops := _load().worlds.current().catalog.ops):
+        return _load().public_function(ops[name])
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 
 
-_torch_face.install(_OPS, _builtin)
-if os.environ.get("LAYERZERO_RECORD", "").strip():
-    importlib.import_module("layerzero.operate.recording").from_environment()
+def _is_command() -> bool:
+    """Is this process `lz` or `python -m layerzero`? Then torch is loaded when a command runs."""
+    program, words = (sys.argv or [""])[0], sys.orig_argv
+    if program == "-m":                        # while Python looks for the module to run
+        return "-m" in words and words[words.index("-m") + 1:][:1] == ["layerzero"]
+    return program in words and os.path.splitext(os.path.basename(program))[0] == "lz"
+
+
+if not _is_command():
+    _load()

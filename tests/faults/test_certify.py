@@ -8,7 +8,7 @@ import pytest
 from helpers import Fake, happened, register, world
 
 import layerzero as lz
-from layerzero.cli.commands.verify_levels import level_one, match_kernels
+from layerzero.cli.commands.verify_levels import match_kernels, verify_kernels
 from layerzero.machine import hardware
 from layerzero.verify.kernel.certify import certify, certify_all
 from layerzero.world import certificates
@@ -93,7 +93,7 @@ def test_the_command_certifies_and_selection_sees_it(capsys):
     lz.configure(require_certificates=True)
     x = lz.op("rms_norm").inputs()["x"]
     assert lz.which("rms_norm", x) == "reference.rms_norm"
-    assert level_one(backend="fake") == 1
+    assert verify_kernels(backend="fake") == 1
     out = capsys.readouterr().out
     assert "ok  1/2 fake.good" in out and "1 passed, 1 failed" in out
     for word in ("likely class:", "what to do:", "worst at", "float32"):
@@ -102,7 +102,7 @@ def test_the_command_certifies_and_selection_sees_it(capsys):
 
 
 def test_the_command_as_json(capsys):
-    assert level_one(kernel="torch.alib?", op="alibi", as_json=True) in (0, 1)
+    assert verify_kernels(kernel="torch.alib?", op="alibi", as_json=True) in (0, 1)
     told = json.loads(capsys.readouterr().out)
     assert told["level"] == 1 and [k["kernel"] for k in told["kernels"]] == ["torch.alibi"]
     assert told["kernels"][0]["cases"] > 50
@@ -119,4 +119,4 @@ def test_a_name_that_fits_nothing_is_an_error(asked, word):
 
 def test_an_unknown_lane_is_an_error():
     with pytest.raises(lz.errors.ConfigError, match="quick, full, stress"):
-        level_one("fast")
+        verify_kernels("fast")

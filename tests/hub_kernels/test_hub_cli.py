@@ -8,12 +8,13 @@ import pytest
 from hub_repositories import UNIVERSAL, build, in_cache
 from typer.testing import CliRunner
 
-from layerzero.cli.commands.hub import app
-from layerzero.integrations.hub import HubError, NotAllowed
+from layerzero.cli.app import app
+from layerzero.integrations.hub import NotAllowed
+from layerzero.spec.errors import ConfigError
 
 
 def lz_hub(*words: object, ok: int | None = 0) -> str:
-    done = CliRunner().invoke(app, list(map(str, words)))
+    done = CliRunner().invoke(app, ["hub", *map(str, words)])
     if ok is None:
         assert done.exception is not None
         raise done.exception
@@ -51,5 +52,5 @@ def test_a_folder(tmp_path):
     with pytest.raises(NotAllowed):
         lz_hub("load", "me/norm", *folder, ok=None)
     assert "rms_norm" in lz_hub("load", "me/norm@1", *folder, "--allow", "me/*")
-    with pytest.raises(HubError, match="wanted NAME=PATH"):
+    with pytest.raises(ConfigError, match="wanted NAME=PATH"):
         lz_hub("explain", "me/norm", "--folder", "x", ok=None)

@@ -17,7 +17,7 @@ typer = pytest.importorskip("typer", reason="needs typer: pip install 'layerzero
 
 from typer.testing import CliRunner  # noqa: E402
 
-from layerzero.cli.commands.generate import generate  # noqa: E402
+from layerzero.cli.app import app  # noqa: E402
 from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
 from layerzero.integrations.gguf_model import (  # noqa: E402
     TextGeneration,
@@ -198,9 +198,7 @@ def test_a_file_that_is_no_model(tmp_path):
 
 
 def said(*words):
-    app = typer.Typer()
-    app.command()(generate)
-    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    done = CliRunner().invoke(app, ["generate", *words, "--device", "cpu"], catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
 

@@ -129,8 +129,7 @@ def test_a_disturbance_that_raises_is_a_failure(monkeypatch):
 
 def test_a_soak_goes_on_in_parts(tmp_path, capsys):
     path = tmp_path / "soak.json"
-    words = ["soak", "--device", "cpu", "--threads", "2", "--no-forks", "--op", "rms_norm", "--op",
-             "rope"]
+    words = ["soak", "rms_norm", "rope", "--device", "cpu", "--threads", "2", "--no-forks"]
     for minutes, parts in ((0.04, 1), (0.04, 2)):
         with pytest.raises(SystemExit) as stop:
             main([*words, "--minutes", str(minutes), *(["--out"] if parts == 1 else ["--resume"]),
@@ -151,8 +150,8 @@ def test_an_interrupted_soak_leaves_its_report(tmp_path, ending):
     path = tmp_path / "soak.json"
     env = {**os.environ,
            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "--minutes", "5",
-                                "--device", "cpu", "--op", "rms_norm", "--op", "rope", "--no-forks",
+    running = subprocess.Popen([sys.executable, "-m", "layerzero", "soak", "rms_norm", "rope",
+                                "--minutes", "5", "--device", "cpu", "--no-forks",
                                 "--threads", "2", "--out", str(path)],
                                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

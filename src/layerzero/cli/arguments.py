@@ -13,6 +13,7 @@ import torch
 from ..selection.policy import suggest
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Param
+from .options import ALIASES
 
 _SHAPE = re.compile(r"(?P<sizes>\d+(?:[x,]\d+)*|)(?::(?P<dtype>[a-z0-9_]+))?")
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -42,7 +43,8 @@ def parse_call(op: Op, words: Iterable[str], dtype: str) -> dict[str, Any]:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    """Return a dtype by torch's name or a short one, such as fp16."""
+    dtype = getattr(torch, ALIASES.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
         known = sorted({str(d).removeprefix("torch.") for d in vars(torch).values()
                         if isinstance(d, torch.dtype)})

@@ -131,7 +131,9 @@ def choices_for(calls: Iterable[Call], device: str | None = None) -> DryRun:
             op, facts = facts_of(call, worlds.current(), kind)
         except InvalidCall as e:
             raise DataError(f"call {i} ({call.name or call.op}) cannot be decided: {e}") from e
-        rows.append(_planned(op, call, facts, None, call.name or describe_call(op, facts)))
+        text = describe_call(op, facts) if call.case is not None else shapes(
+            worlds.current().catalog.ops[call.op], call.arguments)
+        rows.append(_planned(op, call, facts, None, text))
     return DryRun(tuple(rows))
 
 
@@ -180,6 +182,8 @@ def shapes(op: Op, values: Mapping[str, Any]) -> str:
         if isinstance(value, Tensor):
             shape = "x".join(str(tracing.hint(n)) for n in value.shape)
             parts.append(f"{p.name}={shape}:{reading.dtype_name(value.dtype)}")
+        elif isinstance(value, TensorSpec):
+            parts.append(f"{p.name}={'x'.join(map(str, value.shape))}:{value.dtype}")
         elif p.kind != "generator" and not p.required and value != p.default:
             parts.append(f"{p.name}={value}")
     return " ".join(parts)

@@ -194,7 +194,7 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
     standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],
                                      world.device(kind))
     findings = [
-        ReadinessFinding(WARNING, f"{kernel}: {why}", "run lz verify for it")
+        ReadinessFinding(WARNING, f"{kernel}: {why}", "run lz verify kernels for it")
         for kernel, reason in standing.items()
         if (why := getattr(reason, "message", ""))
     ]
@@ -204,7 +204,7 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
                         ReadinessFinding(FAIL,
                                          "no kernel here is proven: only the reference formulas "
                                          "serve",
-                                   "run lz verify"))
+                                   "run lz verify kernels"))
     return ReadinessCheck.of("certificates", want, findings,
                              f"{len(proven)} kernels, each with its certificate")
 

@@ -79,7 +79,7 @@ class ModelChecked(Checked):
     def of(cls, cell: Cell) -> ModelChecked:
         name, _, text = str(cell).partition(": ")
         findings = (() if cell.passed
-                    else (Finding("models", name, text, "lz verify --level 2 says which layer"),))
+                    else (Finding("models", name, text, "lz verify models layer says where"),))
         return cls("models", f"{name}: as plain torch", 1, findings, seconds=cell.seconds,
                    cell=cell)
 
@@ -109,7 +109,7 @@ def _correctness(options: GateOptions) -> Iterator[Checked]:
             says = (verdict.diagnosis.says if verdict.diagnosis is not None
                     else str(verdict.failures[0]))
             findings.append(Finding("contract", verdict.kernel, says,
-                                    f"lz verify --level 1 --kernel {verdict.kernel}"))
+                                    f"lz verify kernels --kernel {verdict.kernel}"))
     publish()
     yield Checked("contract",
                   f"every kernel keeps its contract: {len(proven)} by a certificate that holds, "
@@ -138,7 +138,7 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
             ran += result.status != "skipped"
             if result.status == "failed":
                 findings.append(Finding("contract", kernel.id, result.detail or str(result),
-                                        f"lz verify --level 1 --kernel {kernel.id}"))
+                                        f"lz verify kernels --kernel {kernel.id}"))
                 break
     note = f"{ran} cases only, and none of {compiling} kernels that compile; without --quick all"
     return Checked("contract", "every kernel keeps its contract", len(kernels), tuple(findings),

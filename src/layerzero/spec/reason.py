@@ -190,13 +190,13 @@ class Code(str, Enum):
         "set strict_mode: false, or allow_adaptation: true for casts")
     UNCERTIFIED = ("UNCERTIFIED", Category.POLICY,
                    "has no certificate for this machine; policy demands one",
-                   "run lz verify for it")
+                   "run lz verify kernels for it")
     CERTIFICATE_VOID = (
         "CERTIFICATE_VOID", Category.POLICY, "its certificate was for {want}, now it is {got}",
-        "run lz verify for it")
+        "run lz verify kernels for it")
     CERTIFICATE_REFUSED = (
         "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}",
-        "run lz verify for it")
+        "run lz verify kernels for it")
     LZ_DISABLED = ("LZ_DISABLED", Category.POLICY,
                    "LayerZero is disabled here; only torch's default runs")
     # health
@@ -208,7 +208,7 @@ class Code(str, Enum):
     KERNEL_TIMEOUT = ("KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}")
     WRONG_RESULT = (
         "WRONG_RESULT", Category.HEALTH, "returned {got}, the operation gives {want}",
-        "correct the kernel; lz verify shows every case it gets wrong")
+        "correct the kernel; lz verify kernels shows every case it gets wrong")
     INPUT_CHANGED = (
         "INPUT_CHANGED", Category.HEALTH, "changed {got} and then failed: {want}",
         "restore the inputs and call again: the kernel is not asked again for such calls")

@@ -32,6 +32,7 @@ from ..world import snapshot as worlds
 from ..world.incidents import blame, mark_unloadable
 from ..world.measurements import tighten_spread
 from ..world.snapshot import World
+from .functions import BACKENDS, Functions, torch_functions
 from .harness import SURE, Contestant, Race, Timings, Watch
 from .report import TimedKernel, Tuned
 
@@ -84,6 +85,8 @@ class Contest:
         self.compile_us: dict[str, float] = {}
         self.failed: dict[str, Reason] = {}
         self.no_time_for: list[str] = []       # kernels, because of the deadline
+        self.torch_calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self.same_as: dict[str, str] = {}      # kernel -> one that runs the same torch functions
 
     def enter(self) -> None:
         """Load and compile each kernel, in the order of the plan, and drop those that are far
@@ -114,6 +117,8 @@ class Contest:
             except (RuntimeError, MemoryError) as e:           # no memory for the copies
                 self.failed[kernel.id] = faults.reason_of(e, faults.classify(e))
                 continue
+            if kernel.backend in BACKENDS and not kernel.jit:
+                self.torch_calls[kernel.id] = run, inputs
             if self.mode == COMPILED:
                 run, inputs = compile_call(self.dispatcher, kernel.id), self.values
             took = race.enter(kernel.id, as_contestant(run, inputs, self.call.grad))
@@ -151,6 +156,7 @@ class Contest:
         end = min(time.perf_counter() + CALL_SECONDS, race.deadline)
         for name in far_behind(race.timings, race.running):
             race.drop(name)
+        self._find_same()
         race.run(min(MIN_ROUNDS, rounds) - FIRST_ROUNDS)
         done = MIN_ROUNDS
         while done < rounds and time.perf_counter() < end and not is_settled(
@@ -158,6 +164,24 @@ class Contest:
             race.run(min(MORE_ROUNDS, rounds - done))
             done += MORE_ROUNDS
         self._note_failures()
+
+    def _find_same(self) -> None:
+        """Find the kernels that run the same torch functions as another: torch's default, if that
+        does, else the one that selection prefers.
+        """
+        by_id, first = self.world.catalog.by_id, dict[Functions, str]()
+        names = sorted((name for name in self.torch_calls if name in self.race.running),
+                       key=lambda name: not by_id[name].baseline)
+        for name in names if len(names) > 1 else ():
+            if time.perf_counter() >= self.race.deadline:
+                break
+            try:
+                functions = torch_functions(*self.torch_calls[name])
+            except faults.FAULTS:              # the rounds will say so too
+                continue
+            if first.setdefault(functions, name) != name:
+                self.same_as[name] = first[functions]
+        self.torch_calls.clear()
 
     def _note_failures(self) -> None:
         for name, error in self.race.failed.items():
@@ -172,11 +196,18 @@ class Contest:
             if kind == "memory" and self.facts["device"] == "cuda":
                 torch.cuda.empty_cache()
 
+    @property
+    def timings(self) -> Timings:
+        """The times; kernels that run the same torch functions share those of one of them."""
+        rounds = self.race.timings.rounds
+        return Timings({name: rounds.get(self.same_as.get(name, name), own)
+                        for name, own in rounds.items()})
+
     def costs(self) -> Timings:
         """Return the costs that selection counts: with transforms of inputs and the user's boosts.
         """
         return Timings({name: [self._cost(name, us) for us in rounds]
-                        for name, rounds in self.race.timings.rounds.items()})
+                        for name, rounds in self.timings.rounds.items()})
 
     def _cost(self, name: str, us: float) -> float:
         score = self.scores[name]
@@ -202,7 +233,7 @@ class Contest:
         # the contract counts the forward pass only
         if self.call.grad or not (flops or nbytes):
             roof = None
-        timed = {name: TimedKernel(name, self.race.timings.summary(name), costs.median(name),
+        timed = {name: TimedKernel(name, self.timings.summary(name), costs.median(name),
                                    self.compile_us[name],
                              name not in self.race.running) for name in ranked}
         return Tuned(
@@ -220,7 +251,7 @@ class Contest:
         op, kind, place = self.op, kind_of(self.op,
                                            self.facts), self.world.place(self.facts["device"])
         flops, nbytes = (float(parse(text)(self.facts)) for text in (op.flops, op.bytes))
-        summaries = ((name, self.race.timings.summary(name)) for name in names)
+        summaries = ((name, self.timings.summary(name)) for name in names)
         return tuple(Measurement(
             name, op.name, kind.bucket, place, s.median, s.spread, s.samples, kind.family,
             kind.sizes_text, flops, nbytes, s.p95, s.p99, self.compile_us[name],

@@ -1,10 +1,10 @@
 """Certificates: files that prove that a kernel keeps its contract on this machine, and which of
 them are valid.
 
-Verification (`lz verify`) writes a certificate for one build of the kernel, one device with its
-driver and torch, and one version of the contract. If one of these changes the certificate is void;
-nothing has to be deleted. Each file is sealed with a key that only this user can read (or that a
-fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
+Verification (`lz verify kernels`) writes a certificate for one build of the kernel, one device with
+its driver and torch, and one version of the contract. If one of these changes the certificate is
+void; nothing has to be deleted. Each file is sealed with a key that only this user can read (or
+that a fleet shares, LAYERZERO_SEAL_KEY): an edited one is refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write(certificate: Certificate, device: Device) -> Path:
 
 def read(path: Path) -> Certificate:
     """Reads a certificate; DataError if it is none, or was changed after it was sealed."""
-    data = read_json(path, "a certificate as lz verify writes it", nan=True)
+    data = read_json(path, "a certificate as lz verify kernels writes it", nan=True)
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
     # compare_digest takes only ASCII text
@@ -124,7 +124,8 @@ def read(path: Path) -> Certificate:
     if key is None or not hmac.compare_digest(seal, _seal(data["certificate"], key).encode()):
         raise DataError(
             f"{path}: the seal does not fit: the file was changed after it was written, or comes "
-            "from another machine; run lz verify here, or share the seal key (LAYERZERO_SEAL_KEY)")
+            "from another machine; run lz verify kernels here, or share the seal key "
+            "(LAYERZERO_SEAL_KEY)")
     return Certificate.from_json(data["certificate"])
 
 

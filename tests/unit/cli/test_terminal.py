@@ -164,7 +164,7 @@ def test_a_kernel_with_a_hostile_note_is_listed(world):
 
 def test_a_file_with_a_hostile_name_is_reported(tmp_path):
     (tmp_path / "\x1b]0;owned\x07.json").write_text("{")
-    code, text = command("verify", "--all", str(tmp_path))
+    code, text = command("verify", "definitions", "--dir", str(tmp_path))
     assert code == 2 and "owned" in text and "\x1b]0" not in text and "\a" not in text
 
 

@@ -285,19 +285,19 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     assert code == 0 and json.loads(out)["rows"][0]["sizes"]["rows"] == [3, 3]
     code, out, _ = run("dry-run", "--calls", "calls.jsonl", "--device", "cpu")
     assert code == 0 and out.count("rms_norm") >= 2
-    assert run("solve", "--op", "rms_norm", "--device", "cpu", "--dtype", "float32")[0] == 0
+    assert run("solve", "rms_norm", "--device", "cpu", "--dtype", "float32")[0] == 0
     assert len(Table.load("dispatch_table.json").rows) > 5
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (("solve",), "give one of --calls, --model, --op and --program, got none"),
-    (("solve", "--calls", "a", "--op", "rms_norm"), "got a and rms_norm"),
+    (("solve",), "lz solve takes one of OP, --calls, --model, --program, got none"),
+    (("solve", "rms_norm", "--calls", "a"), "got OP and --calls"),
     (("solve", "--calls", "absent.jsonl"), "there is no such file"),
-    (("solve", "--op", "rms_nrm"), "did you mean 'rms_norm'"),
+    (("solve", "rms_nrm"), "did you mean 'rms_norm'"),
     (("dry-run", "--program", "nowhere"), "module:function"),
     (("dry-run", "--program", "nowhere_at_all:f"), "No module named"),
     (("dry-run", "--program", "os:getcwd"), r"must give \(model, \*arguments\)"),
-    (("lock", "--check", "--file", "absent.lock"), "cannot read"),
+    (("lock", "--check", "--file", "absent.lock"), "there is no such file"),
     (("diff", "absent.json", "absent.json"), "cannot read"),
 ])
 def test_a_wrong_question_is_one_message(run, words, told):

@@ -265,13 +265,13 @@ def test_the_command_knows_models_and_operations(run):
     code, out, _ = run("--model", "gpt2", "--scale", "0.1", "--prompt", "8", "--context", "16",
                        "--dtype", "float32", "--json", "--max-median", "1e9", "--max-p95", "1e9")
     assert code == 0 and json.loads(out)["calls"] > 8
-    code, out, _ = run("--op", "rms_norm", "--dtype", "float32", "--json", "--max-median", "1e9",
+    code, out, _ = run("rms_norm", "--dtype", "float32", "--json", "--max-median", "1e9",
                        "--max-p95", "1e9")
     assert code == 0 and json.loads(out)["calls"] > 8
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (("--model", "gpt2", "--standard"), "give one of"), (("--calls", "nowhere.jsonl"), "lz record"),
+    (("rms_norm", "--model", "gpt2"), "takes one of"), (("--calls", "nowhere.jsonl"), "lz record"),
     (("--model", "gpt-2"), "did you mean 'gpt2'"),
 ])
 def test_a_wrong_question_is_one_message(run, words, said):

@@ -30,6 +30,7 @@ from layerzero.tuning.contest import (
     far_behind,
     is_settled,
 )
+from layerzero.tuning.functions import torch_functions
 from layerzero.tuning.harness import GRAPH_MARGIN, MARGIN, Timings
 from layerzero.tuning.rates import Reading
 from layerzero.tuning.tuner import survey, tune
@@ -105,6 +106,31 @@ def test_the_measured_best_is_chosen_from_then_on(script):
     plan = explained()
     assert plan.kernel == "fake.humble" and {s.score.source for s in plan.steps} == {"measured"}
     assert [k.kernel for k in found.kernels] == ["fake.humble", "fake.praised"]
+
+
+def test_of_two_that_run_the_same_torch_functions_the_default_stays(script):
+    serve(script.fake("torch.usual", 20.0, baseline=True, prior=1.0),
+          script.fake("torch.entry", 10.0, prior=50.0))
+    found = tune([norm()]).tuned[0]
+    assert (found.best, found.chosen, found.tied) == ("torch.usual", "torch.usual",
+                                                      ("torch.entry",))
+    assert {k.kernel: k.summary.median for k in found.kernels} == {"torch.usual": 20.0,
+                                                                   "torch.entry": 20.0}
+    assert explained().kernel == "torch.usual"
+
+
+def test_a_kernel_whose_work_torch_does_not_see_is_not_called_the_same(script):
+    serve(script.fake("torch.usual", 20.0, baseline=True), script.fake("fake.native", 10.0))
+    assert tune([norm()]).tuned[0].chosen == "fake.native"
+
+
+def test_the_entry_below_sdpa_runs_what_sdpa_runs():
+    q = torch.randn(1, 4, 8, 16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    entry = torch._scaled_dot_product_flash_attention_for_cpu
+    assert torch_functions(sdpa, (q, q, q)) == torch_functions(entry, (q, q, q))
+    assert torch_functions(sdpa, (q, q, q)) != torch_functions(torch.softmax, (q, -1))
+    assert torch_functions(sdpa, (q, q, q)) != torch_functions(sdpa, (q, q[:, :, :4], q[:, :, :4]))
 
 
 def test_real_times_decide_the_same_way(world):

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from helpers import RMS_NORM, Fake, register
 
 import layerzero as lz
-from layerzero.cli.commands.verify import command
+from layerzero.cli import main
 from layerzero.spec.errors import DataError, RegistrationError
 from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
 from layerzero.verify.trace import constraints, exports, solutions, traces
@@ -117,10 +116,10 @@ def test_every_mistake_is_told_at_once_and_the_file_too(tmp_path):
 
 
 def test_a_folder_is_searched_by_name_and_type_and_says_what_it_lacks(tmp_path):
-    assert [d.name for d in find_definitions(FOLDER, name="nucleus_v300")] == ["nucleus_v300"]
+    assert [d.name for d in find_definitions(FOLDER, "nucleus_v300")] == ["nucleus_v300"]
     assert {d.op_type for d in find_definitions(FOLDER, op_type="moe")} == {"moe"}
     with pytest.raises(DataError, match=r"did you mean 'nucleus_v300'"):
-        find_definitions(FOLDER, name="nucleus_v30")
+        find_definitions(FOLDER, "nucleus_v30")
     with pytest.raises(DataError, match="there is none"):
         find_definitions(tmp_path / "nowhere")
     for folder in ("a", "b"):
@@ -727,19 +726,17 @@ def test_written_tests_pass_and_can_fail(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-
     def call(*words):
         with pytest.raises(SystemExit) as stop:
-            app(args=[str(w) for w in words])
-        return int(stop.value.code or 0), capsys.readouterr().out
+            main(["verify", "definitions", *map(str, words), "--device", "cpu"])
+        code, told = int(stop.value.code or 0), capsys.readouterr()
+        return code, told.err if code == 2 else told.out
 
     return call
 
 
 def test_the_command_verifies_by_name_type_and_folder(run, tmp_path):
-    code, out = run("--definition", NORM.name, "--dir", FOLDER, "--trust", FOLDER, "--traces",
+    code, out = run(NORM.name, "--dir", FOLDER, "--trust", FOLDER, "--traces",
                     tmp_path)
     assert code == 0
     assert "equal to reference, torch" in out
@@ -748,7 +745,7 @@ def test_the_command_verifies_by_name_type_and_folder(run, tmp_path):
     found = json.loads(out)
     assert found["counts"] == {"passed": 2}
     assert all("no folder that you trust" in r["absent"]["reference"] for r in found["reports"])
-    code, out = run("--all", FOLDER / "linear_attention")
+    code, out = run("--dir", FOLDER / "linear_attention")
     assert code == 0
     assert "unmapped" in out
 
@@ -757,27 +754,35 @@ def test_the_command_fails_where_lz_disagrees(run, tmp_path):
     data = NORM.to_json()
     data["reference"] = data["reference"].replace(".bfloat16()", ".bfloat16() + 1")
     stored(tmp_path, data)
-    code, out = run("--all", tmp_path, "--trust", tmp_path)
+    code, out = run("--dir", tmp_path, "--trust", tmp_path)
     assert code == 1
     assert "worst at" in out
-    code, _ = run("--all", tmp_path, "--trust", tmp_path, "--tolerance", "5")
+    code, _ = run("--dir", tmp_path, "--trust", tmp_path, "--tolerance", "5")
     assert code == 1                                                        # the cosine still tells
 
 
-def test_the_command_writes_tests_and_refuses_two_questions(run, tmp_path):
-    code, out = run("--definition", NORM.name, "--dir", FOLDER, "--write-tests", tmp_path)
+def test_the_command_writes_tests_and_names_what_is_wrong(run, tmp_path):
+    code, out = run(NORM.name, "--dir", FOLDER, "--write-tests", tmp_path)
     assert code == 0
     assert out.split() == [str(tmp_path / "test_norm_h48_one_plus.py")]
     run("--op-type", "rope", "--dir", FOLDER, "--trust", FOLDER, "--write-tests", tmp_path)
     # as the reference computes
     assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(command)
-    with pytest.raises(lz.errors.ConfigError,
-                       match="wants one of --level, --definition, --op-type, --all"):
-        app(args=["--definition", "a", "--op-type", "b"], standalone_mode=False)
-    with pytest.raises(lz.errors.ConfigError, match="--size must be one of"):
-        app(args=["--definition", "a", "--size", "tiny"], standalone_mode=False)
+    for words, said in (
+            ((NORM.name, "--size", "tiny"), "--size must be one of"),
+            ((NORM.name, "nucleus_v30", "--dir", FOLDER), "no definition 'nucleus_v30' among"),
+            ((NORM.name, "--op-type", "rope", "--dir", FOLDER), "is of the type 'rope'"),
+            (("--op-type", "ropes", "--dir", FOLDER), "did you mean 'rope'?"),
+            (("--dir", tmp_path / "empty"), "there is none")):
+        code, out = run(*words)
+        assert code == 2 and said in out and len(out.splitlines()) == 1
+
+
+def test_a_wrong_name_is_named_where_other_json_files_lie(run, tmp_path):
+    (tmp_path / "package.json").write_text('{"name": "something else"}')
+    code, out = run("rmsnorm_h128", "--dir", tmp_path)
+    assert code == 2 and "there is no definition 'rmsnorm_h128' among 0" in out
+    assert "--dir says where" in out
 
 
 def test_a_report_is_plain_json(references):

@@ -1,1 +1,5 @@
-"""One file for each command, and what some of them share."""
+"""The work of the commands. From here on torch is there: `_library` is what `import layerzero`
+brings.
+"""
+
+from ... import _library  # noqa: F401

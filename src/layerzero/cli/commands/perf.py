@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Any
 
 from ...perf.ownership import SQLITE
 from ...perf.record import Measurement
@@ -16,24 +15,9 @@ from ...spec.errors import DataError
 from ...world import measurements
 from ...world.perf_loading import DAY, open_location
 from .. import show
-from ..options import Json
-
-app = typer.Typer(no_args_is_help=True,
-                  help="What was measured on this machine: show, prune, export, import.")
-
-Kernels = Annotated[str,
-                    typer.Option("--kernel", help="only kernels whose id matches, such as torch.*")]
 
 
-@app.command("show")
-def show_rows(kernel: Kernels = "*",
-              op: Annotated[str, typer.Option(help="only this operation")] = "*",
-              everything: Annotated[bool,
-                                    typer.Option("--all",
-                                                 help="also rows that do not count here")] = False,
-              limit: Annotated[int, typer.Option(help="at most so many rows; 0: all")] = 50,
-              as_json: Json = False) -> None:
-    """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
+def show_rows(kernel: str, op: str, everything: bool, limit: int, as_json: bool) -> int:
     with measurements.open_store(read_only=True) as store:
         rows, environments, rates = list(store.rows(kernel=kernel,
                                                     op=op)), store.environments(), store.rates()
@@ -47,7 +31,7 @@ def show_rows(kernel: Kernels = "*",
         show.as_json({"store": name, "counts": dict(counts),
                       "rates": {p: r._asdict() for p, r in rates.items()},
                       "measurements": [{**m._asdict(), "standing": s} for m, s in shown]})
-        return
+        return 0
     show.heading(f"{name}: " + (", ".join(f"{n} {s}" for s, n in counts.most_common())
                                 or "no measurements"))
     cut = shown[:limit] if limit else shown
@@ -57,22 +41,11 @@ def show_rows(kernel: Kernels = "*",
                 for m, s in cut], right=("us", "spread", "samples", "age"))
     if len(cut) < len(shown):
         show.text(f"... and {len(shown) - len(cut)} more; --limit 0 shows all")
+    return 0
 
 
-@app.command()
-def prune(kernel: Kernels = "*",
-          older_than: Annotated[float | None,
-                                typer.Option(help="also what is older than so many days")] = None,
-          everything: Annotated[bool,
-                                typer.Option("--all",
-                                             help="everything, of other machines too")] = False,
-          dry_run: Annotated[bool,
-                             typer.Option("--dry-run",
-                                          help="say what would go, and remove nothing")] = False
-          ) -> None:
-    """Remove what does not count any more: other builds, drivers or toolkits of this machine, and
-    what expired.
-    """
+def prune(kernel: str, older_than: float | None, everything: bool, dry_run: bool,
+          as_json: bool) -> int:
     before = time.time() - older_than * DAY if older_than is not None else 0.0
     with measurements.open_store(read_only=dry_run) as store:
         standing = measurements.RowStatus(store.environments())
@@ -82,28 +55,18 @@ def prune(kernel: Kernels = "*",
                 everything or m.at < before or standing.of(m).startswith(("stale", "expired")))
 
         count = sum(map(unwanted, store.rows())) if dry_run else store.prune(unwanted)
-    show.text(f"{count} measurements {'would be ' if dry_run else ''}removed")
+    return _say(as_json, f"{count} measurements {'would be ' if dry_run else ''}removed",
+                removed=0 if dry_run else count, matched=count)
 
 
-@app.command()
-def export(path: Annotated[Path,
-                           typer.Argument(
-                               help="a file of JSON lines; replaced if it exists")]) -> None:
-    """Write every measurement, its environment, and the rates of each device to a file."""
+def export(path: Path, as_json: bool) -> int:
     with measurements.open_store(read_only=True) as store:
         count = store.export(path)
-    show.text(f"{count} measurements written to {path}")
+    return _say(as_json, f"{count} measurements written to {path}", written=count, path=str(path))
 
 
-@app.command("import")
-def import_rows(paths: Annotated[list[Path],
-                                 typer.Argument(
-                                     help="files of lz perf export, or other perf.sqlite")]
-                ) -> None:
-    """Take over the measurements of other machines.
-
-    Of two of the same thing the better one stays, in any order.
-    """
+def import_rows(paths: Sequence[Path], as_json: bool) -> int:
+    counts: dict[str, int] = {}
     for path in paths:
         database = _is_database(path)
         with measurements.open_store() as store:
@@ -112,7 +75,14 @@ def import_rows(paths: Annotated[list[Path],
                     count = store.merge(other)
             else:
                 count = store.import_(path)
-        show.text(f"{count} measurements read from {path}")
+        counts[str(path)] = count
+    return _say(as_json, "\n".join(f"{n} measurements read from {p}" for p, n in counts.items()),
+                read=counts)
+
+
+def _say(as_json: bool, text: str, **data: Any) -> int:
+    show.as_json(data) if as_json else show.text(text)
+    return 0
 
 
 def _is_database(path: Path) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ...machine import hardware
 from ...report.advice import advise
@@ -19,37 +17,19 @@ from ...spec.codec import encode
 from ...spec.errors import ConfigError
 from ...tuning.workload import calls_for
 from .. import show
-from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file
 
 DEFAULT_PAGE = Path("report.html")
 
 
-def report(
-    out: Annotated[Path | None, typer.Option(
-        "--out", "-o", help="the page; replaced if it exists. Default: report.html, with --json "
-        "none")] = None,
-    regret: Annotated[Path | None, typer.Option(
-        "--regret", help="a file of lz regret --json, to be shown too")] = None,
-    device: DeviceKind = None,
-    calls: CallsFile = None,
-    model: Model = None,
-    dtype: Annotated[str, typer.Option(help="of --model; auto: bfloat16 where the device computes "
-                                       "in it, else float32")] = "auto",
-    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
-    against: Annotated[list[Path] | None, typer.Option(
-        "--against", help="an earlier lz report --json: what changed since; may be given several "
-                          "times: all are drawn over time, the newest is compared")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write one HTML page: what was gained, where the time goes and is lost, and what to run next.
-
-    Every number is weighted by the calls of --calls or --model; without them each measured kind of
-    call counts once. --json prints what a later --against reads.
-    """
+def report(out: Path | None = None, regret: Path | None = None, device: str | None = None,
+           calls: Path | None = None, model: str | None = None, dtype: str = "auto",
+           batch: int = 1, prompt: int = 512, context: int = 4096,
+           against: Sequence[Path] = (), as_json: bool = False) -> int:
+    """Write the page; its options are declared in panels/measure.py."""
     page = out if out is not None or as_json else DEFAULT_PAGE
     if page is not None and not page.parent.is_dir():
         raise ConfigError(f"--out {page}: the folder {page.parent} does not exist; make it first")
-    earlier = [read_report(path) for path in against or ()]
+    earlier = [read_report(path) for path in against]
     replayed = read_regret(regret) if regret is not None else None
     source = _source(calls, model, dtype, device, batch, prompt, context)
     overview = gather(device, replayed, source, earlier)
@@ -57,20 +37,20 @@ def report(
         _write(page, overview)
     if as_json:
         show.as_json({**overview.saved.to_json(), "summary": _summary(overview)})
-        return
+        return 0
     show.text(f"{page}: {', '.join(filter(None, headline(overview)))}")
     if overview.kinds:
         show.text(f"{overview.measurements} measurements of {len(overview.kinds)} kinds of call on "
                   f"{overview.device}")
     for advice in advise(overview)[:1]:
         show.text(f"next: {advice.command}")
+    return 0
 
 
 def _source(calls: Path | None, model: str | None, dtype: str, device: str | None, batch: int,
             prompt: int, context: int) -> Source | None:
     if calls is not None and model is not None:
         raise ConfigError(f"give one of --calls and --model, got {calls} and {model}")
-    check_calls_file(calls)
     if calls is not None:
         return Source(calls.name, f"--calls {shlex.quote(str(calls))}", calls_for(calls))
     if model is None:

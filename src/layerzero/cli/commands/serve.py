@@ -4,53 +4,44 @@ from __future__ import annotations
 
 import ipaddress
 import signal
+import sys
 import threading
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
-
-from ...integrations.serve import EVERY, LOOPBACK, Server
-from ...spec.errors import ConfigError
+from ...integrations.serve import Server
 from .. import show
-from ..options import CallsFile, DeviceKind, Model, check_calls_file
-from .ready import CapabilitiesFile, LockFile, TableFile, check
+from ..options import Source
+from .ready import check
 
 
-def serve_metrics(
-    host: Annotated[str,
-                    typer.Option(
-                        help="the address to listen on; 0.0.0.0 lets others in")] = LOOPBACK,
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 9400,
-    every: Annotated[float, typer.Option(help="seconds between two readiness checks")] = EVERY,
-    calls: CallsFile = None, model: Model = None, table: TableFile = None, lock: LockFile = None,
-    capabilities: CapabilitiesFile = None, device: DeviceKind = None,
-) -> None:
-    """HTTP /metrics for Prometheus, /ready (200 or 503, with the report of lz ready) and /live.
-    Ends on SIGTERM.
-
-    It speaks for this machine. A process that serves has its own: lz.serve_metrics(port).
-    """
-    if calls is not None and model is not None:
-        raise ConfigError("give --calls or --model, got both")
-    check_calls_file(calls)
+def serve_metrics(source: Source, host: str, port: int, every: float, table: Path | None,
+                  lock: Path | None, capabilities: Path | None, device: str | None,
+                  as_json: bool) -> int:
     stop = threading.Event()
 
     def on_signal(number: int, frame: Any) -> None:
         stop.set()
 
+    say = (lambda line: None) if as_json else show.text
     previous = {number: signal.signal(number, on_signal)
                 for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Server(host, port, lambda: check(calls, model, table, lock, capabilities, device),
+        with Server(host, port, lambda: check(source, table, lock, capabilities, device),
                     every) as server:
-            show.text(f"serving {server.url}/metrics, /ready and /live")
+            if as_json:
+                show.as_json({"url": server.url, "paths": ["/metrics", "/ready", "/live"],
+                              "loopback": _is_loopback(host)})
+                sys.stdout.flush()
+            say(f"serving {server.url}/metrics, /ready and /live")
             if not _is_loopback(host):
-                show.text(f"{host} is not loopback: everyone who reaches this port can read them")
+                say(f"{host} is not loopback: everyone who reaches this port can read them")
             server.wait(stop)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    show.text("stopped")
+    say("stopped")
+    return 0
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,61 +9,33 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...machine import hardware
 from ...release.soak import SoakReport, SoakSample, soak
 from ...release.soak_load import WRONG, Tally
-from ...spec.errors import ConfigError
 from .. import show
-from ..options import DeviceKind, Json
+from ..calls import device_kind
+from ..root import INTERRUPTED
 
-INTERRUPTED = 130
 LINE_SECONDS = 30.0                            # between lines without a terminal
 
 
-def command(
-    hours: Annotated[float, typer.Option("--hours", min=0.0, help="how long")] = 0.0,
-    minutes: Annotated[float,
-                       typer.Option("--minutes", min=0.0, help="how long; added to --hours")] = 0.0,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help=(
-        "add a part to this report; without --hours or --minutes what it was to run longer"))] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help=(
-        "the report, written after every sample; default: that of --resume, else soak.json"))] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, max=256, help="that call at once")] = 4,
-    faults: Annotated[float, typer.Option("--faults", min=0.0, max=0.5, help=(
-        "share of the calls of planted kernels that fail"))] = 0.02,
-    forks: Annotated[bool, typer.Option("--forks/--no-forks", help=(
-        "fork now and then; never once CUDA is in use"))] = True,
-    op: Annotated[list[str] | None, typer.Option("--op", help="only calls of this operation; may "
-                                                              "be repeated")] = None,
-    device: DeviceKind = None,
-    as_json: Json = False,
-) -> None:
-    """Calls of every operation under faults, policy changes, forks and memory pressure, for hours.
-
-    Exit code 1 if an answer was wrong, a call raised, or memory or latency grow; 130 if interrupted
-    and good so far.
-    """
-    requested = hours * 3600 + minutes * 60
+def command(requested: float, resume: Path | None, out: Path | None, *, threads: int, faults: float,
+            forks: bool, ops: tuple[str, ...], device: str | None, as_json: bool) -> int:
+    """Soak for `requested` seconds, or what `resume` was to run longer; returns the exit code."""
     report = SoakReport.load(resume) if resume is not None else None
     seconds = requested or (report.target_seconds - report.seconds if report is not None else 0.0)
-    if report is None and not requested:
-        raise ConfigError("lz soak wants --hours or --minutes, or --resume FILE; got none of them")
     if report is None:
         report = SoakReport(seconds)
     elif requested:
         report.target_seconds = max(report.target_seconds, report.seconds + requested)
     path = out or resume or Path("soak.json")
-    if path.is_dir():
-        raise ConfigError(f"--out: wanted a file, {path} is a folder")
     if seconds > 1:                            # else the report is complete, and only shown
         with _sigterm_as_interrupt():
-            _run(report, seconds, path, as_json, device=device or hardware.main_kind(),
-                 threads=threads, rate=faults, forks=forks, ops=tuple(op or ()),
+            _run(report, seconds, path, as_json, device=device_kind(device),
+                 threads=threads, rate=faults, forks=forks, ops=ops,
                  seed=len(report.parts))
     if as_json:
         show.as_json(report.to_json())
@@ -72,7 +44,7 @@ def command(
         show.text(f"report: {path}" + ("" if report.complete
                                        else f"; lz soak --resume {path} goes on"))
     interrupted = bool(report.parts) and report.parts[-1].interrupted
-    raise typer.Exit(1 if not report.passed else INTERRUPTED if interrupted else 0)
+    return 1 if not report.passed else INTERRUPTED if interrupted else 0
 
 
 def _run(report: SoakReport, seconds: float, path: Path, quiet: bool, **options: Any) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
 
-import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -13,91 +12,31 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ...machine import hardware
-from ...operate.inspection import dispatcher_of
-from ...spec.call import Call
-from ...spec.errors import ConfigError
 from ...tuning import tuner
 from ...tuning.report import Tuned, TuneReport, label
-from ...tuning.workload import calls_for
 from .. import show
-from ..arguments import parse_call
-from ..options import Batch, CallsFile, Context, DeviceKind, Json, Model, Prompt, check_calls_file
+from ..calls import calls_of
+from ..options import Source
+from ..root import INTERRUPTED
 
-AND = "and"                                    # between the shapes of two calls
 
-
-def tune(
-    op: Annotated[str | None,
-                  typer.Argument(metavar="[OP]",
-                                 help="an operation: its cases, or these shapes")] = None,
-    words: Annotated[list[str] | None, typer.Argument(
-        metavar="[SHAPE...]",
-        help="query=1x32x1x128 is_causal=true ...; several calls: x=8x64 and x=512x64")] = None,
-    calls: CallsFile = None,
-    model: Model = None,
-    seconds: Annotated[float | None,
-                       typer.Option(help="stop after about so long; run again to go on")] = None,
-    again: Annotated[bool, typer.Option("--again", help="also what was measured before")] = False,
-    mode: Annotated[list[str] | None, typer.Option(
-        help="eager, captured (in a CUDA graph) or compiled (by torch.compile), each measured and "
-             "chosen apart; may be given several times. Default: eager, and on a GPU captured too")] = None,
-    cold: Annotated[bool, typer.Option(
-        "--cold", help="overwrite the last cache before each eager call, instead of calls back to "
-                       "back")] = False,
-    compiling: Annotated[bool, typer.Option(
-        "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
-    rounds: Annotated[int, typer.Option(help="the most samples of one kernel in one kind of call")] = tuner.ROUNDS,
-    dtype: Annotated[str, typer.Option(help="of the shapes, the cases or the model; auto: bfloat16 "
-                                       "where the device computes in it, else float32")] = "bfloat16",
-    device: DeviceKind = None,
-    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
-    as_json: Json = False,
-) -> None:
-    """Time every kernel that may serve, keep the times, and choose by them from then on.
-
-    Without any of OP, --calls and --model: the standard workload. Exit code 1 if nothing could be
-    tuned.
-    """
-    sources = [name for name, value in (("OP", op), ("--calls", calls), ("--model", model))
-               if value is not None]
-    if len(sources) > 1:
-        raise ConfigError(
-            f"lz tune takes one of OP, --calls and --model, got {' and '.join(sources)}")
-    check_calls_file(calls)
-    if dtype == "auto":
-        dtype = ("bfloat16" if hardware.probe(device or hardware.main_kind()).supports_bf16
-                 else "float32")
-    if op is not None and words:
-        workload = _parse_calls(op, words, dtype)
-    else:
-        workload = calls_for(op or calls or model or "standard", dtype=dtype, batch=batch,
-                             prompt=prompt,
-                             context=context)
+def tune(source: Source, *, device: str | None = None, seconds: float | None = None,
+         again: bool = False, mode: Sequence[str] | None = None, cold: bool = False,
+         compiling: bool = True, rounds: int | None = None, as_json: bool = False) -> int:
+    workload = calls_of(source, device, "standard")
     columns = (TextColumn("{task.description:<50.50}", markup=False), BarColumn(),
-               MofNCompleteColumn(),
-               TimeElapsedColumn(), TimeRemainingColumn())
+               MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with show.progress(*columns) as update:
         def progress(done: int, total: int, description: str) -> None:
             update(completed=done, total=total, description=description)
 
-        report = tuner.tune(workload, device=device, seconds=seconds, rounds=rounds, again=again,
-                            mode=mode, cold=cold,
+        report = tuner.tune(workload, device=device, seconds=seconds, again=again, mode=mode,
+                            cold=cold, rounds=tuner.ROUNDS if rounds is None else rounds,
                             compile=compiling, progress=progress)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":
-        raise typer.Exit(130)
-    raise typer.Exit(0 if report.tuned or report.already or report.left else 1)
-
-
-def _parse_calls(op: str, words: list[str], dtype: str) -> tuple[Call, ...]:
-    """Parse the calls on the command line, with `and` between them."""
-    groups: list[list[str]] = [[]]
-    for word in words:
-        groups[-1].append(word) if word != AND else groups.append([])
-    declared = dispatcher_of(op).op
-    return tuple(call for group in groups
-                 for call in calls_for(op, arguments=parse_call(declared, group, dtype)))
+        return INTERRUPTED
+    return 0 if report.tuned or report.already or report.left else 1
 
 
 def _show(report: TuneReport) -> None:

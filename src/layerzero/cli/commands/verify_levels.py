@@ -1,4 +1,4 @@
-"""`lz verify --level 1`: every kernel against its contract, forward and backward; certificates for
+"""`lz verify kernels`: every kernel against its contract, forward and backward; certificates for
 those that pass.
 """
 
@@ -19,21 +19,23 @@ from ...verify.kernel.probing import probe_unknown
 from ...world import certificates
 from ...world import snapshot as worlds
 from .. import show
+from ..calls import device_kind
+from ..root import INTERRUPTED
 
 _MARKS = {"passed": "ok", "failed": "!!", "skipped": "--"}
 SHOWN = 4                                      # failing cases of a kernel that are printed
 
 
-def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "",
-              device: str = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
-              isolated: bool = False) -> int:
+def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "",
+                   device: str | None = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
+                   isolated: bool = False) -> int:
     """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
 
     An interrupt keeps the certificates of those that passed until then.
     """
     if lane not in LANES:
         raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
-    kernels = match_kernels(backend, kernel, op)
+    kernels, device = match_kernels(backend, kernel, op), device_kind(device)
     crashed = probe_unknown(kernels, device) if isolated else {}
     for name, reason in crashed.items():
         if not as_json:
@@ -58,7 +60,8 @@ def level_one(lane: str = "quick", *, backend: str = "", kernel: str = "", op: s
                       "kernels": [v.to_json() for v in verdicts]})
     else:
         _show_summary(verdicts, counts, len(kernels), device, interrupted)
-    return 130 if interrupted else 1 if crashed or counts["failed"] or not counts["passed"] else 0
+    return INTERRUPTED if interrupted else 1 if crashed or counts["failed"] or not counts[
+        "passed"] else 0
 
 
 def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
@@ -67,7 +70,7 @@ def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Ker
     """
     catalog = worlds.current().catalog.kernels
     for option, pattern, known in (("--backend", backend, {k.backend for k in catalog}),
-                                   ("--op", op, {
+                                   ("OP", op, {
             k.op.name for k in catalog}), ("--kernel", kernel, {k.id for k in catalog})):
         if pattern and not any(fnmatchcase(name, pattern) for name in known):
             raise ConfigError(f"{option}: there is no {pattern!r}{suggest(pattern, known)}")
@@ -110,7 +113,7 @@ def diagnosis_lines(v: Verdict) -> list[str]:
 
 def _show_summary(verdicts: Sequence[Verdict], counts: Counter[str], total: int, device: str,
                   interrupted: bool) -> None:
-    show.heading(f"level 1 on {device}, torch {torch.__version__}")
+    show.heading(f"kernels on {device}, torch {torch.__version__}")
     ran = [v for v in verdicts if v.status != "skipped"]
     show.table(("", "kernel", "op", "cases", "refused", "worst", "class"), [
         (_MARKS[v.status], v.kernel, v.op, str(v.ran), str(len(v.results) - v.ran),

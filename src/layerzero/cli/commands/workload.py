@@ -5,71 +5,53 @@ cost.
 from __future__ import annotations
 
 import itertools
+import json
 import os
-import shutil
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from ...machine import hardware
 from ...operate.recording import VARIABLE
-from ...perf.record import EAGER
 from ...spec.call import Call, write_calls
-from ...spec.errors import ConfigError
 from ...tuning import regret as regrets
-from ...tuning.workload import calls_for, read_recordings
+from ...tuning.workload import read_recordings
 from .. import show
-from ..options import (
-    Batch,
-    CallsFile,
-    Context,
-    DeviceKind,
-    Json,
-    Model,
-    OpCases,
-    Prompt,
-    check_calls_file,
-)
+from ..calls import calls_of, device_kind
+from ..options import Source
 
-# Arguments after the options belong to the recorded command.
-PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 SHOWN = 25
 
 
-def record(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...",
-                                                 help="python app.py --its-own options")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="the file of calls, one a line")] = Path(
-        "calls.jsonl"),
-) -> None:
-    """Run a command and write down every lz call that it and its child processes make, with counts.
-
-    The exit code is the command's own; 1 where it went well and made no call.
-    """
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist; make it first")
-    program = shutil.which(command[0])
-    if program is None:
-        raise ConfigError(
-            f"there is no command {command[0]!r}; write it like: lz record -- python app.py")
-    with tempfile.TemporaryDirectory(prefix="lz-record-") as folder:
-        code = _run([program, *command[1:]], folder)
-        calls = read_recordings(Path(folder))
+def record(command: Sequence[str], out: Path, as_json: bool) -> int:
+    """Run the command and write its calls; returns its exit code, or 1 where it made no call."""
+    code, calls = record_calls(command)
+    if calls:
+        write_calls(out, calls)
+    next_step = f"lz tune --calls {shlex.quote(str(out))}"
+    if as_json:                                # one line: stdout is the command's too
+        print(json.dumps({"path": str(out) if calls else None, "command_exit": code,
+                          "kinds": len(calls), "calls": sum(call.count for call in calls),
+                          "next": next_step if calls else None}))
+    elif calls:
+        _report(calls, out, next_step)
     if not calls:
         print(f"lz record: no lz call was made; {out} was not written", file=sys.stderr)
-        raise typer.Exit(code or 1)
-    write_calls(out, calls)
-    _report(calls, out)
-    raise typer.Exit(code)
+    return code if calls else code or 1
 
 
-def _run(command: list[str], folder: str) -> int:
+def record_calls(command: Sequence[str]) -> tuple[int, tuple[Call, ...]]:
+    """Run a command; returns its exit code, and the lz calls of all its processes."""
+    with tempfile.TemporaryDirectory(prefix="lz-record-") as folder:
+        return _run(command, folder), read_recordings(Path(folder))
+
+
+def _run(command: Sequence[str], folder: str) -> int:
     process = subprocess.Popen(command, env={**os.environ, VARIABLE: folder})
     while True:
         try:
@@ -80,7 +62,7 @@ def _run(command: list[str], folder: str) -> int:
             continue
 
 
-def _report(calls: tuple[Call, ...], out: Path) -> None:
+def _report(calls: tuple[Call, ...], out: Path, next_step: str) -> None:
     kinds, times = Counter(c.op for c in calls), Counter({c.op: 0 for c in calls})
     for call in calls:
         times[call.op] += call.count
@@ -91,66 +73,31 @@ def _report(calls: tuple[Call, ...], out: Path) -> None:
     for op, n in times.most_common():
         err.print(f"{op}: {n} calls of {kinds[op]} kinds, {', '.join(dict.fromkeys(served[op]))}",
                   markup=False)
-    err.print(
-        f"{len(calls)} kinds of call are in {out}. Next: lz tune, then lz regret --calls {out}",
-        markup=False)
+    err.print(f"{len(calls)} kinds of call are in {out}. Next: {next_step}", markup=False)
 
 
-def regret(
-    calls: CallsFile = None,
-    model: Model = None,
-    op: OpCases = None,
-    standard: Annotated[bool, typer.Option("--standard",
-                                           help="the standard workload, also by default")] = False,
-    seconds_per_call: Annotated[float, typer.Option(help="time to spend on each call")] = 0.5,
-    mode: Annotated[str,
-                    typer.Option(
-                        help="eager, captured (in a CUDA graph) or compiled (by torch.compile)")] = EAGER,
-    max_median: Annotated[float, typer.Option(help="fail above this median regret")] = regrets.MAX_MEDIAN,
-    max_p95: Annotated[float, typer.Option("--max-p95", help="fail above this 95th percentile")] = regrets.MAX_P95,
-    batch: Batch = 1, prompt: Prompt = 512, context: Context = 4096,
-    scale: Annotated[float, typer.Option(help="of --model: make it narrower, 0.125 for an eighth")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="of --model and --op")] = "bfloat16",
-    device: DeviceKind = None,
-    everything: Annotated[bool, typer.Option("--all", help="show every call, not the worst ones "
-                                                           "only")] = False,
-    as_json: Json = False,
-) -> None:
-    """Replay calls: the chosen kernel against every other, in turns.
-
-    Exit code 1 if the choices are not good enough.
-    """
-    sources = [source for source in (calls, model, op, "standard" if standard else None)
-               if source is not None]
-    if len(sources) > 1:
-        raise ConfigError(
-            "give one of --calls, --model, --op and --standard, got "
-            f"{' and '.join(map(str, sources))}")
-    check_calls_file(calls)
-    workload = calls_for(sources[0] if sources else "standard", batch=batch, prompt=prompt,
-                         context=context,
-                         scale=scale, dtype=dtype)
-    kind = hardware.probe(device).type if device else hardware.main_kind()
+def regret(source: Source, *, device: str | None, seconds: float, mode: str,
+           max_median: float | None, max_p95: float | None, everything: bool, as_json: bool) -> int:
+    median = regrets.MAX_MEDIAN if max_median is None else max_median
+    p95 = regrets.MAX_P95 if max_p95 is None else max_p95
+    workload, kind = calls_of(source, device, "standard"), device_kind(device)
     columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(),
-               MofNCompleteColumn(),
-               TimeElapsedColumn())
+               MofNCompleteColumn(), TimeElapsedColumn())
     done = itertools.count()
     with show.progress(*columns, total=len(workload)) as update:
         def advance(call: Call) -> None:
             update(description=call.op, completed=next(done))
 
-        report = regrets.replay(workload, seconds=seconds_per_call, device=kind, mode=mode,
-                                advance=advance)
-    problems = report.problems(max_median, max_p95)
+        report = regrets.replay(workload, seconds=seconds, device=kind, mode=mode, advance=advance)
+    problems = report.problems(median, p95)
     if as_json:
         show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode,
-                      "limits": {
-            "median": max_median, "p95": max_p95}, **report.to_json()})
+                      "limits": {"median": median, "p95": p95}, **report.to_json()})
     else:
         show_report(report, len(report.rows) if everything else SHOWN)
         for problem in problems:
             show.text(f"!!  {problem}")
-    raise typer.Exit(1 if problems else 0)
+    return 1 if problems else 0
 
 
 def show_report(report: regrets.RegretReport, most: int = SHOWN) -> None:

@@ -14,25 +14,31 @@ from ...world import events
 from .definition import Definition, Trace, Workload
 
 
-def find_definitions(folder: str | Path, name: str = "",
-                     op_type: str = "") -> tuple[Definition, ...]:
+def find_definitions(folder: str | Path, *names: str, op_type: str = "") -> tuple[Definition, ...]:
     """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type
-    and name.
+    and names.
     """
     root = Path(folder)
     if root.is_file():
         definitions: Sequence[Definition] = (Definition.load(root),)
     elif root.is_dir():
         home = root / "definitions" if (root / "definitions").is_dir() else root
-        definitions = _readable(sorted(home.rglob("*.json")))
+        definitions = _readable(sorted(home.rglob("*.json")), bool(names))
     else:
         raise DataError(f"{root}: wanted a folder of definitions or one JSON file; there is none")
-    chosen = tuple(d for d in definitions if name in ("", d.name) and op_type in ("", d.op_type))
+    by_name = {d.name for d in definitions}
+    for name in names:
+        if name not in by_name:
+            near = suggest(name, by_name) if by_name else "; --dir says where definitions are"
+            raise DataError(f"{root}: there is no definition {name!r} among {len(definitions)}{near}")
+    chosen = tuple(d for d in definitions
+                   if (not names or d.name in names) and op_type in ("", d.op_type))
     if not chosen:
-        known = {d.name if name else d.op_type for d in definitions}
-        raise DataError(
-            f"{root}: none of {len(definitions)} definitions is called or of the type "
-            f"{name or op_type!r}{suggest(name or op_type, known)}")
+        known = {d.op_type for d in definitions}
+        wanted = f"{' or '.join(map(repr, names))} is of" if names else "is of"
+        raise DataError(f"{root}: none of {len(definitions)} definitions {wanted} the type "
+                        f"{op_type!r}{suggest(op_type, known)}" if op_type else
+                        f"{root}: wanted definitions as JSON files, there are none; --dir says where")
     twice = [d.name for i, d in enumerate(chosen) if d.name in {other.name for other in chosen[:i]}]
     if twice:
         raise DataError(
@@ -41,7 +47,7 @@ def find_definitions(folder: str | Path, name: str = "",
     return tuple(sorted(chosen, key=lambda d: (d.op_type, d.name)))
 
 
-def _readable(paths: Sequence[Path]) -> list[Definition]:
+def _readable(paths: Sequence[Path], may_be_none: bool) -> list[Definition]:
     """Return the definitions of these files. A file that holds none is a `FileRefused` event."""
     definitions: list[Definition] = []
     refused: DataError | None = None
@@ -51,7 +57,7 @@ def _readable(paths: Sequence[Path]) -> list[Definition]:
         except DataError as e:
             refused = refused or e
             events.emit(FileRefused(path=str(path), problem=str(e)))
-    if refused is not None and not definitions:
+    if refused is not None and not definitions and not may_be_none:
         raise refused
     return definitions
 

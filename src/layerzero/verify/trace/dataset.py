@@ -30,7 +30,8 @@ def find_definitions(folder: str | Path, *names: str, op_type: str = "") -> tupl
     for name in names:
         if name not in by_name:
             near = suggest(name, by_name) if by_name else "; --dir says where definitions are"
-            raise DataError(f"{root}: there is no definition {name!r} among {len(definitions)}{near}")
+            raise DataError(
+                f"{root}: there is no definition {name!r} among {len(definitions)}{near}")
     chosen = tuple(d for d in definitions
                    if (not names or d.name in names) and op_type in ("", d.op_type))
     if not chosen:
@@ -38,7 +39,8 @@ def find_definitions(folder: str | Path, *names: str, op_type: str = "") -> tupl
         wanted = f"{' or '.join(map(repr, names))} is of" if names else "is of"
         raise DataError(f"{root}: none of {len(definitions)} definitions {wanted} the type "
                         f"{op_type!r}{suggest(op_type, known)}" if op_type else
-                        f"{root}: wanted definitions as JSON files, there are none; --dir says where")
+                        f"{root}: wanted definitions as JSON files, there are none; --dir says "
+                        "where")
     twice = [d.name for i, d in enumerate(chosen) if d.name in {other.name for other in chosen[:i]}]
     if twice:
         raise DataError(

@@ -5,7 +5,6 @@ anything.
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +14,9 @@ from .. import __version__
 from ..dispatch import native
 from ..machine import hardware
 from ..operate import inspection
-from ..selection.policy import suggest
 from ..spec.device import Device
 from ..spec.errors import ConfigError, NoKernelFoundError
+from ..spec.names import find_kernel, find_kernels
 from ..spec.plan import Plan
 from ..spec.reading import read_json
 from ..world import snapshot as worlds
@@ -107,10 +106,9 @@ def kernels(kernel: Annotated[str,
                               typer.Argument(metavar="KERNEL_ID", help="such as torch.sdpa_math")],
             device: DeviceKind = None, as_json: Json = False) -> None:
     """One kernel in full: its limits, its library, how it stands here."""
-    known = worlds.current().catalog.by_id
-    if kernel not in known:
-        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, known)}")
-    declared, kind = known[kernel], _kind(device)
+    catalog = worlds.current().catalog
+    kernel = find_kernel(kernel, catalog.op_of_kernel)
+    declared, kind = catalog.by_id[kernel], _kind(device)
     info = next(row for row in inspection.list_kernels(declared.op.name, kind) if row.id == kernel)
     data = {**declared.to_json(), "device": kind, "status": info.status,
             "reasons": [reason.to_json() for reason in info.reasons]}
@@ -249,11 +247,8 @@ def show_plan(plan: Plan) -> None:
 def _plan(op: str, words: list[str], dtype: str, device: str | None, backend: str | None,
           on: Path | None) -> Plan:
     declared = inspection.dispatcher_of(op).op
-    ids = [kernel.id for kernel in worlds.current().kernels(op)]
-    if (backend is not None and not any(fnmatchcase(i, pattern) for i in ids
-                                        for pattern in (backend, f"{backend}.*"))):
-        raise ConfigError(
-            f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
+    if backend is not None:
+        find_kernels(backend, worlds.current().catalog.op_of_kernel, op, "--backend")
     machine = _device_file(on) if on is not None else hardware.probe(_kind(device))
     return inspection.explain(op, backend=backend, on=machine, **parse_call(declared, words, dtype))
 

@@ -16,7 +16,6 @@ from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..dispatch.facts import check_types
 from ..machine import hardware, loading
-from ..selection.policy import suggest
 from ..selection.score import with_casts
 from ..spec import codegen
 from ..spec.codec import Record
@@ -24,6 +23,7 @@ from ..spec.device import Device
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
+from ..spec.names import find_kernel, suggest
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
 from ..world import catalog, context, events, measurements, perf_loading
@@ -159,7 +159,8 @@ def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any,
     """
     kernels = worlds.current().catalog.by_id
     if kernel not in kernels:
-        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, kernels)}")
+        kernel = find_kernel(kernel, worlds.current().catalog.op_of_kernel,
+                             dispatcher_of(op).op.name)
     try:
         plan = explain(op, *args, **kwargs)
     except InvalidCall as e:

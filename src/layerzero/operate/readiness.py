@@ -12,7 +12,6 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,14 +157,10 @@ def check_policy(world: World) -> ReadinessCheck:
 
 
 def _rule_findings(rule: PolicyRule, world: World) -> Iterator[ReadinessFinding]:
-    for pattern in rule.kernels:
-        if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name)
-                   for k in world.catalog.kernels):
-            state = FAIL if rule.action == "lock" else WARNING
-            yield ReadinessFinding(state,
-                                   f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of "
-                                   "such an op is",
-                          "correct the rule; lz list shows the kernels")
+    state = FAIL if rule.action == "lock" else WARNING
+    for text in rule.unknown_kernels(world.catalog.op_of_kernel):
+        yield ReadinessFinding(state, f"'{rule}' ({rule.origin}): {text}",
+                               "correct the rule; lz list shows the kernels")
 
 
 # capabilities

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import os
 from typing import Any
@@ -88,6 +89,15 @@ def unregister(name: str) -> None:
     name.
     """
     _world.unregister(name)
+
+
+def _reduce(item: Op) -> Any:
+    """For copy and pickle: an op that is registered here is that op, wherever it is read."""
+    known = item.name in _OPS or (_world.exists() and item.name in _world.current().catalog.ops)
+    return (op, (item.name,)) if known and op(item.name) is item else item.__reduce_ex__(4)
+
+
+copyreg.pickle(Op, _reduce)
 
 
 def clear_cache() -> None:

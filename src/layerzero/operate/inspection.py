@@ -266,6 +266,10 @@ def doctor(deep: bool = False) -> DoctorReport:
         )
     checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
                               f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+    for layer in world.policy.layers:
+        for text in worlds.unknown_kernels(layer, world.catalog):
+            checks.append(DoctorCheck("policy names", False, text,
+                                      "correct the rule; lz list shows the kernels"))
     state = native.status()
     checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text,
                               state.hint))

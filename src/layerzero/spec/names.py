@@ -100,10 +100,10 @@ def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
     ours = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
     of_op = "" if is_pattern(op) else f" of lz.{op}"
     text = f"no kernel{of_op} is called {name.removesuffix('.*')[:100]!r}"
-    if near := _near(name, ours):
-        return f"{text}; did you mean {' or '.join(map(repr, near))}?"
     if elsewhere := sorted({f"lz.{of}" for k, of in kernels.items() if names_kernel(name, k)}):
         text += f", only of {', '.join(elsewhere)}"
+    elif near := _near(name, ours):
+        return f"{text}; did you mean {' or '.join(map(repr, near))}?"
     libraries = ", ".join(_libraries(ours)) or "no library"
     return (f"{text}; there are kernels of {libraries}: "
             f"lz list{'' if is_pattern(op) else f' {op}'} shows them")

@@ -23,6 +23,7 @@ from ..machine.loading import installed_version, satisfies
 from ..machine.memory import free_bytes, headroom
 from ..selection.policy import REDACTIONS, PolicyRule
 from ..spec.codec import Record, encode
+from ..spec.display import Cells, Displayed
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code
 from ..world import capabilities, config, measurements, perf_loading, redaction
@@ -71,8 +72,8 @@ class ReadinessCheck(Record):
                    tuple(f"{f.state}: {f.text}" for f in ordered) if more else ())
 
 
-@dataclass(frozen=True)
-class Readiness:
+@dataclass(frozen=True, repr=False)
+class Readiness(Displayed):
     """The whole report. It is true where nothing failed."""
 
     checks: tuple[ReadinessCheck, ...]
@@ -100,6 +101,10 @@ class Readiness:
         return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed),
                 "warnings": len(self.warnings),
                 "device": self.device, "checks": encode(self.checks)}
+
+    def _cells(self) -> Cells:
+        return ("state", "check", "found", "wanted", "do"), [
+            (c.state, c.name, c.got, c.want, c.hint) for c in self.checks]
 
     def __str__(self) -> str:
         lines = [

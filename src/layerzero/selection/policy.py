@@ -182,6 +182,10 @@ _LONGEST = 200
 _PATTERN = re.compile(rf"[a-z0-9_.*?!\[\]-]{{1,{_LONGEST}}}")
 
 
+def _is_valid(pattern: str) -> bool:
+    return bool(_PATTERN.fullmatch(pattern)) and ("!" not in pattern or "[" in pattern)
+
+
 def _listed(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -202,18 +206,18 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         if self.action not in ACTIONS:
             raise PolicyValidationError(
                 f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
-        resolved = (kernel_patterns(name) if isinstance(name, str) else (name,)
-                    for name in self.kernels)
-        object.__setattr__(self, "kernels", tuple(p for patterns in resolved for p in patterns))
-        for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
-            if not patterns:
+        for what, given in (("kernel", self.kernels), ("op", self.ops)):
+            if not given:
                 raise PolicyValidationError(
                     f"{self.action} names no {what}; give at least one pattern")
-            for p in patterns:
-                if not isinstance(p, str) or not _PATTERN.fullmatch(p):
+            for name in given:
+                if not isinstance(name, str) or not all(map(_is_valid, (
+                        kernel_patterns(name) if what == "kernel" else (name,)))):
                     raise PolicyValidationError(
                         f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, at most "
-                        f"{_LONGEST} of them, got {shown(p)}")
+                        f"{_LONGEST} of them, got {shown(name)}")
+        object.__setattr__(self, "kernels", tuple(
+            pattern for name in self.kernels for pattern in kernel_patterns(name)))
         if not all(isinstance(test, (Rule, Like)) for test in self.when):
             raise PolicyValidationError(
                 f"{self.action}: when takes single rules; build it with parse_when")

@@ -6,31 +6,35 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+Cells = tuple[Sequence[str], Iterable[Sequence[Any]]]   # titles of columns, rows
 _STYLE = "text-align:left; vertical-align:top"
 _LONGEST = 160                                 # characters of a repr
 
 
 class Displayed:
-    """Base of results whose `str` begins with a line that sums them up."""
+    """Base of results that have more to tell than fits in a line."""
 
-    def table(self) -> tuple[Sequence[str], Iterable[Sequence[Any]]]:
-        """The column titles and rows that a notebook shows; no titles: it shows the text."""
+    def _headline(self) -> str:
+        """The result in one line."""
+        return (str(self).splitlines() or [""])[0].strip()
+
+    def _cells(self) -> Cells:
+        """The titles of columns and the rows that a notebook shows; no titles: it shows `str`."""
         return (), ()
 
     def __repr__(self) -> str:
-        text = f"{type(self).__name__}: {_headline(self)}"
+        text = f"{type(self).__name__}: {self._headline()}"
         return f"<{text if len(text) <= _LONGEST else text[:_LONGEST - 3] + '...'}>"
 
     def _repr_html_(self) -> str:
-        titles, rows = self.table()
+        titles, rows = self._cells()
         if not titles:
             return f"<pre>{html.escape(str(self))}</pre>"
-        head = "".join(f'<th style="{_STYLE}">{html.escape(title)}</th>' for title in titles)
-        body = "".join("<tr>" + "".join(f'<td style="{_STYLE}">{html.escape(str(cell))}</td>'
-                                        for cell in row) + "</tr>" for row in rows)
-        return (f"<p>{html.escape(_headline(self))}</p>"
-                f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        body = "".join(_row("td", row) for row in rows)
+        return (f"<p>{html.escape(self._headline())}</p><table><thead>{_row('th', titles)}</thead>"
+                f"<tbody>{body}</tbody></table>")
 
 
-def _headline(value: object) -> str:
-    return (str(value).splitlines() or [""])[0].strip()
+def _row(tag: str, cells: Iterable[Any]) -> str:
+    inner = "".join(f'<{tag} style="{_STYLE}">{html.escape(str(cell))}</{tag}>' for cell in cells)
+    return f"<tr>{inner}</tr>"

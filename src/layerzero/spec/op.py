@@ -285,7 +285,9 @@ class Op:
     def reasons(self, rules: Iterable[Condition], facts: Facts) -> list[Reason]:
         """What these rules have against a call, each in terms of what the caller gave."""
         broken = [(rule, reason) for rule in rules if (reason := rule.check(facts)) is not None]
-        return [replace(reason, said=rule.complain(facts, self.wording)) for rule, reason in broken]
+        said = [rule.complain(facts, self.wording) for rule, _ in broken]
+        return [reason if text == reason.message else replace(reason, said=text)
+                for (_, reason), text in zip(broken, said)]
 
     def to_json(self) -> dict[str, Any]:
         code = {name: import_path(getattr(self, name)) for name in _CALLABLES

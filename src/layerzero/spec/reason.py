@@ -443,7 +443,8 @@ class Reason:
 
     def to_json(self) -> dict[str, Any]:
         want, got = (list(v) if isinstance(v, tuple) else v for v in (self.want, self.got))
-        return {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
+        data = {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
+        return {**data, "said": self.said} if self.said else data
 
 
 def _text(value: Value) -> str:

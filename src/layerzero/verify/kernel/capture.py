@@ -30,6 +30,7 @@ from ...operate.graphs import (
 )
 from ...operate.inspection import dispatcher_of
 from ...spec.codec import Record
+from ...spec.display import Displayed
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel
 from ...spec.names import unknown_kernel
@@ -294,8 +295,8 @@ class CapturedCall:
     shown: bool | None
 
 
-@dataclass(frozen=True)
-class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls problems"):
+@dataclass(frozen=True, repr=False)
+class GraphReport(Displayed, Record, json="ok replays pool_bytes device_bytes worst calls problems"):
     """The result of capturing a function."""
 
     calls: tuple[CapturedCall, ...] = ()

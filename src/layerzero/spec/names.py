@@ -89,10 +89,11 @@ def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") 
 def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> str:
     """The id of the one kernel of `op` that `name` stands for; ConfigError if it is not one."""
     found = find_kernels(name, kernels, op, what)
-    if len(found) > 1:
+    exact = [pattern for pattern in kernel_patterns(name) if pattern in found]
+    if len(found) > 1 and not exact:
         raise ConfigError(f"{what}{': ' if what else ''}{name!r} stands for {len(found)} kernels; "
                           f"give one of them: {', '.join(found)}")
-    return found[0]
+    return (exact or found)[0]
 
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:

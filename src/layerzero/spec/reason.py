@@ -425,7 +425,7 @@ class Reason:
         """The obstacle as a sentence, in torch's words for what is read of a tensor."""
         if self.said:
             return self.said
-        fact, want, got = self.fact or "it", _text(self.want), _text(self.got)
+        fact, want, got = self.fact or "it", _text(self.want), _text(self.got, "")
         tensor, _, of = fact.rpartition(".")
         if want == "given":
             return f"{tensor if of == 'dtype' else fact} must be given"
@@ -447,9 +447,9 @@ class Reason:
         return {**data, "said": self.said} if self.said else data
 
 
-def _text(value: Value) -> str:
+def _text(value: Value, several: str = "one of ") -> str:
     if value == ():
         return "none"
     if isinstance(value, tuple):
-        return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
+        return several + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
     return shown(value, str, 1000)

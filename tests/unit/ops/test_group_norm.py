@@ -119,7 +119,7 @@ def test_offset_is_gemmas():
 
 
 def test_offset_without_a_weight_is_refused():
-    with pytest.raises(lz.errors.InvalidCall, match=r"weight\.dtype must be given"):
+    with pytest.raises(lz.errors.InvalidCall, match="weight must be given"):
         lz.rms_norm(rand(2, 8), offset=1.0)
 
 

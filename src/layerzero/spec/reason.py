@@ -55,6 +55,11 @@ class Code(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def remedy(self) -> str:
+        """The advice without its alternative, another kernel; "" if it has no other."""
+        return self.advice.removesuffix(ANOTHER_KERNEL).removesuffix(", or ").removesuffix(": ")
+
     # hardware
     PLATFORM_MISMATCH = (
         "PLATFORM_MISMATCH", Category.HARDWARE, "runs on {want}, the tensors are on {got}",

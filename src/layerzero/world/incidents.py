@@ -389,9 +389,7 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
 
 def _hint(refused: Sequence[Rejected], locked: str) -> list[str]:
     """What to do about kernels that were asked for by name, in one line."""
-    advice = dict.fromkeys(
-        reason.code.advice.removesuffix(ANOTHER_KERNEL).removesuffix(", or ").removesuffix(": ")
-        for r in refused for reason in r.reasons)
+    advice = dict.fromkeys(reason.code.remedy for r in refused for reason in r.reasons)
     leave = {"backend=": "leave backend= out", "lz.lock()": "call lz.unlock()"}
     parts = [*list(filter(None, advice))[:3], leave.get(locked, f"change {locked}")]
     return [f"  hint: {'; '.join(parts)} to {ANOTHER_KERNEL}"]

@@ -7,6 +7,7 @@ of it.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import os
 import sys
@@ -50,6 +51,15 @@ def unregister(name: str) -> None:
     name.
     """
     worlds.unregister(name)
+
+
+def _reduce(item: Op) -> Any:
+    """For copy and pickle: an op that is registered here is that op, wherever it is read."""
+    known = item.name in OPS or (worlds.exists() and item.name in worlds.current().catalog.ops)
+    return (op, (item.name,)) if known and op(item.name) is item else item.__reduce_ex__(4)
+
+
+copyreg.pickle(Op, _reduce)
 
 
 def clear_cache() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..selection.policy import suggest
 from ..spec.errors import InvalidCall
+from ..spec.names import suggest
 from ..spec.op import Op, Param
 from .options import ALIASES
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..ops import CATALOG as OPS
-from ..selection.policy import suggest
 from ..spec.device import DEVICE_TYPES
 from ..spec.errors import ConfigError
+from ..spec.names import suggest
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
           "float8_e4m3fnuz",

@@ -168,8 +168,7 @@ class Dispatcher:
         if facts is None:
             facts = read_facts(self.op, dict(zip(self.names, values)), program.needed)
         if not self.keeps_contract(facts):
-            broken = [r for rule in self.op.requires if (r := rule.check(facts)) is not None]
-            raise InvalidCall.of(self.op.name, *broken)
+            raise InvalidCall.of(self.op.name, *self.op.reasons(self.op.requires, facts))
         if self.op.extra_check is not None:
             self.op.extra_check(dict(zip(self.names, values)), facts)
         return facts

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..spec.display import Displayed
 from ..spec.errors import ConfigError
 from .diffusers_backend import NO_CONTEXT_PARALLEL, attention_dispatch, backend_name
 from .diffusers_backend import register_diffusers as register_diffusers
@@ -45,8 +46,8 @@ _TEXT_ENCODER = {"attention": ("attention", "rope"), "norm": ("layer_norm", "rms
 _MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
 
 
-@dataclass(frozen=True)
-class DiffusersReport:
+@dataclass(frozen=True, repr=False)
+class DiffusersReport(Displayed):
     """What patch_diffusers replaced, by component of a pipeline ("" for a single model)."""
 
     replaced: Mapping[tuple[str, str, str], int]       # (component, class, op) -> how many
@@ -61,6 +62,9 @@ class DiffusersReport:
                              self.replaced.items()],
                 "left": [{"component": c, "class": k, "why": w, "count": n}
                          for (c, k, w), n in self.left.items()]}
+
+    def _headline(self) -> str:
+        return f"{sum(self.replaced.values())} replaced, {sum(self.left.values())} left"
 
     def __str__(self) -> str:
         def line(component: str, name: str, then: str, n: int) -> str:

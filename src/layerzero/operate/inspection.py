@@ -16,14 +16,15 @@ from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..dispatch.facts import check_types
 from ..machine import hardware, loading
-from ..selection.policy import suggest
 from ..selection.score import with_casts
 from ..spec import codegen
 from ..spec.codec import Record
 from ..spec.device import Device
+from ..spec.display import Cells, Displayed
 from ..spec.errors import ConfigError, InvalidCall, LayerZeroError
 from ..spec.event import BackendUnavailable
 from ..spec.kernel import Kernel
+from ..spec.names import find_kernel, suggest
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
 from ..world import catalog, context, events, measurements, perf_loading
@@ -159,7 +160,8 @@ def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any,
     """
     kernels = worlds.current().catalog.by_id
     if kernel not in kernels:
-        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, kernels)}")
+        kernel = find_kernel(kernel, worlds.current().catalog.op_of_kernel,
+                             dispatcher_of(op).op.name)
     try:
         plan = explain(op, *args, **kwargs)
     except InvalidCall as e:
@@ -226,8 +228,8 @@ class DoctorCheck:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class DoctorReport(Record, json="ok checks versions devices"):
+@dataclass(frozen=True, repr=False)
+class DoctorReport(Displayed, Record, json="ok checks versions devices"):
     checks: tuple[DoctorCheck, ...]
     devices: tuple[Device, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -235,6 +237,15 @@ class DoctorReport(Record, json="ok checks versions devices"):
     @property
     def ok(self) -> bool:
         return all(c.ok for c in self.checks)
+
+    def _headline(self) -> str:
+        failed = [check.name for check in self.checks if not check.ok]
+        return (f"{len(self.checks)} checks, " + (f"{len(failed)} failed: {', '.join(failed)}"
+                                                  if failed else "all well"))
+
+    def _cells(self) -> Cells:
+        return ("", "check", "found", "hint"), [
+            ("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in self.checks]
 
     def __str__(self) -> str:
         lines = [f"{d.type}:{d.index} {d.name}" for d in self.devices]
@@ -265,6 +276,10 @@ def doctor(deep: bool = False) -> DoctorReport:
         )
     checks.append(DoctorCheck("configuration", True, f"policy {world.policy.hash}, "
                               f"{sum(len(layer.rules) for layer in world.policy.layers)} rules"))
+    for layer in world.policy.layers:
+        for text in worlds.unknown_kernels(layer, world.catalog):
+            checks.append(DoctorCheck("policy names", False, text,
+                                      "correct the rule; lz list shows the kernels"))
     state = native.status()
     checks.append(DoctorCheck("native fast path", state.ok or not state.expected, state.text,
                               state.hint))
@@ -321,8 +336,8 @@ def _version() -> str:
     return loading.installed_version("layerzero") or "unknown"
 
 
-@dataclass(frozen=True)
-class Stats(Record):
+@dataclass(frozen=True, repr=False)
+class Stats(Displayed, Record):
     """Calls by op and kernel; events by name; what was learned while serving; what compiles in the
     background.
     """
@@ -331,6 +346,21 @@ class Stats(Record):
     events: Mapping[str, int]
     learning: learning.LearnStatus
     compiling: compiling.CompileStatus = field(default_factory=compiling.CompileStatus)
+
+    def _headline(self) -> str:
+        return (f"{sum(n for kernels in self.calls.values() for n in kernels.values())} calls of "
+                f"{len(self.calls)} operations, {sum(self.events.values())} events")
+
+    def _cells(self) -> Cells:
+        return ("operation", "kernel", "calls"), [
+            (f"lz.{op}", kernel, n) for op, kernels in self.calls.items()
+            for kernel, n in kernels.items()]
+
+    def __str__(self) -> str:
+        calls = [f"  {n:>8} x {op:<24} {kernel}" for op, kernel, n in self._cells()[1]]
+        events = [f"  {n:>8} x {name}" for name, n in self.events.items()]
+        return "\n".join([self._headline(), *calls, *(["events:", *events] if events else []),
+                          f"learning: {self.learning}", f"compiling: {self.compiling}"])
 
 
 def stats() -> Stats:

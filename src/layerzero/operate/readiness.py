@@ -12,7 +12,6 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from ..machine.loading import installed_version, satisfies
 from ..machine.memory import free_bytes, headroom
 from ..selection.policy import REDACTIONS, PolicyRule
 from ..spec.codec import Record, encode
+from ..spec.display import Cells, Displayed
 from ..spec.errors import LayerZeroError
 from ..spec.reason import Code
 from ..world import capabilities, config, measurements, perf_loading, redaction
@@ -72,8 +72,8 @@ class ReadinessCheck(Record):
                    tuple(f"{f.state}: {f.text}" for f in ordered) if more else ())
 
 
-@dataclass(frozen=True)
-class Readiness:
+@dataclass(frozen=True, repr=False)
+class Readiness(Displayed):
     """The whole report. It is true where nothing failed."""
 
     checks: tuple[ReadinessCheck, ...]
@@ -101,6 +101,10 @@ class Readiness:
         return {"schema": SCHEMA, "ready": self.ok, "failed": len(self.failed),
                 "warnings": len(self.warnings),
                 "device": self.device, "checks": encode(self.checks)}
+
+    def _cells(self) -> Cells:
+        return ("state", "check", "found", "wanted", "do"), [
+            (c.state, c.name, c.got, c.want, c.hint) for c in self.checks]
 
     def __str__(self) -> str:
         lines = [
@@ -158,14 +162,10 @@ def check_policy(world: World) -> ReadinessCheck:
 
 
 def _rule_findings(rule: PolicyRule, world: World) -> Iterator[ReadinessFinding]:
-    for pattern in rule.kernels:
-        if not any(fnmatchcase(k.id, pattern) and rule.applies_to(k.op.name)
-                   for k in world.catalog.kernels):
-            state = FAIL if rule.action == "lock" else WARNING
-            yield ReadinessFinding(state,
-                                   f"'{rule}' ({rule.origin}) names {pattern}, which no kernel of "
-                                   "such an op is",
-                          "correct the rule; lz list shows the kernels")
+    state = FAIL if rule.action == "lock" else WARNING
+    for text in rule.unknown_kernels(world.catalog.op_of_kernel):
+        yield ReadinessFinding(state, f"'{rule}' ({rule.origin}): {text}",
+                               "correct the rule; lz list shows the kernels")
 
 
 # capabilities

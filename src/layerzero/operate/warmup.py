@@ -26,6 +26,7 @@ from ..dispatch.dispatcher import Dispatcher
 from ..machine import faults, hardware
 from ..spec.call import Call, read_calls
 from ..spec.codec import Record, encode
+from ..spec.display import Displayed
 from ..spec.errors import ConfigError, LayerZeroError
 from ..spec.event import Fallback, WarmupSkipped
 from ..spec.kernel import Kernel
@@ -74,7 +75,7 @@ class WarmupOutcome(Record):
 Progress = Callable[[WarmupOutcome], object]
 
 
-class WarmupReport:
+class WarmupReport(Displayed):
     """The progress of a warm-up. It changes while calls wait in the background."""
 
     def __init__(self, calls: Sequence[Call]) -> None:

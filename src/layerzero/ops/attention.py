@@ -19,8 +19,19 @@ from ..spec.alteration import Alteration, Values
 from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, any_of, at_least, at_most, dtypes, equals, off, on, one_of
-from .formulas.common import FLOATS, attend
+from ..spec.rules import (
+    Wording,
+    absent,
+    any_of,
+    at_least,
+    at_most,
+    dtypes,
+    equals,
+    off,
+    on,
+    one_of,
+)
+from .formulas.common import FLOATS, HEAD_WORDS, attend
 from .formulas.mistakes import (
     LSE,
     SCORES,
@@ -341,6 +352,16 @@ ALTERATIONS: tuple[Alteration, ...] = (
                      lambda v: -v["alibi_slopes"]),
     *SCORES, *SOFTCAP, *WINDOW, *LSE)
 
+WORDS = {
+    **HEAD_WORDS,
+    "heads": Wording("heads", demands={"0": ""}),      # no alternative worth a word
+    "causal_offset": Wording("seq_k - seq_q", "{seq_q} queries, {seq_k} keys", {
+        "0": "there must be as many keys as queries",
+        ">= 0": "there must be at least as many keys as queries",
+        "other than 0": "there must be more or fewer keys than queries"}),
+    "batch_heads": Wording("batch * heads", "batch {batch}, {heads} heads"),
+}
+
 OP = Op(
     name="attention", family="attention", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
@@ -363,6 +384,7 @@ OP = Op(
     derived={"causal_offset": "seq_k - seq_q", "batch_heads": "batch * heads",
              "group": "heads // kv_heads", "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v", "elements": "batch * heads * seq_q * seq_k"},
+    words=WORDS,
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
     ranges={"window_left": INT32, "window_right": INT32},
     requires=(

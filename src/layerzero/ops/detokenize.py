@@ -22,7 +22,7 @@ from ..spec.rules import present
 from .formulas.bpe import BYTE_LEVEL_DECODER, ByteLevelBPE, tiny_tokenizer
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
-from .formulas.tokenization import read_sequences
+from .formulas.tokenization import WORDS, read_sequences
 from .formulas.tokenizer_identity import FACTS, from_json, identify, identify_again
 
 
@@ -74,6 +74,6 @@ OP = Op(
     name="detokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, alterations=ALTERATIONS,
     reference_kernel={**READS_ON_HOST, "overhead_us": 500.0, "requires": BYTE_LEVEL_DECODER},
-    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
+    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, words=WORDS,
     reads=(*FACTS, "sequences", "tokens"), dtypes=("int64",), requires=(present("vocab_hash"),),
 )

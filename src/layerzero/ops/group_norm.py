@@ -16,7 +16,7 @@ from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Redirect, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import at_least, dtypes, one_of
+from ..spec.rules import Wording, at_least, dtypes, one_of
 from .formulas.common import FLOATS
 from .formulas.mistakes import NORM, drop_argument, replace_argument
 
@@ -104,6 +104,8 @@ OP = Op(
     shapes={"x": "batch channels height width", "weight": "channels", "bias": "channels"},
     returns=("batch channels height width",), exact=("channels", "groups"),
     derived={"hidden": "channels * height * width // groups"},
+    words={"hidden": Wording("the numbers in a group",
+                             "{channels} channels of {height} x {width} in {groups} groups")},
     ranges={"groups": INT32},
     requires=(dtypes(*FLOATS), one_of("weight.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),
               one_of("bias.dtype", None, *FLOATS, code=Code.DTYPE_UNSUPPORTED),

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, at_least, dtypes, one_of, present, when
+from ..spec.rules import Wording, absent, at_least, dtypes, one_of, present, when
 from .formulas.common import FLOATS, READS_ON_HOST
 
 INTEGERS = ("int32", "int64")
@@ -99,6 +99,7 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "rows k", "weights": "groups k n", "group_sizes": "groups", "offsets": "groups"},
+    words={"k": Wording("the width of x"), "n": Wording("the width of weights")},
     returns=("rows n",), same_dtype=("x", "weights"), exact=("k", "n", "groups"),
     requires=(
         dtypes(*FLOATS), at_least("groups", 1, Code.EMPTY_INPUT),

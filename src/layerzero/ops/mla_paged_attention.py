@@ -26,6 +26,7 @@ from .formulas.mistakes import LSE, PAGES, SCORES, replace_argument, zeros_like
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
+    WORDS,
     check_metadata,
     check_shapes,
     cu_seqlens,
@@ -165,7 +166,7 @@ OP = Op(
             "kpe_cache": "pages page_size head_dim_kpe", "block_table": "batch max_pages",
             "context_lens": "batch", "cu_seqlens_q": "boundaries"},
     returns=("tokens heads head_dim_ckv", "tokens heads"), same_dtype=("q_nope", "q_pe"),
-    derived={**DERIVED, "head_dim": "head_dim_ckv + head_dim_kpe"},
+    derived={**DERIVED, "head_dim": "head_dim_ckv + head_dim_kpe"}, words=WORDS,
     exact=("heads", "head_dim_ckv", "head_dim_kpe", "page_size"),
     ranges={"max_seqlen_q": INT32},
     requires=(dtypes(*FLOATS), *METADATA_RULES, *SAME_DTYPE),

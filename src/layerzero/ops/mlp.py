@@ -18,7 +18,7 @@ from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, at_least, dtypes, one_of, when
+from ..spec.rules import Wording, absent, at_least, dtypes, one_of, when
 from .formulas.common import FLOATS, random_rows
 from .formulas.mistakes import ACTIVATIONS, drop_argument
 from .formulas.moe import GATED, PLAIN, activate
@@ -112,6 +112,7 @@ OP = Op(
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner",
             "weight_up": "inner hidden", "bias_in": "wide", "bias_up": "inner", "bias_down": "out"},
+    words={"out": Wording("the rows of weight_down"), "inner": Wording("the width of weight_down")},
     returns=("*rows out",), exact=("hidden", "wide", "inner", "out"),
     same_dtype=("x", "weight_in", "weight_down", "weight_up", "bias_in", "bias_up", "bias_down"),
     requires=(

@@ -27,11 +27,12 @@ from ..spec.op import INT32, Adaptation, Op, Redirect, Tolerance
 from ..spec.plan import Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition, any_of, at_least, dtypes, equals, one_of, present, when
-from .formulas.common import FLOATS, READS_ON_HOST, attend
+from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
 from .formulas.mistakes import LSE, PAGES, SCORES, SOFTCAP, WINDOW, replace_argument
 from .formulas.paged import (
     DERIVED,
     METADATA_RULES,
+    WORDS,
     check_metadata,
     check_shapes,
     cu_seqlens,
@@ -272,6 +273,7 @@ OP = Op(
     returns={"NHD": ("tokens heads head_dim_v", "tokens heads"),
              "HND": ("tokens heads head_dim_v", "tokens heads")},
     derived={**DERIVED, "group": "heads // kv_heads", "head_dim_gap": "head_dim - head_dim_v"},
+    words={**WORDS, **HEAD_WORDS},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v", "page_size"),
     ranges={"window_left": INT32, "max_seqlen_q": INT32},
     requires=(

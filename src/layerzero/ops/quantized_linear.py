@@ -23,7 +23,7 @@ from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, any_of, at_least, dtypes, equals, one_of, present, when
+from ..spec.rules import Wording, absent, any_of, at_least, dtypes, equals, one_of, present, when
 from .formulas.common import FLOATS, random_rows
 from .formulas.mistakes import QUANTIZED, drop_argument, swap_nibbles
 from .formulas.quant import FORMATS, TINY, dequantize_codes, encode, expand_scales, make_scales
@@ -134,6 +134,10 @@ OP = Op(
             "zeros": "scale_rows groups", "bias": "out_features"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
     derived={"shared_rows": "out_features - scale_rows"},
+    words={"shared_rows": Wording(
+        "out_features - scale_rows", "{scale_rows} rows of scales, {out_features} of the weight", {
+            "0": "every row of the weight must have scales of its own"}),
+        "groups": Wording("the scales of a row")},
     exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
     ranges={"group_size": INT32},
     requires=(

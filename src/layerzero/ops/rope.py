@@ -24,7 +24,7 @@ from ..spec.alteration import Alteration, Values
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import at_least, dtypes, one_of
+from ..spec.rules import Wording, at_least, dtypes, one_of
 from .formulas.common import FLOATS
 from .formulas.mistakes import change_results, replace_argument
 from .formulas.rope import gather_angles, rotate
@@ -191,6 +191,7 @@ OP = Op(
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     variant="layout",
+    words={"half": Wording("the width of cos and sin")},
     shapes={
         "bhsd": {"q": "*batch heads seq head_dim", "k": "*batch kv_heads seq head_dim",
                  "cos": "*cos_batch positions half", "sin": "*cos_batch positions half",

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
-from ..spec.rules import at_least, dtypes, equals, one_of
+from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
 from .formulas.sampling import clean_probs, draw, one_hot, random_numbers, residual_weights
 
@@ -128,6 +128,9 @@ OP = Op(
             "seed_rows": "batch"},
     returns=("batch drafted", "batch", "batch"),
     derived={"target_positions_beyond_draft": "positions - drafted"},
+    words={"target_positions_beyond_draft": Wording(
+        "positions - drafted", "{positions} positions for {drafted} draft tokens", {
+            "1": "target_probs must have one position more than there are draft tokens"})},
     ranges={"seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),

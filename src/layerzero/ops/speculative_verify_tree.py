@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..spec.op import SEED, Op, Tolerance
 from ..spec.reason import Code
-from ..spec.rules import at_least, dtypes, equals, one_of
+from ..spec.rules import Wording, at_least, dtypes, equals, one_of
 from .formulas.common import FLOATS
 from .formulas.sampling import (
     clean_probs,
@@ -162,6 +162,9 @@ OP = Op(
             "uniforms": "batch positions", "seed_rows": "batch"},
     returns=("batch nodes", "batch nodes", "batch", "batch"),
     derived={"target_positions_beyond_nodes": "positions - nodes"},
+    words={"target_positions_beyond_nodes": Wording(
+        "positions - nodes", "{positions} positions for {nodes} draft tokens", {
+            "1": "target_probs must have one position more than there are draft tokens"})},
     ranges={"seed": SEED},
     requires=(
         dtypes(*FLOATS), at_least("vocab", 1, Code.EMPTY_INPUT),

@@ -39,6 +39,7 @@ from .formulas.bpe import BYTE_LEVEL_BPE, ByteLevelBPE, tiny_tokenizer
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
 from .formulas.tokenization import (
+    WORDS,
     EncodedText,
     Request,
     Tokens,
@@ -176,7 +177,7 @@ OP = Op(
     name="tokenize", family="tokenization", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS, alterations=ALTERATIONS,
     reference_kernel={**READS_ON_HOST, "overhead_us": 5000.0, "requires": BYTE_LEVEL_BPE},
-    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read,
+    tolerance=Tolerance({"float32": (0.0, 0.0)}), shapes={}, read=read, words=WORDS,
     reads=(*FACTS, "texts", "characters", "padded", "truncated"), dtypes=("int64",),
     ranges={"max_length": INT32, "pad_id": INT32, "pad_to_multiple_of": INT32},
     requires=(present("vocab_hash"), at_least("max_length", 1, Code.VALUE_OUT_OF_RANGE),

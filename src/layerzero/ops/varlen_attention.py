@@ -15,8 +15,8 @@ from ..spec.alteration import Alteration, Values
 from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import at_least, at_most, dtypes, equals
-from .formulas.common import FLOATS, READS_ON_HOST, attend
+from ..spec.rules import Wording, at_least, at_most, dtypes, equals
+from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
 from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, flip_alignment
 
 
@@ -130,6 +130,9 @@ OP = Op(
              "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v",
              "seq_q": "max_seqlen_q", "seq_k": "max_seqlen_k"},
+    words={**HEAD_WORDS,
+           "batch": Wording("the number of sequences", "{boundaries} numbers in cu_seqlens_q"),
+           "boundaries": Wording("the length of cu_seqlens_q")},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
     ranges={"max_seqlen_q": INT32, "max_seqlen_k": INT32, "window_left": INT32,
             "window_right": INT32},

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..spec.errors import CacheCorruptionError, DataError
+from ..spec.names import names_kernel
 from .exchange import export_lines, read_lines
 from .record import EAGER, Measurement, PerfView, Rates, environment_id
 
@@ -131,7 +132,7 @@ class Store(ABC):
     def rows(self, *, kernel: str = "*", op: str = "*", place: str = "*") -> Iterator[Measurement]:
         """Yields the rows whose kernel, op and place match these patterns."""
         for m in self._rows():
-            if (fnmatchcase(m.kernel, kernel) and fnmatchcase(m.op, op)
+            if (names_kernel(kernel, m.kernel) and fnmatchcase(m.op, op)
                 and fnmatchcase(m.place, place)):
                 yield m
 

@@ -53,7 +53,7 @@ class BlockStep(Record, json="part kernel layout dtype kernel_us transform_us tr
                                                   default=lambda values: None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockPlan(SelectionReport, Record,
                 json="block signature total_us transform_cost_total fused_ops ways_seen steps"):
     block: str

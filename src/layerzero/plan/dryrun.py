@@ -18,6 +18,7 @@ from ..dispatch import tracing
 from ..machine import hardware
 from ..spec.call import Call, TensorSpec
 from ..spec.codec import Record
+from ..spec.display import Cells, Displayed
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 from ..world import snapshot as worlds
@@ -47,8 +48,8 @@ class PlannedCall(Record, json="op count kernel expected_us source note call"):
         return self.call.count
 
 
-@dataclass(frozen=True)
-class DryRun(Record, names={"rows": "calls"}):
+@dataclass(frozen=True, repr=False)
+class DryRun(Displayed, Record, names={"rows": "calls"}):
     """The lz calls of one run of a model, in the order in which they first came."""
 
     rows: tuple[PlannedCall, ...]
@@ -57,6 +58,14 @@ class DryRun(Record, names={"rows": "calls"}):
     def calls(self) -> tuple[Call, ...]:
         """The calls, as lz.tables.solve and lz.tune take them."""
         return tuple(row.call for row in self.rows)
+
+    def _headline(self) -> str:
+        return f"{sum(row.count for row in self.rows)} lz calls of {len(self.rows)} kinds"
+
+    def _cells(self) -> Cells:
+        return ("calls", "operation", "kernel", "us", "from", "shapes"), [
+            (row.count, f"lz.{row.op}", row.kernel or "none", f"{row.expected_us:.2f}", row.source,
+             row.shapes) for row in self.rows]
 
     def __str__(self) -> str:
         lines = [f"{row.call.count:>5} x lz.{row.call.op:<18} {row.kernel or 'no kernel':<28} "

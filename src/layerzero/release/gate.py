@@ -17,9 +17,9 @@ import torch
 
 from ..machine import hardware
 from ..machine.loading import installed_version
-from ..selection.policy import suggest
 from ..spec.codec import encode
 from ..spec.errors import ConfigError, DataError
+from ..spec.names import suggest
 from ..spec.reading import read_json
 from ..verify.kernel.declarations import Checked
 from . import waivers as waiving

@@ -21,9 +21,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..selection.policy import suggest
 from ..spec.codec import Record
 from ..spec.errors import ConfigError
+from ..spec.names import suggest
 from ..verify.kernel.declarations import Checked, Finding
 
 VERSION = 1

@@ -15,10 +15,10 @@ from typing import Any, Union
 
 from ..spec.codec import Record
 from ..spec.errors import PolicyValidationError
+from ..spec.names import is_pattern
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule
 
-_WILD = re.compile(r"[*?\[]")
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*")
 _COMPARISON = re.compile(r"\s*(>=|<=|!=|==|>|<)\s*(.*?)\s*", re.DOTALL)
@@ -143,10 +143,6 @@ def _parse_word(text: str) -> Any:
         except (ValueError, OverflowError):    # more digits than Python converts
             return text
     return _WORDS.get(text.lower(), text)
-
-
-def is_pattern(text: str) -> bool:
-    return _WILD.search(text) is not None
 
 
 def matches_any(patterns: tuple[str, ...], name: str) -> bool:

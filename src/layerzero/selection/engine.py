@@ -166,7 +166,7 @@ def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, A
     if denied is not None:
         reasons.append(denied)
     reasons += demands.reasons(kernel)
-    reasons += [r for rule in rules if not rule.repair and (r := rule.check(facts)) is not None]
+    reasons += op.reasons((rule for rule in rules if not rule.repair), facts)
     unfit, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts,
                                            around, largest)
     return [*reasons, *unfit], transforms, workspace

@@ -6,7 +6,6 @@ for a setting the highest layer that has it decides, for a kernel the highest la
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -20,9 +19,10 @@ from typing import Any, NamedTuple
 
 from ..spec.codec import Record, decode
 from ..spec.errors import DataError, PolicyValidationError, warn_caller
+from ..spec.names import OpOfKernel, kernel_patterns, suggest, unknown_kernel
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule
-from .conditions import Like, Test, is_pattern, matches_any, parse_when
+from .conditions import Like, Test, matches_any, parse_when
 
 LAYERS = ("call", "context", "programmatic", "environment", "file", "default")   # highest first
 ACTIONS = ("lock", "allow", "deny", "boost")
@@ -108,13 +108,6 @@ _ACCEPTED_TYPES: Mapping[type, tuple[type, ...]] = {int: (int, str), float: (flo
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known word, or all of them."""
-    options = sorted(known)
-    near = difflib.get_close_matches(word[:100], options, 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(options)}"
-
-
 def validate_setting(name: str, value: Any) -> Any:
     """`value` converted to the type of the setting; text is parsed like an environment variable."""
     if name in RENAMED:
@@ -189,6 +182,10 @@ _LONGEST = 200
 _PATTERN = re.compile(rf"[a-z0-9_.*?!\[\]-]{{1,{_LONGEST}}}")
 
 
+def _is_valid(pattern: str) -> bool:
+    return bool(_PATTERN.fullmatch(pattern)) and ("!" not in pattern or "[" in pattern)
+
+
 def _listed(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -198,7 +195,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
     """One decision about some kernels, for some ops, under some conditions."""
 
     action: str
-    kernels: tuple[str, ...]                   # fnmatch patterns over kernel ids
+    kernels: tuple[str, ...]                   # fnmatch patterns over kernel ids, from any names
     ops: tuple[str, ...] = ("*",)              # fnmatch patterns over op names
     when: tuple[Test, ...] = ()
     factor: float = 1.0                        # of a boost: expected time is divided by it
@@ -209,20 +206,18 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         if self.action not in ACTIONS:
             raise PolicyValidationError(
                 f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
-        for what, patterns in (("kernel", self.kernels), ("op", self.ops)):
-            if not patterns:
+        for what, given in (("kernel", self.kernels), ("op", self.ops)):
+            if not given:
                 raise PolicyValidationError(
                     f"{self.action} names no {what}; give at least one pattern")
-            for p in patterns:
-                if not isinstance(p, str) or not _PATTERN.fullmatch(p):
+            for name in given:
+                if not isinstance(name, str) or not all(map(_is_valid, (
+                        kernel_patterns(name) if what == "kernel" else (name,)))):
                     raise PolicyValidationError(
                         f"{self.action}: a {what} pattern has a-z 0-9 _ . * ? [ ] only, at most "
-                        f"{_LONGEST} of them, got {shown(p)}")
-        for p in self.kernels:
-            if "." not in p and not is_pattern(p):
-                raise PolicyValidationError(
-                    f"{self.action}: {p!r} matches no kernel, ids look like 'backend.name'; "
-                    f"write {p + '.*'!r} for all of a backend")
+                        f"{_LONGEST} of them, got {shown(name)}")
+        object.__setattr__(self, "kernels", tuple(
+            pattern for name in self.kernels for pattern in kernel_patterns(name)))
         if not all(isinstance(test, (Rule, Like)) for test in self.when):
             raise PolicyValidationError(
                 f"{self.action}: when takes single rules; build it with parse_when")
@@ -279,6 +274,13 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                 raise PolicyValidationError(
                     f"{self.action}: no op of {', '.join(self.ops)} has the fact "
                     f"{test.fact!r}{suggest(test.fact, facts)}")
+
+    def unknown_kernels(self, kernels: OpOfKernel) -> Iterator[str]:
+        """For each pattern that no kernel of its ops matches, a sentence with what is near."""
+        for pattern in self.kernels:
+            if not any(fnmatchcase(k, pattern) and self.applies_to(op)
+                       for k, op in kernels.items()):
+                yield unknown_kernel(pattern, kernels, self.ops[0] if len(self.ops) == 1 else "*")
 
     def __str__(self) -> str:
         text = f"{self.action} {', '.join(self.kernels)}"

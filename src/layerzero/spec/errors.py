@@ -57,7 +57,8 @@ class InvalidCall(LayerZeroError, ValueError):
     @classmethod
     def of(cls, op: str, *reasons: Reason) -> InvalidCall:
         lines = [f"lz.{op}: {r.message} [{r.code}]" for r in reasons]
-        advice = [r.code.advice for r in reasons if r.code.advice]
+        advice = [(r.code.remedy or "help(lz.<op>) has what it takes").replace("<op>", op)
+                  for r in reasons]
         return cls("\n".join(lines + [f"  hint: {a}" for a in dict.fromkeys(advice)]), reasons)
 
 

@@ -6,14 +6,13 @@ tables, the roofline. The signature of `reference` is the public signature.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
@@ -22,8 +21,10 @@ from .alteration import Alteration
 from .codec import Layout, Record, decode, encode_fields
 from .errors import SpecError
 from .expr import parse
+from .names import suggest
 from .plan import Transform
-from .rules import Condition
+from .reason import Reason
+from .rules import Condition, Facts, Wording, Words
 
 DEVICE_FACTS = frozenset({
     "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "fast_bf16_matmul",
@@ -152,6 +153,7 @@ class Op:
     sdpa_switches: bool = False
     # tensors that a kernel writes into, and whose memory it may return
     in_place: tuple[str, ...] = ()
+    words: Words = field(default_factory=dict)   # how messages speak of `derived` and other facts
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -263,11 +265,29 @@ class Op:
     def check_rule(self, rule: Condition, owner: str) -> None:
         for leaf in rule.leaves():
             if leaf.fact not in self.fact_names:
-                near = difflib.get_close_matches(leaf.fact, self.fact_names, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise SpecError(
                     f"{owner} reads the fact {leaf.fact!r}, which {self.name!r} does not "
-                    f"have{hint}")
+                    f"have{suggest(leaf.fact, self.fact_names)}")
+
+    @cached_property
+    def wording(self) -> Words:
+        """How messages speak of facts: as declared; of other derived ones by their expression."""
+        derived = {name: Wording(text, ", ".join(
+            f"{n} {{{n}}}" for n in parse(text).names if n != text))
+            for name, text in self.derived.items()}
+        grads = {f"{t}.requires_grad": Wording(f"{t}.requires_grad", demands={
+            "other than True": f"has no backward for {t}, which requires a gradient"})
+            for t in self.tensors}
+        grad = Wording("grad", demands={"False": "no gradient may be asked for",
+                                        "True": "a gradient must be asked for"})
+        return {**derived, **grads, "grad": grad, **self.words}
+
+    def reasons(self, rules: Iterable[Condition], facts: Facts) -> list[Reason]:
+        """What these rules have against a call, each in terms of what the caller gave."""
+        broken = [(rule, reason) for rule in rules if (reason := rule.check(facts)) is not None]
+        said = [rule.complain(facts, self.wording) for rule, _ in broken]
+        return [reason if text == reason.message else replace(reason, said=text)
+                for (_, reason), text in zip(broken, said)]
 
     def to_json(self) -> dict[str, Any]:
         code = {name: import_path(getattr(self, name)) for name in _CALLABLES
@@ -283,7 +303,7 @@ class Op:
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
-                              if f.name not in (*_CALLABLES, "alterations")))
+                              if f.name not in (*_CALLABLES, "alterations", "words")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from .codec import Record
+from .display import Cells, Displayed
 from .reason import Reason, Value
 
 
@@ -76,7 +77,7 @@ class Rejected(Record):
 _MEMBERS = "op kernel facts policy locked from_cache table missed transform_bytes steps rejected"
 
 
-class SelectionReport(ABC):
+class SelectionReport(Displayed, ABC):
     """What was selected: for one call (`Plan`), or for a whole block (`BlockPlan`)."""
 
     @property
@@ -90,7 +91,7 @@ class SelectionReport(ABC):
         return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(SelectionReport, Record, json=_MEMBERS):
     """`steps` in the order they are tried; the first is the choice, the rest the fallback."""
 
@@ -124,6 +125,17 @@ class Plan(SelectionReport, Record, json=_MEMBERS):
 
     def why_not(self, kernel: str) -> tuple[Reason, ...]:
         return next((r.reasons for r in self.rejected if r.kernel == kernel), ())
+
+    def _headline(self) -> str:
+        return (f"lz.{self.op} -> {self.kernel or 'no kernel'}, {max(len(self.steps) - 1, 0)} "
+                f"behind it, {len(self.rejected)} rejected")
+
+    def _cells(self) -> Cells:
+        rows = [("->" if i == 0 else "", s.kernel, f"{s.score.total_us:.2f} us", "; ".join(filter(
+            None, (s.score.origin, ", ".join(map(str, s.transforms)), s.note))))
+            for i, s in enumerate(self.steps)]
+        return ("", "kernel", "expected", "why"), [
+            *rows, *(("x", r.kernel, "", "; ".join(map(str, r.reasons))) for r in self.rejected)]
 
     def __str__(self) -> str:
         head = f"lz.{self.op} -> {self.kernel or 'no kernel'}"

@@ -7,12 +7,15 @@ template turns `want` and `got` into a sentence, and `advice` says what to do ab
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Union
 
 Scalar = Union[str, int, float, bool, None]
 Value = Union[Scalar, tuple[Scalar, ...]]
+
+
+ANOTHER_KERNEL = "let another kernel serve the call"      # the end of much advice
 
 
 class Category(str, Enum):
@@ -52,103 +55,165 @@ class Code(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def remedy(self) -> str:
+        """The advice without its alternative, another kernel; "" if it has no other."""
+        return self.advice.removesuffix(ANOTHER_KERNEL).removesuffix(", or ").removesuffix(": ")
+
     # hardware
-    PLATFORM_MISMATCH = ("PLATFORM_MISMATCH", Category.HARDWARE,
-                         "runs on {want}, the tensors are on {got}")
-    VENDOR_MISMATCH = ("VENDOR_MISMATCH", Category.HARDWARE,
-                       "made for {want} hardware, this is {got}")
-    SM_TOO_OLD = ("SM_TOO_OLD", Category.HARDWARE,
-                  "needs compute capability {want}, this GPU has {got}")
-    SM_TOO_NEW = ("SM_TOO_NEW", Category.HARDWARE,
-                  "supports compute capability {want}, this GPU has {got}")
+    PLATFORM_MISMATCH = (
+        "PLATFORM_MISMATCH", Category.HARDWARE, "runs on {want}, the tensors are on {got}",
+        "move the tensors there, or let another kernel serve the call")
+    VENDOR_MISMATCH = (
+        "VENDOR_MISMATCH", Category.HARDWARE, "made for {want} hardware, this is {got}",
+        "it is made for other hardware: let another kernel serve the call")
+    SM_TOO_OLD = (
+        "SM_TOO_OLD", Category.HARDWARE, "needs compute capability {want}, this GPU has {got}",
+        "it is made for other hardware: let another kernel serve the call")
+    SM_TOO_NEW = (
+        "SM_TOO_NEW", Category.HARDWARE, "supports compute capability {want}, this GPU has {got}",
+        "update its library if a newer release knows this GPU, or let another kernel serve "
+        "the call")
     GPU_GENERATION_UNSUPPORTED = (
-        "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}")
+        "GPU_GENERATION_UNSUPPORTED", Category.HARDWARE, "made for {want}, this GPU is {got}",
+        "it is made for other hardware: let another kernel serve the call")
     TENSOR_CORE_GENERATION = (
         "TENSOR_CORE_GENERATION", Category.HARDWARE,
-        "needs tensor cores {want}, this GPU has {got}")
+        "needs tensor cores {want}, this GPU has {got}",
+        "it is made for other hardware: let another kernel serve the call")
     MATMUL_IS_FAST = (
         "MATMUL_IS_FAST", Category.HARDWARE,
-        "for CPUs on which torch emulates this dtype's matmul, this is none")
-    CPU_ISA_MISSING = ("CPU_ISA_MISSING", Category.HARDWARE,
-                       "needs CPU instructions {want}, this CPU has {got}")
+        "for CPUs on which torch emulates this dtype's matmul, this is none",
+        "nothing: torch's own kernel is the fast one here")
+    CPU_ISA_MISSING = (
+        "CPU_ISA_MISSING", Category.HARDWARE, "needs CPU instructions {want}, this CPU has {got}",
+        "it is made for other hardware: let another kernel serve the call")
     CUDA_BLOCK_LIMIT_EXCEEDED = (
         "CUDA_BLOCK_LIMIT_EXCEEDED", Category.HARDWARE, "{fact} must be {want}, got {got}",
         "split the batch, or let another kernel serve the call")
     # dtype
-    DTYPE_UNSUPPORTED = ("DTYPE_UNSUPPORTED", Category.DTYPE, "{fact} must be {want}, got {got}")
-    MASK_DTYPE_UNSUPPORTED = ("MASK_DTYPE_UNSUPPORTED", Category.DTYPE,
-                              "the mask must be {want}, got {got}")
+    DTYPE_UNSUPPORTED = (
+        "DTYPE_UNSUPPORTED", Category.DTYPE, "{fact} must be {want}, got {got}",
+        "cast the tensors, or let another kernel serve the call")
+    MASK_DTYPE_UNSUPPORTED = (
+        "MASK_DTYPE_UNSUPPORTED", Category.DTYPE, "the mask must be {want}, got {got}",
+        "cast the mask, or let another kernel serve the call")
     QUANT_FORMAT_UNSUPPORTED = (
-        "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}")
-    SCALE_LAYOUT_MISMATCH = ("SCALE_LAYOUT_MISMATCH", Category.DTYPE,
-                             "scales must be {want}, got {got}")
+        "QUANT_FORMAT_UNSUPPORTED", Category.DTYPE, "quantization format must be {want}, got {got}",
+        "quantize to such a format, or let another kernel serve the call")
+    SCALE_LAYOUT_MISMATCH = (
+        "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "{fact} must be {want}, got {got}",
+        "quantize with such scales, or let another kernel serve the call")
     KV_CACHE_DTYPE_MISMATCH = (
-        "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "the KV cache must be {want}, got {got}",
+        "KV_CACHE_DTYPE_MISMATCH", Category.DTYPE, "{fact} must be {want}, got {got}",
         "keep the cache in the query's dtype, pass its scales (1.0 for a plain cast), or set "
         "allow_adaptation: true")
     # shape
-    HEAD_DIM_INVALID = ("HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}")
-    HEAD_DIM_TOO_LARGE = ("HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}")
-    HEAD_DIM_ALIGNMENT = ("HEAD_DIM_ALIGNMENT", Category.SHAPE, "{fact} must be {want}, got {got}")
-    SEQ_LEN_UNSUPPORTED = ("SEQ_LEN_UNSUPPORTED", Category.SHAPE,
-                           "{fact} must be {want}, got {got}")
-    SHAPE_UNSUPPORTED = ("SHAPE_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
-    EMPTY_INPUT = ("EMPTY_INPUT", Category.SHAPE, "{fact} must be {want}, got {got}")
-    GQA_UNSUPPORTED = ("GQA_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}")
-    PAGE_SIZE_UNSUPPORTED = ("PAGE_SIZE_UNSUPPORTED", Category.SHAPE,
-                             "page size must be {want}, got {got}")
+    HEAD_DIM_INVALID = (
+        "HEAD_DIM_INVALID", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "let another kernel serve the call")
+    HEAD_DIM_TOO_LARGE = (
+        "HEAD_DIM_TOO_LARGE", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "let another kernel serve the call")
+    HEAD_DIM_ALIGNMENT = (
+        "HEAD_DIM_ALIGNMENT", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "pad the heads, or let another kernel serve the call")
+    SEQ_LEN_UNSUPPORTED = (
+        "SEQ_LEN_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "let another kernel serve the call")
+    SHAPE_UNSUPPORTED = (
+        "SHAPE_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "let another kernel serve the call")
+    EMPTY_INPUT = (
+        "EMPTY_INPUT", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "pass tensors that are not empty there")
+    GQA_UNSUPPORTED = (
+        "GQA_UNSUPPORTED", Category.SHAPE, "{fact} must be {want}, got {got}",
+        "repeat the KV heads, or let another kernel serve the call")
+    PAGE_SIZE_UNSUPPORTED = (
+        "PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size must be {want}, got {got}",
+        "make the cache with such pages, or let another kernel serve the call")
     # layout
     STRIDE_LAST_DIM = (
         "STRIDE_LAST_DIM", Category.LAYOUT, "{fact} must be {want}, got {got}",
         "pass a tensor whose last dimension is contiguous, or allow LayerZero to copy it "
         "(strict_mode: false)")
-    NOT_CONTIGUOUS = ("NOT_CONTIGUOUS", Category.LAYOUT, "{fact} must be {want}, got {got}")
-    POINTER_ALIGNMENT = ("POINTER_ALIGNMENT", Category.LAYOUT,
-                         "{fact} must be {want} bytes, got {got}")
-    LAYOUT_UNSUPPORTED = ("LAYOUT_UNSUPPORTED", Category.LAYOUT, "layout must be {want}, got {got}")
+    NOT_CONTIGUOUS = (
+        "NOT_CONTIGUOUS", Category.LAYOUT, "{fact} must be {want}, got {got}",
+        "call .contiguous(), or allow LayerZero to copy it (strict_mode: false)")
+    POINTER_ALIGNMENT = (
+        "POINTER_ALIGNMENT", Category.LAYOUT, "{fact} must be {want} bytes, got {got}",
+        "pass a tensor that is no slice of another, or allow LayerZero to copy it "
+        "(strict_mode: false)")
+    LAYOUT_UNSUPPORTED = (
+        "LAYOUT_UNSUPPORTED", Category.LAYOUT, "layout must be {want}, got {got}",
+        "pass that layout, or allow LayerZero to view the tensors so (strict_mode: false)")
     KV_CACHE_LAYOUT_MISMATCH = (
         "KV_CACHE_LAYOUT_MISMATCH", Category.LAYOUT,
-        "the KV cache layout must be {want}, got {got}")
+        "the KV cache layout must be {want}, got {got}",
+        "make the cache in that layout, or let another kernel serve the call")
     RAGGED_UNSUPPORTED = (
         "RAGGED_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
         "pack the sequences and call lz.varlen_attention, or pad them")
     TENSOR_SUBCLASS_UNSUPPORTED = (
-        "TENSOR_SUBCLASS_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}")
+        "TENSOR_SUBCLASS_UNSUPPORTED", Category.LAYOUT, "takes {want} tensors, got {got}",
+        "pass plain tensors, or let another kernel serve the call")
     # feature
-    MASK_UNSUPPORTED = ("MASK_UNSUPPORTED", Category.FEATURE, "takes no attention mask, got {got}")
+    MASK_UNSUPPORTED = (
+        "MASK_UNSUPPORTED", Category.FEATURE, "takes no attention mask, got {got}",
+        "pass is_causal or a window in its place, or let another kernel serve the call")
     MASK_BROADCAST_UNSUPPORTED = (
-        "MASK_BROADCAST_UNSUPPORTED", Category.FEATURE, "the mask must be {want}, got {got}")
-    CAUSAL_UNSUPPORTED = ("CAUSAL_UNSUPPORTED", Category.FEATURE,
-                          "causal attention is not supported here")
+        "MASK_BROADCAST_UNSUPPORTED", Category.FEATURE,
+        "{fact} must have {want} dimensions, got {got}",
+        "expand the mask, or let another kernel serve the call")
+    CAUSAL_UNSUPPORTED = (
+        "CAUSAL_UNSUPPORTED", Category.FEATURE, "causal attention is not supported here",
+        "let another kernel serve the call")
     CAUSAL_ALIGNMENT_UNSUPPORTED = (
-        "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}")
-    DROPOUT_UNSUPPORTED = ("DROPOUT_UNSUPPORTED", Category.FEATURE,
-                           "dropout must be {want}, got {got}")
-    WINDOW_UNSUPPORTED = ("WINDOW_UNSUPPORTED", Category.FEATURE,
-                          "{fact} must be {want}, got {got}")
-    ALIBI_UNSUPPORTED = ("ALIBI_UNSUPPORTED", Category.FEATURE, "takes no ALiBi slopes")
-    SOFTCAP_UNSUPPORTED = ("SOFTCAP_UNSUPPORTED", Category.FEATURE,
-                           "softcap must be {want}, got {got}")
-    LSE_UNSUPPORTED = ("LSE_UNSUPPORTED", Category.FEATURE, "does not return the log-sum-exp")
-    SCALE_UNSUPPORTED = ("SCALE_UNSUPPORTED", Category.FEATURE, "scale must be {want}, got {got}")
-    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", Category.FEATURE,
-                           "{fact} must be {want}, got {got}")
-    ROPE_STYLE_UNSUPPORTED = ("ROPE_STYLE_UNSUPPORTED", Category.FEATURE,
-                              "rope style must be {want}, got {got}")
+        "CAUSAL_ALIGNMENT_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
+        "pass causal_align, or let another kernel serve the call")
+    DROPOUT_UNSUPPORTED = (
+        "DROPOUT_UNSUPPORTED", Category.FEATURE, "dropout must be {want}, got {got}",
+        "pass dropout_p=0.0, or let another kernel serve the call")
+    WINDOW_UNSUPPORTED = (
+        "WINDOW_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
+        "leave the window out, or let another kernel serve the call")
+    ALIBI_UNSUPPORTED = (
+        "ALIBI_UNSUPPORTED", Category.FEATURE, "takes no ALiBi slopes",
+        "leave alibi_slopes out, or let another kernel serve the call")
+    SOFTCAP_UNSUPPORTED = (
+        "SOFTCAP_UNSUPPORTED", Category.FEATURE, "softcap must be {want}, got {got}",
+        "leave softcap out, or let another kernel serve the call")
+    LSE_UNSUPPORTED = (
+        "LSE_UNSUPPORTED", Category.FEATURE, "does not return the log-sum-exp",
+        "pass return_lse=False, or let another kernel serve the call")
+    SCALE_UNSUPPORTED = (
+        "SCALE_UNSUPPORTED", Category.FEATURE, "scale must be {want}, got {got}",
+        "pass such a scale, or let another kernel serve the call")
+    FEATURE_UNSUPPORTED = (
+        "FEATURE_UNSUPPORTED", Category.FEATURE, "{fact} must be {want}, got {got}",
+        "let another kernel serve the call")
+    ROPE_STYLE_UNSUPPORTED = (
+        "ROPE_STYLE_UNSUPPORTED", Category.FEATURE, "rope style must be {want}, got {got}",
+        "pass that style, or let another kernel serve the call")
     # mode
     BACKWARD_UNSUPPORTED = (
         "BACKWARD_UNSUPPORTED", Category.MODE, "has no backward; a gradient was asked for",
         "call under torch.no_grad() for inference")
     NOT_DETERMINISTIC = (
         "NOT_DETERMINISTIC", Category.MODE,
-        "is not deterministic; deterministic results were asked for")
-    CUDA_GRAPH_UNSAFE = ("CUDA_GRAPH_UNSAFE", Category.MODE,
-                         "is not safe to capture in a CUDA graph: {got}")
-    COMPILE_UNSUPPORTED = ("COMPILE_UNSUPPORTED", Category.MODE,
-                           "cannot be traced by torch.compile")
+        "is not deterministic; deterministic results were asked for",
+        "allow others: deterministic: false, torch.use_deterministic_algorithms(False)")
+    CUDA_GRAPH_UNSAFE = (
+        "CUDA_GRAPH_UNSAFE", Category.MODE, "is not safe to capture in a CUDA graph: {got}",
+        "call it outside the capture, or let another kernel serve the call")
+    COMPILE_UNSUPPORTED = (
+        "COMPILE_UNSUPPORTED", Category.MODE, "cannot be traced by torch.compile",
+        "call it outside torch.compile, or let another kernel serve the call")
     TP_INVARIANCE_REQUIRED = (
         "TP_INVARIANCE_REQUIRED", Category.MODE,
-        "results may differ across tensor-parallel sizes; {want} was asked for")
+        "results may differ across tensor-parallel sizes; {want} was asked for",
+        "let another kernel serve the call")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
@@ -158,8 +223,9 @@ class Code(str, Enum):
         "leave that block, name more implementations in it, or undo "
         "torch.backends.cuda.enable_*_sdp(False)")
     # software
-    NOT_INSTALLED = ("NOT_INSTALLED", Category.SOFTWARE,
-                     "needs package {want}, which is not installed")
+    NOT_INSTALLED = (
+        "NOT_INSTALLED", Category.SOFTWARE, "needs package {want}, which is not installed",
+        "install the package, or let another kernel serve the call")
     NOT_BUILT = ("NOT_BUILT", Category.SOFTWARE, "is not compiled for this machine yet",
                  "run: lz build")
     BUILD_REFUSED = (
@@ -168,22 +234,38 @@ class Code(str, Enum):
     COMPILER_MISSING = (
         "COMPILER_MISSING", Category.SOFTWARE, "compiles its code with {want}, which was not found",
         "install one, or name it in CXX")
-    VERSION_CONFLICT = ("VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}")
+    VERSION_CONFLICT = (
+        "VERSION_CONFLICT", Category.SOFTWARE, "needs {want}, found {got}",
+        "install such a version, or let another kernel serve the call")
     ABI_MISMATCH = (
         "ABI_MISMATCH", Category.SOFTWARE, "was built for another torch or C++ runtime: {got}",
         "install a build of the package made for this torch")
-    IMPORT_FAILED = ("IMPORT_FAILED", Category.SOFTWARE, "importing {want} failed: {got}")
-    CUDA_TOO_OLD = ("CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}")
-    TORCH_ENTRY_MISSING = ("TORCH_ENTRY_MISSING", Category.SOFTWARE, "this torch has no {want}")
+    IMPORT_FAILED = (
+        "IMPORT_FAILED", Category.SOFTWARE, "importing {want} failed: {got}",
+        "run lz doctor --deep, which imports each library by itself")
+    CUDA_TOO_OLD = (
+        "CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}",
+        "install a torch for such a CUDA, or let another kernel serve the call")
+    TORCH_ENTRY_MISSING = (
+        "TORCH_ENTRY_MISSING", Category.SOFTWARE, "this torch has no {want}",
+        "install a torch that has it, or let another kernel serve the call")
     UNTESTED_ON_HARDWARE = (
         "UNTESTED_ON_HARDWARE", Category.SOFTWARE,
-        "was written from its source and never run on such hardware")
+        "was written from its source and never run on such hardware",
+        "name it with backend= and run lz verify for it, or set allow_untested: true")
     # policy
-    DENIED_BY_POLICY = ("DENIED_BY_POLICY", Category.POLICY, "denied by {got}")
-    NOT_ALLOWED_BY_POLICY = ("NOT_ALLOWED_BY_POLICY", Category.POLICY,
-                             "not among {want}, allowed by {got}")
-    LOCKED_TO_ANOTHER = ("LOCKED_TO_ANOTHER", Category.POLICY, "{got} locks this call to {want}")
-    NOT_THE_NAMED_KERNEL = ("NOT_THE_NAMED_KERNEL", Category.POLICY, "the call asked for {want}")
+    DENIED_BY_POLICY = (
+        "DENIED_BY_POLICY", Category.POLICY, "denied by {got}",
+        "change that rule, or let another kernel serve the call")
+    NOT_ALLOWED_BY_POLICY = (
+        "NOT_ALLOWED_BY_POLICY", Category.POLICY, "not among {want}, allowed by {got}",
+        "add it to that rule, or let another kernel serve the call")
+    LOCKED_TO_ANOTHER = (
+        "LOCKED_TO_ANOTHER", Category.POLICY, "{got} locks this call to {want}",
+        "remove that lock, or let another kernel serve the call")
+    NOT_THE_NAMED_KERNEL = (
+        "NOT_THE_NAMED_KERNEL", Category.POLICY, "the call asked for {want}",
+        "leave backend= out to let lz choose")
     STRICT_TRANSFORM_REFUSED = (
         "STRICT_TRANSFORM_REFUSED", Category.POLICY,
         "would need the transform {got}, refused by {want}",
@@ -197,15 +279,23 @@ class Code(str, Enum):
     CERTIFICATE_REFUSED = (
         "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}",
         "run lz verify kernels for it")
-    LZ_DISABLED = ("LZ_DISABLED", Category.POLICY,
-                   "LayerZero is disabled here; only torch's default runs")
+    LZ_DISABLED = (
+        "LZ_DISABLED", Category.POLICY, "LayerZero is disabled here; only torch's default runs",
+        "leave the lz.disabled() block, or set disabled: false")
     # health
     CIRCUIT_OPEN = (
         "CIRCUIT_OPEN", Category.HEALTH,
-        "disabled after {got}; it will be tried again after {want}")
-    BACKEND_DISABLED = ("BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}")
-    KERNEL_FAILED = ("KERNEL_FAILED", Category.HEALTH, "failed when called: {got}")
-    KERNEL_TIMEOUT = ("KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}")
+        "disabled after {got}; it will be tried again after {want}",
+        "lz doctor has its last fault")
+    BACKEND_DISABLED = (
+        "BACKEND_DISABLED", Category.HEALTH, "disabled for this process: {got}",
+        "correct the cause and restart the process")
+    KERNEL_FAILED = (
+        "KERNEL_FAILED", Category.HEALTH, "failed when called: {got}",
+        "lz verify shows the calls it fails; deny it in the policy until it is corrected")
+    KERNEL_TIMEOUT = (
+        "KERNEL_TIMEOUT", Category.HEALTH, "did not finish within {want}",
+        "raise call_timeout, or deny it in the policy")
     WRONG_RESULT = (
         "WRONG_RESULT", Category.HEALTH, "returned {got}, the operation gives {want}",
         "correct the kernel; lz verify kernels shows every case it gets wrong")
@@ -218,16 +308,25 @@ class Code(str, Enum):
     # memory
     MEMORY_HEADROOM_EXCEEDED = (
         "MEMORY_HEADROOM_EXCEEDED", Category.MEMORY,
-        "needs {got} bytes of workspace, the headroom is {want}")
-    OUT_OF_MEMORY = ("OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}")
+        "needs {got} bytes of workspace, the headroom is {want}",
+        "free memory, make the call smaller, or raise memory_headroom")
+    OUT_OF_MEMORY = (
+        "OUT_OF_MEMORY", Category.MEMORY, "ran out of memory: {got}",
+        "free memory, or make the call smaller")
     # the caller's own mistakes
-    WRONG_TYPE = ("WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}")
+    WRONG_TYPE = (
+        "WRONG_TYPE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "pass an argument of that type")
     TENSOR_UNREADABLE = (
         "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
         "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of "
         "a nested one")
-    WRONG_NDIM = ("WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}")
-    DIM_MISMATCH = ("DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}")
+    WRONG_NDIM = (
+        "WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}",
+        "reshape the tensor; help(lz.<op>) has the shapes")
+    DIM_MISMATCH = (
+        "DIM_MISMATCH", Category.CALLER, "{fact} must be {want}, got {got}",
+        "pass tensors whose sizes agree; help(lz.<op>) has the shapes")
     MIXED_DEVICES = ("MIXED_DEVICES", Category.CALLER,
                      "all tensors must be on {want}, {fact} is {got}",
                      "move the tensors to one device")
@@ -237,27 +336,47 @@ class Code(str, Enum):
         "MASK_WITH_CAUSAL", Category.CALLER, "attn_mask and is_causal=True were both given",
         "fold the causal triangle into attn_mask, or drop one of the two")
     MASK_BROADCAST_INVALID = (
-        "MASK_BROADCAST_INVALID", Category.CALLER, "attn_mask must broadcast to {want}, got {got}")
-    MASK_TYPE_INVALID = ("MASK_TYPE_INVALID", Category.CALLER,
-                         "attn_mask must be {want}, got {got}")
-    HEADS_NOT_DIVISIBLE = ("HEADS_NOT_DIVISIBLE", Category.CALLER,
-                           "{fact} must be {want}, got {got}")
+        "MASK_BROADCAST_INVALID", Category.CALLER, "attn_mask must broadcast to {want}, got {got}",
+        "give the mask that shape, or size 1 where it is the same for all")
+    MASK_TYPE_INVALID = (
+        "MASK_TYPE_INVALID", Category.CALLER, "attn_mask must be {want}, got {got}",
+        "pass a bool mask (True: attend) or a floating-point one that is added")
+    HEADS_NOT_DIVISIBLE = (
+        "HEADS_NOT_DIVISIBLE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "pass a key and value whose number of heads divides the query's")
     LAYOUT_AMBIGUOUS = (
         "LAYOUT_AMBIGUOUS", Category.CALLER, "layout='auto' cannot tell bhsd from bshd for {got}",
         "pass layout='bhsd' or layout='bshd'")
-    LAYOUT_UNKNOWN = ("LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}")
-    VALUE_OUT_OF_RANGE = ("VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}")
-    MISSING_METADATA = ("MISSING_METADATA", Category.CALLER, "{fact} is required: {want}")
+    LAYOUT_UNKNOWN = (
+        "LAYOUT_UNKNOWN", Category.CALLER, "{fact} must be {want}, got {got}",
+        "pass one of these")
+    VALUE_OUT_OF_RANGE = (
+        "VALUE_OUT_OF_RANGE", Category.CALLER, "{fact} must be {want}, got {got}",
+        "pass a value in that range")
+    MISSING_METADATA = (
+        "MISSING_METADATA", Category.CALLER, "{fact} is required: {want}",
+        "pass it")
     # cache, plans, data
-    TOKENIZER_MISMATCH = ("TOKENIZER_MISMATCH", Category.DATA,
-                          "tokenizer identity must be {want}, got {got}")
-    BLOCK_TABLE_INVALID = ("BLOCK_TABLE_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
-    KV_METADATA_INVALID = ("KV_METADATA_INVALID", Category.DATA, "{fact} must be {want}, got {got}")
-    CACHE_EXPIRED = ("CACHE_EXPIRED", Category.CACHE, "the remembered choice is older than {want}")
-    PLAN_BUCKET_MISS = ("PLAN_BUCKET_MISS", Category.PLAN, "the table has no entry for {got}")
+    TOKENIZER_MISMATCH = (
+        "TOKENIZER_MISMATCH", Category.DATA, "tokenizer identity must be {want}, got {got}",
+        "load the tokenizer that the data was made with")
+    BLOCK_TABLE_INVALID = (
+        "BLOCK_TABLE_INVALID", Category.DATA, "{fact} must be {want}, got {got}",
+        "make the table with lz.kv_cache, or correct it")
+    KV_METADATA_INVALID = (
+        "KV_METADATA_INVALID", Category.DATA, "{fact} must be {want}, got {got}",
+        "make the lengths with lz.kv_cache, or correct them")
+    CACHE_EXPIRED = (
+        "CACHE_EXPIRED", Category.CACHE, "the remembered choice is older than {want}",
+        "nothing: the choice is made anew")
+    PLAN_BUCKET_MISS = (
+        "PLAN_BUCKET_MISS", Category.PLAN, "the table has no entry for {got}",
+        "solve again with calls of this kind")
     PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}",
                   "solve again")
-    SCHEMA_UNKNOWN = ("SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}")
+    SCHEMA_UNKNOWN = (
+        "SCHEMA_UNKNOWN", Category.PLAN, "schema must be {want}, got {got}",
+        "write the file again with this release")
 
 
 # what methods of a foreign object may raise
@@ -288,6 +407,10 @@ def shown(value: Any, as_text: Callable[[Any], str] = repr, most: int = 500) -> 
     return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
+_OF_TENSORS = {"stride_last": "{}.stride(-1)", "contiguous": "{}.is_contiguous()",
+               "alignment": "the alignment of {}", "ndim": "{}"}
+
+
 @dataclass(frozen=True)
 class Reason:
     """One obstacle: its code, the fact it is about, what was wanted and what came."""
@@ -296,6 +419,7 @@ class Reason:
     want: Annotated[Value, Any] = None
     got: Annotated[Value, Any] = None
     fact: str = ""
+    said: str = field(default="", compare=False)       # as a sentence about what the caller gave
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "want", plain(self.want))
@@ -303,20 +427,34 @@ class Reason:
 
     @property
     def message(self) -> str:
-        return self.code.template.format(want=_text(self.want), got=_text(self.got), fact=self.fact
-                                         or "it")
+        """The obstacle as a sentence, in torch's words for what is read of a tensor."""
+        if self.said:
+            return self.said
+        fact, want, got = self.fact or "it", _text(self.want), _text(self.got, "")
+        tensor, _, of = fact.rpartition(".")
+        if want == "given":
+            return f"{tensor if of == 'dtype' else fact} must be given"
+        if (optional := want == "absent" or want.startswith("absent or ")):
+            want = want.replace("absent", "None", 1)
+        if of == "dtype" and optional:
+            fact, got = tensor, f"a tensor of {got}"
+        elif tensor and of in _OF_TENSORS:
+            fact = _OF_TENSORS[of].format(tensor)
+            want = want.removeprefix("None or ")
+        return self.code.template.format(want=want, got=got, fact=fact)
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
         want, got = (list(v) if isinstance(v, tuple) else v for v in (self.want, self.got))
-        return {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
+        data = {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
+        return {**data, "said": self.said} if self.said else data
 
 
-def _text(value: Value) -> str:
+def _text(value: Value, several: str = "one of ") -> str:
     if value == ():
         return "none"
     if isinstance(value, tuple):
-        return "one of " + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
+        return several + ", ".join(map(str, value)) if len(value) != 1 else str(value[0])
     return shown(value, str, 1000)

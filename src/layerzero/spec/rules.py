@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NamedTuple, Union
 
 from .codec import Record
 from .errors import SpecError
@@ -19,6 +19,23 @@ from .predicate import PREDICATES, Predicate
 from .reason import Code, Reason, Value, plain
 
 Facts = Mapping[str, Any]
+
+
+class Wording(NamedTuple):
+    """How messages speak of a fact that no caller gives as such, such as heads % kv_heads."""
+
+    name: str                                  # as in "query heads per KV head must be >= 4"
+    given: str = ""                            # of it: "{heads} query heads, {kv_heads} KV heads"
+    demands: Mapping[str, str] = {}            # a rule's `want` -> the whole demand in plain words
+
+    def message(self, want: str, got: Any, facts: Facts) -> str:
+        given = self.given.format_map(facts)
+        if want in self.demands:
+            return self.demands[want] + (f", got {given}" if given else "")
+        return f"{self.name} must be {want}, got {got}" + (f" ({given})" if given else "")
+
+
+Words = Mapping[str, Wording]
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,17 @@ class Rule(Record, omit="repair"):
     def check(self, facts: Facts) -> Reason | None:
         got = facts[self.fact]
         return None if self.predicate.holds(got) else Reason(self.code, self.want, got, self.fact)
+
+    def complain(self, facts: Facts, words: Words) -> str:
+        """Why these facts, which break the rule, do, in the words of the op."""
+        wording, got = words.get(self.fact), facts[self.fact]
+        return (Reason(self.code, self.want, got, self.fact).message if wording is None
+                else wording.message(self.want, got, facts))
+
+    def circumstance(self, words: Words) -> str:
+        """The rule as a fulfilled condition, as in "where dtype is float16"."""
+        name = words[self.fact].name if self.fact in words else self.fact.removesuffix(".dtype")
+        return f"{name} is {self.want.replace('absent', 'None')}"
 
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
         """The answer if each leaf has that of `verdict`; None is "unknown", there and here."""
@@ -82,6 +110,17 @@ class AnyOf(Record, names={"rules": "any_of"}):
                 return None
         return last
 
+    def complain(self, facts: Facts, words: Words) -> str:
+        """All alternatives, or the last one if its code is a sentence about the whole."""
+        last = self.rules[-1]
+        if isinstance(last, Rule) and last.fact not in words and "{" not in last.code.template:
+            return last.complain(facts, words)
+        sentences = dict.fromkeys(rule.complain(facts, words) for rule in self.rules)
+        return "; or ".join(filter(None, sentences))
+
+    def circumstance(self, words: Words) -> str:
+        return " or ".join(rule.circumstance(words) for rule in self.rules)
+
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
         answers = [rule.decide(verdict) for rule in self.rules]
         return True if True in answers else None if None in answers else False
@@ -110,6 +149,12 @@ class When(Record, names={"condition": "when"}):
 
     def check(self, facts: Facts) -> Reason | None:
         return None if self.condition.check(facts) is not None else self.then.check(facts)
+
+    def complain(self, facts: Facts, words: Words) -> str:
+        return f"{self.then.complain(facts, words)}, where {self.condition.circumstance(words)}"
+
+    def circumstance(self, words: Words) -> str:
+        return f"{self.then.circumstance(words)} where {self.condition.circumstance(words)}"
 
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
         condition, then = self.condition.decide(verdict), self.then.decide(verdict)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..selection.policy import suggest
 from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import ConfigError
+from ..spec.names import suggest
 
 PAGE = 64                                      # tokens in one page of a latent cache
 

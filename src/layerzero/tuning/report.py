@@ -11,6 +11,7 @@ from typing import Any
 from ..perf.record import EAGER, Measurement, Rates
 from ..spec.call import Call
 from ..spec.codec import Record
+from ..spec.display import Cells, Displayed
 from ..spec.plan import Rejected
 from ..spec.reason import Reason
 from .harness import Ratio, TimingSummary
@@ -90,8 +91,8 @@ class Skipped(Record):
     reason: str
 
 
-@dataclass(frozen=True)
-class TuneReport(Record):
+@dataclass(frozen=True, repr=False)
+class TuneReport(Displayed, Record):
     tuned: tuple[Tuned, ...] = ()
     already: tuple[Call, ...] = ()             # measured before, every kernel in its current build
     skipped: tuple[Skipped, ...] = ()
@@ -104,6 +105,14 @@ class TuneReport(Record):
     @property
     def measurements(self) -> tuple[Measurement, ...]:
         return tuple(m for tuned in self.tuned for m in tuned.measurements)
+
+    def _headline(self) -> str:
+        return self.closing
+
+    def _cells(self) -> Cells:
+        return ("call", "fastest", "us", "over torch", "before"), [
+            (t.label, t.best, f"{t.winner.summary.median:.2f}", t.gain or "", t.before or "")
+            for t in self.tuned]
 
     def __str__(self) -> str:
         lines = []

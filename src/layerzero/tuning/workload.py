@@ -15,10 +15,10 @@ from ..dispatch.facts import read as read_facts
 from ..operate.calls import describe, make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import kind_of
-from ..selection.policy import suggest
 from ..spec.call import LIMITS, Call, TensorSpec, read_calls
 from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
 from ..spec.event import FileRefused
+from ..spec.names import suggest
 from ..spec.op import Op
 from ..spec.reading import parse_json, read_lines
 from ..world import events

@@ -9,7 +9,6 @@ is refused.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from ..spec.codec import decode
 from ..spec.errors import DataError, SpecError
 from ..spec.expr import parse
 from ..spec.kernel import Kernel
+from ..spec.names import nearest
 from ..spec.op import Op
 from ..spec.predicate import PREDICATES, is_number
 from ..spec.reason import Code, Reason
@@ -297,8 +297,8 @@ def _wrong_type(at: str, want: str, got: Any) -> Reason:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(word[:100], sorted(known), 1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    near = nearest(word, known)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _type_name(value: Any) -> str:

@@ -22,6 +22,7 @@ from ..selection.policy import Layer, PolicyRule
 from ..spec.errors import RegistrationError
 from ..spec.event import BackendUnavailable, Event
 from ..spec.kernel import Kernel
+from ..spec.names import OpOfKernel, nearest
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
 
@@ -47,6 +48,10 @@ class Catalog:
     @cached_property
     def by_id(self) -> Mapping[str, Kernel]:
         return MappingProxyType({k.id: k for k in self.kernels})
+
+    @cached_property
+    def op_of_kernel(self) -> OpOfKernel:
+        return MappingProxyType({k.id: k.op.name for k in self.kernels})
 
     def kernels_of(self, op: str) -> tuple[Kernel, ...]:
         return self._by_op.get(op, ())
@@ -90,7 +95,9 @@ class Catalog:
             removed = {k.id for k in self.kernels if k.backend == name or k.id in from_plugin
                        or k.op.name in ops}
         if not removed and not ops:
-            raise RegistrationError(f"nothing is registered as {name!r}")
+            near = nearest(name, {*self.ops, *self.by_id, *(k.backend for k in self.kernels)})
+            raise RegistrationError(f"nothing is registered as {name!r}; "
+                                    + (f"did you mean {near!r}?" if near else "lz list shows all"))
         return Catalog({n: o for n, o in self.ops.items() if n not in ops},
                        tuple(k for k in self.kernels if k.id not in removed),
                        {n: o for n, o in self.origins.items() if n not in removed | ops})

@@ -23,11 +23,11 @@ from ..selection.policy import (
     SETTINGS,
     Layer,
     PolicyRule,
-    suggest,
     validate_setting,
 )
 from ..spec import paths
 from ..spec.errors import ConfigError, PolicyValidationError
+from ..spec.names import suggest
 from ..spec.paths import cache_dir as cache_dir
 from ..spec.reading import read_text
 from ..spec.reason import shown

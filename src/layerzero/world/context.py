@@ -117,8 +117,7 @@ def _make_override(outer: Override | None, backend: str | None, policy: Any) -> 
     if backend is not None:
         if not backend:
             raise ConfigError("backend= must be a kernel id or backend name, got ''")
-        pattern = backend if "." in backend or "*" in backend else f"{backend}.*"
-        rules = (PolicyRule("lock", (pattern,), origin="backend="), *rules)
+        rules = (PolicyRule("lock", (backend,), origin="backend="), *rules)
     override = intern(context, Layer("call", settings, rules))
     assert override is not None
     return override

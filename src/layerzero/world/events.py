@@ -37,6 +37,9 @@ from . import redaction
 
 log = logging.getLogger("layerzero")
 log.addFilter(redaction.LogFilter())
+if log.level == logging.NOTSET:                # not set by the program before
+    log.setLevel(logging.WARNING)
+_chosen_level = ("", log.level)                # the policy's log_level, and the level without it
 Sink = Callable[[Event], None]
 
 # What a subscriber or a log handler may raise: SystemExit, a KeyboardInterrupt of its own, a panic
@@ -62,6 +65,16 @@ _lock = locks.Lock()
 _local = threading.local()
 _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
              KernelRefused, PolicyRejected, StoreTrouble)
+
+
+def use_log_level(name: str) -> None:
+    """Applies the policy's log_level ("" for none) where it changed; else the program's own level
+    stays."""
+    global _chosen_level
+    chosen, before = _chosen_level
+    if name != chosen:
+        _chosen_level = name, before if chosen else log.level
+        log.setLevel(name.upper() if name else before)
 
 
 def emit(event: Event) -> None:

@@ -25,9 +25,10 @@ from ..spec.errors import (
 from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
 from ..spec.launch import LaunchRefused
+from ..spec.names import unknown_kernel
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
-from ..spec.reason import Category, Code, Reason
+from ..spec.reason import ANOTHER_KERNEL, Category, Code, Reason
 from . import events, health
 from . import snapshot as worlds
 from .catalog import Catalog
@@ -373,15 +374,25 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
         patterns = lock.kernels if lock else ()
         matching = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in matching] or [
-            f"  no kernel of lz.{op.name} matches; there are "
-            f"{', '.join(k.id for k in world.kernels(op.name))}"]
+            f"  {unknown_kernel(p, world.catalog.op_of_kernel, op.name)}" for p in patterns]
         error = (BackendNotAvailableError if matching and all(map(_not_available, matching))
                  else NamedKernelRefused)
         return error(
             f"lz.{op.name}: {', '.join(patterns)} was asked for by {plan.locked} and cannot serve "
             "this call:\n"
-            + "\n".join(lines), [x for r in matching for x in r.reasons])
-    return NoKernelFoundError(f"lz.{op.name}: no kernel can serve this call\n{plan}", reasons)
+            + "\n".join([*lines, *_hint(matching, plan.locked)]),
+            [x for r in matching for x in r.reasons])
+    return NoKernelFoundError(
+        f"lz.{op.name}: no kernel can serve this call\n{plan}\n  hint: change what a reason names, "
+        "or the rule that forbids a kernel (lz.get_config() shows the rules)", reasons)
+
+
+def _hint(refused: Sequence[Rejected], locked: str) -> list[str]:
+    """What to do about kernels that were asked for by name, in one line."""
+    advice = dict.fromkeys(reason.code.remedy for r in refused for reason in r.reasons)
+    leave = {"backend=": "leave backend= out", "lz.lock()": "call lz.unlock()"}
+    parts = [*list(filter(None, advice))[:3], leave.get(locked, f"change {locked}")]
+    return [f"  hint: {'; '.join(parts)} to {ANOTHER_KERNEL}"]
 
 
 def _not_available(rejected: Rejected) -> bool:

@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..selection.policy import Layer, PolicyRule, suggest
+from ..selection.policy import Layer, PolicyRule
 from ..spec.errors import ConfigError
+from ..spec.names import find_kernels
 from ..spec.reason import shown
 from . import config, context
 from . import snapshot as worlds
@@ -81,7 +81,7 @@ def lock(op: str, kernel: str, *, when: Mapping[str, Any] | None = None,
     rule = PolicyRule.of("lock", kernel, op, when, origin="lz.lock()",
                          expires_at=_deadline(seconds))
     _checked(rule)
-    _check_kernel_exists(kernel, op)
+    find_kernels(kernel, worlds.current().catalog.op_of_kernel, op, "lz.lock")
     configure(rules=(rule,))
 
 
@@ -117,12 +117,11 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None,
 
     Also takes settings.
     """
-    patterns = [k if "." in k or "*" in k else f"{k}.*" for k in kernels]
-    rules = _checked(*(PolicyRule.of("boost", p, op, when, factor=PREFERENCE / 10 ** min(i, 3),
+    rules = _checked(*(PolicyRule.of("boost", k, op, when, factor=PREFERENCE / 10 ** min(i, 3),
                                      origin="lz.prefer()")
-                       for i, p in enumerate(patterns)))
-    for pattern in patterns:
-        _check_kernel_exists(pattern, op)
+                       for i, k in enumerate(kernels)))
+    for kernel in kernels:
+        find_kernels(kernel, worlds.current().catalog.op_of_kernel, op, "lz.prefer")
     deadline = _deadline(seconds)
     if when:
         extend_keys(Override(Layer("context", {}, rules), None))
@@ -135,10 +134,3 @@ def prefer(*kernels: str, op: str = "*", when: Mapping[str, Any] | None = None,
 def disabled() -> AbstractContextManager[Override]:
     """In this block only torch's own default runs."""
     return context.overriding({"disabled": True})
-
-
-def _check_kernel_exists(pattern: str, op: str) -> None:
-    ids = [k.id for k in worlds.current().catalog.kernels if fnmatchcase(k.op.name, op)]
-    if not any(fnmatchcase(k, pattern) for k in ids):
-        raise ConfigError(f"no kernel of {op!r} matches {pattern!r}{suggest(pattern, ids)}; "
-                          f"there are {', '.join(sorted(ids)) or 'none'}")

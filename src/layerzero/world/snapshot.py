@@ -267,7 +267,7 @@ def exists() -> bool:
 def _create() -> World:
     pending: list[Event] = []
     with _writing:
-        if _current is None:
+        if created := _current is None:
             catalog, problems = discover()
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
@@ -280,7 +280,24 @@ def _create() -> World:
     for event in pending:
         events.emit(event)
     assert world is not None
+    if created:
+        _warn_of_unknown_kernels(world, Policy())
     return world
+
+
+def unknown_kernels(layer: Layer, catalog: Catalog) -> list[str]:
+    """Names in a layer's rules that are no kernel's here, each with its place and what is near."""
+    return [f"{rule.origin}: {rule.action}: {text}" for rule in layer.rules
+            for text in rule.unknown_kernels(catalog.op_of_kernel)]
+
+
+def _warn_of_unknown_kernels(world: World, before: Policy) -> None:
+    """Logs them for a file or environment that was just read. It stays in force: a program may
+    register such a kernel later, and a fleet may have it on other machines only."""
+    for layer in world.policy.layers:
+        if layer.name in ("environment", "file") and not any(layer is old for old in before.layers):
+            for text in unknown_kernels(layer, world.catalog):
+                events.log.warning("policy: %s", text)
 
 
 def _initial_policy(catalog: Catalog, advice: Layer | None) -> tuple[Policy, Path | None,
@@ -310,6 +327,8 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
     for event in pending:
         events.emit(event)
     events.emit(WorldPublished(epoch=new.epoch, cause=cause))
+    if new.policy is not old.policy:
+        _warn_of_unknown_kernels(new, old.policy)
     return new
 
 
@@ -334,7 +353,8 @@ def call_with_current(listener: Callable[[World], None]) -> None:
 
 
 def _notify(world: World) -> None:
-    events.log.setLevel(world.policy.setting("log_level").upper())
+    chosen = (layer.settings.get("log_level") for layer in world.policy.layers)
+    events.use_log_level(next(filter(None, chosen), ""))
     redaction.use(world.policy.setting("redact"))
     for listener in _listeners:
         listener(world)

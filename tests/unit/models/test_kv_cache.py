@@ -401,11 +401,11 @@ def test_bad_arguments_are_named() -> None:
         lz.kv_cache("rolling", kv_heads=1, head_dim=8)
     for options, word in (({"layout": "HDN"}, "layout must be"), ({"pages": 0}, "pages must be"),
                           ({"page_size": 0}, "page_size must be"),
-                          ({"dtype": torch.int32}, "the KV cache must be"),
+                          ({"dtype": torch.int32}, "dtype must be"),
                           ({"kv_heads": 0}, "kv_heads must be"),
-                          ({"key_scale": 1.0}, "scales must be absent"),
+                          ({"key_scale": 1.0}, "key_scale must be absent"),
                           ({"dtype": torch.int8, "value_scale": torch.ones(3)},
-                           "scales must be one number or 2")):
+                           "value_scale must be one number or 2")):
         with pytest.raises(lz.errors.InvalidCall, match=word):
             made(**options)
     with pytest.raises(TypeError, match="max_len"):

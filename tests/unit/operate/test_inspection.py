@@ -303,9 +303,9 @@ def test_a_backend_that_is_not_installed_or_not_known_says_so(world):
                        match=r"flash_attn\.v2: .*(NOT_INSTALLED|PLATFORM_MISMATCH)"):
         lz.attention(*qkv(8), backend="flash_attn")
     with pytest.raises(NamedKernelRefused,
-                       match=r"no kernel of lz.attention matches; there are .*torch.sdpa"):
+                       match=r"no kernel of lz.attention is called 'nobody'; there are .*torch"):
         lz.attention(*qkv(8), backend="nobody")
-    with pytest.raises(NamedKernelRefused, match=r"no kernel of lz.rms_norm matches"):
+    with pytest.raises(NamedKernelRefused, match=r"no kernel of lz.rms_norm is called"):
         lz.rms_norm(rows(), backend="torch.sdpa")
     lz.lock("attention", "torch.sdpa", when={"softcap": "> 0"})
     with pytest.raises(NamedKernelRefused, match=r"torch.sdpa was asked for by lz.lock\(\)"):
@@ -330,7 +330,8 @@ def test_unknown_ops_and_kernels_are_named():
     with pytest.raises(ConfigError, match="is not an lz operation"):
         lz.explain(torch.rms_norm, rows())
     with pytest.raises(ConfigError,
-                       match=r"there is no kernel 'torch.sdpaa'; did you mean 'torch.sdpa'"):
+                       match=r"no kernel of lz.attention is called 'torch.sdpaa'; did you mean "
+                             r"'torch.sdpa'"):
         lz.validate("attention", "torch.sdpaa", *qkv(8))
     with pytest.raises(ConfigError, match=r"torch.sdpa.*attention.*rms_norm"):
         lz.validate("rms_norm", "torch.sdpa", rows())

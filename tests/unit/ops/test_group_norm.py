@@ -86,7 +86,7 @@ def test_a_bias_without_a_weight_can_be_trained():
     ({"x": torch.ones(2, 12, 0, 3)}, "EMPTY_INPUT", "height must be >= 1"),
     ({"eps": -1.0}, "VALUE_OUT_OF_RANGE", "eps must be >= 0"),
     ({"x": torch.ones(2, 12, 3, 3).int()}, "DTYPE_UNSUPPORTED", "dtype must be"),
-    ({"weight": torch.ones(12).long()}, "DTYPE_UNSUPPORTED", r"weight\.dtype"),
+    ({"weight": torch.ones(12).long()}, "DTYPE_UNSUPPORTED", "weight must be None or float16"),
 ])
 def test_a_wrong_call_names_the_argument(path, changes, code, words):
     call = path_of("group_norm", path)
@@ -119,7 +119,7 @@ def test_offset_is_gemmas():
 
 
 def test_offset_without_a_weight_is_refused():
-    with pytest.raises(lz.errors.InvalidCall, match=r"weight\.dtype must be given"):
+    with pytest.raises(lz.errors.InvalidCall, match="weight must be given"):
         lz.rms_norm(rand(2, 8), offset=1.0)
 
 

@@ -435,7 +435,8 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
 # Mistakes.
 
 @pytest.mark.parametrize(("change", "code", "word"), (
-    ({"target_probs": torch.ones(2, 3, 5)}, lz.Code.DIM_MISMATCH, "target_positions_beyond_draft"),
+    ({"target_probs": torch.ones(2, 3, 5)}, lz.Code.DIM_MISMATCH,
+     "one position more than there are draft tokens"),
     ({"target_probs": torch.ones(2, 4, 6)}, lz.Code.DIM_MISMATCH, "vocab"),
     ({"target_probs": torch.ones(3, 4, 5)}, lz.Code.DIM_MISMATCH, "batch"),
     ({"target_probs": torch.ones(4, 5)}, lz.Code.WRONG_NDIM, "target_probs"),
@@ -464,7 +465,7 @@ def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.C
     ({"parents": None}, lz.Code.WRONG_TYPE, "parents"),
     ({"draft_probs": torch.ones(2, 3, 5)}, lz.Code.DIM_MISMATCH, "draft_probs"),
     ({"target_probs": torch.ones(2, 3, 5), "draft_probs": None}, lz.Code.DIM_MISMATCH,
-     "target_positions_beyond_nodes"),
+     "one position more than there are draft tokens"),
 ), ids=str)
 def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
                                              word: str) -> None:

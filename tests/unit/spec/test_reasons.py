@@ -8,12 +8,16 @@ import string
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import layerzero as lz
 from layerzero.spec.codec import decode
 from layerzero.spec.errors import InvalidCall, LayerZeroError
 from layerzero.spec.reason import Category, Code, Reason, plain
+from layerzero.spec.rules import AnyOf, Rule, any_of, when
+from layerzero.world import snapshot as worlds
 
 PLACEHOLDERS = {"want", "got", "fact"}
 
@@ -113,3 +117,92 @@ def test_an_error_carries_its_reasons_and_says_the_advice_once():
     assert error.codes == (Code.MIXED_DEVICES,) * 2
     assert str(error).count("move the tensors to one device") == 1
     assert "key is cuda:0" in str(error) and "[MIXED_DEVICES]" in str(error)
+
+
+# what rules say
+
+rand = torch.rand
+
+
+def broken(rule, hold=False):
+    """Facts that break a rule; with `hold`, that fulfil it."""
+    if isinstance(rule, Rule):
+        tried = (*rule.predicate.boundaries(), "other", 3, 10 ** 6, None, True, False)
+        for value in tried:
+            try:
+                if rule.predicate.holds(value) == hold:
+                    return {rule.fact: value}
+            except TypeError:                  # a text where a number is compared
+                continue
+        raise AssertionError(f"nothing breaks {rule}")
+    if isinstance(rule, AnyOf):
+        return {k: v for inner in rule.rules for k, v in broken(inner, hold).items()}
+    return {**broken(rule.then, hold), **broken(rule.condition, True)}
+
+
+class Sizes(dict):
+    def __missing__(self, name):
+        return 7
+
+
+def every_rule():
+    catalog = worlds.current().catalog
+    for op in catalog.ops.values():
+        for rule in (*op.requires, *(r for k in catalog.kernels_of(op.name) for r in k.requires)):
+            yield op, rule
+
+
+def test_no_message_names_a_fact_that_no_caller_gives():
+    internal = {name for op, _ in every_rule() for name in op.derived} - {
+        "batch", "hidden", "head_dim", "seq_q", "seq_k", "group", "elements"}
+    assert {"group_rest", "head_dim_gap", "causal_offset"} <= internal
+    told = set()
+    for op, rule in every_rule():
+        for reason in op.reasons((rule,), Sizes(broken(rule))):
+            words = set(re.findall(r"[\w.]+", reason.message))
+            assert not words & internal, reason.message
+            assert not re.search(r"\w\.(stride_last|contiguous|alignment)\b", reason.message)
+            assert reason.message.strip() and "{" not in reason.message
+            told.add(reason.message)
+    assert len(told) > 300
+
+
+def test_every_derived_fact_that_a_rule_reads_has_words():
+    for op, rule in every_rule():
+        for leaf in rule.leaves():
+            if leaf.fact in op.derived:
+                declared = leaf.fact in op.words
+                plain = op.derived[leaf.fact] in op.by_name    # such as seq_q = max_seqlen_q
+                assert declared or plain or leaf.fact == "head_dim", (op.name, leaf.fact)
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: lz.attention(rand(1, 8, 4, 16), rand(1, 3, 4, 16), rand(1, 3, 4, 16)),
+     "the number of query heads must be a multiple of that of the KV heads, got 8 query heads, "
+     "3 KV heads [HEADS_NOT_DIVISIBLE]\n  hint: pass a key and value whose number of heads"),
+    (lambda: lz.attention(rand(1, 8, 4, 16), rand(1, 4, 4, 16), rand(1, 4, 4, 16),
+                          enable_gqa=False),
+     "enable_gqa must be True, got False; or query and key must have the same number of heads, "
+     "got 8 query heads, 4 KV heads"),
+    (lambda: lz.speculative_verify(torch.zeros(1, 2, dtype=torch.int64), None, rand(1, 2, 9)),
+     "target_probs must have one position more than there are draft tokens, got 2 positions")])
+def test_a_mistake_is_told_in_terms_of_what_was_given(call, said):
+    with pytest.raises(InvalidCall) as caught:
+        call()
+    assert said in str(caught.value) and "\n  hint: " in str(caught.value)
+
+
+def test_a_condition_and_alternatives_are_told():
+    op = lz.op("attention")
+    rule = when(Rule("device", "in", ("cuda",), Code.PLATFORM_MISMATCH),
+                any_of(Rule("is_causal", "eq", False, Code.FEATURE_UNSUPPORTED),
+                       Rule("attn_mask.dtype", "absent", None, Code.MASK_UNSUPPORTED)))
+    facts = {"device": "cuda", "is_causal": True, "attn_mask.dtype": "bool"}
+    (reason,) = op.reasons((rule,), facts)
+    assert reason.message == ("is_causal must be False, got True; or takes no attention mask, got "
+                              "a tensor of bool, where device is cuda")
+    assert reason == rule.check(facts) and reason.to_json()["said"] == reason.message
+
+
+def test_every_code_says_what_to_do():
+    assert [code for code in Code if not code.advice] == []

@@ -242,6 +242,13 @@ def test_no_text_breaks_it_and_twice_is_once(text):
             redaction.use("")
 
 
+def test_a_sentence_about_what_the_caller_gave_is_hidden_with_the_sizes(hide):
+    reason = Reason(Code.HEADS_NOT_DIVISIBLE, "0", 2, "group_rest", "got 8 query heads, 3 KV heads")
+    assert redaction.reason(reason).message == reason.said
+    hide("shapes")
+    assert "8" not in redaction.reason(reason).message and not redaction.reason(reason).said
+
+
 # what is quadratic takes far longer
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("unit", ["a", "/", "a/", "(1,", "1x", "'", "://", "a=1 ", "\\", " ", "~/",

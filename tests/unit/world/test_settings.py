@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 import time
 
@@ -438,3 +439,58 @@ def test_the_policy_has_a_hash_that_changes_with_what_it_says():
     lz.unlock()
     assert lz.get_config()["policy_hash"] == seen[1] and len(set(seen)) == 3
     assert lz.explain("rms_norm", rows()).policy == seen[1]
+
+
+# names that are no kernel's
+
+def test_a_policy_that_names_no_kernel_is_told_when_it_is_read_and_by_the_doctor(tmp_path, caplog):
+    file = tmp_path / "policy.yaml"
+    file.write_text("rules:\n  - deny: flash-attn\n  - deny: flash_atn.v2\n    op: attention\n"
+                    "  - boost: {torch.rms_nrm: 2.0}\n")
+    with caplog.at_level(logging.WARNING, "layerzero"):
+        lz.load_config(file)
+    told = ["policy.yaml:3: deny: no kernel of lz.attention is called 'flash_atn.v2'; did you mean "
+            "'flash_attn.v2'?",
+            "policy.yaml:5: boost: no kernel is called 'torch.rms_nrm'; did you mean "
+            "'torch.rms_norm'?"]
+    assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in told]
+    checks = [check for check in lz.doctor().checks if check.name == "policy names"]
+    assert [check.found for check in checks] == told and not any(check.ok for check in checks)
+    caplog.clear()
+    lz.configure(cache_size=99)                # says nothing again
+    assert not caplog.records
+    register(Fake("torch.rms_nrm"))            # now there is one
+    assert len([check for check in lz.doctor().checks if check.name == "policy names"]) == 1
+    lz.load_config(None)
+
+
+def test_a_call_may_name_a_kernel_as_its_library_is_called_elsewhere():
+    assert lz.which("attention", *qkv(8), backend="sdpa") == "torch.sdpa"
+    assert lz.which("attention", *qkv(8), backend="eager") == "reference.attention"
+    with lz.prefer("math"):
+        assert lz.which("attention", *qkv(8)) == "torch.sdpa_math"
+    assert lz.validate("attention", "flex-attention", *qkv(8), attn_mask=None) == lz.validate(
+        "attention", "torch.flex", *qkv(8))
+
+
+# the log
+
+def test_a_log_level_that_the_program_set_stays_until_policy_says_another():
+    log = logging.getLogger("layerzero")
+    before = log.level
+    try:
+        log.setLevel(logging.INFO)
+        lz.configure(cache_size=98)
+        assert log.level == logging.INFO
+        with lz.prefer("torch"):
+            lz.clear_cache()
+        assert log.level == logging.INFO
+        lz.configure(log_level="error", seconds=3600)
+        assert log.level == logging.ERROR
+        log.setLevel(logging.DEBUG)            # the program has the last word
+        lz.configure(cache_size=97)
+        assert log.level == logging.DEBUG
+        worlds.publish(lambda w: w.replace(policy=w.policy.without("programmatic")), "test")
+        assert log.level == logging.INFO       # as it was before the policy's
+    finally:
+        log.setLevel(before)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...machine import hardware
 from ...operate import inspection
-from ...selection.policy import suggest
 from ...spec.device import Device
-from ...spec.errors import ConfigError
+from ...spec.names import find_kernel, find_kernels
 from ...spec.plan import Plan
 from ...spec.reading import read_json
 from ...world import snapshot as worlds
@@ -46,10 +44,9 @@ def list_kernels(op: str | None, device: str | None, as_json: bool) -> int:
 
 
 def kernels(kernel: str, device: str | None, as_json: bool) -> int:
-    known = worlds.current().catalog.by_id
-    if kernel not in known:
-        raise ConfigError(f"there is no kernel {kernel!r}{suggest(kernel, known)}")
-    declared, kind = known[kernel], device_kind(device)
+    catalog = worlds.current().catalog
+    kernel = find_kernel(kernel, catalog.op_of_kernel)
+    declared, kind = catalog.by_id[kernel], device_kind(device)
     info = next(row for row in inspection.list_kernels(declared.op.name, kind) if row.id == kernel)
     data = {**declared.to_json(), "device": kind, "status": info.status,
             "reasons": [reason.to_json() for reason in info.reasons]}
@@ -128,11 +125,8 @@ def show_plan(plan: Plan) -> None:
 def _plan(op: str, words: Sequence[str], dtype: str, device: str | None, backend: str | None,
           on: Path | None) -> Plan:
     declared = inspection.dispatcher_of(op).op
-    ids = [kernel.id for kernel in worlds.current().kernels(op)]
-    if (backend is not None and not any(fnmatchcase(i, pattern) for i in ids
-                                        for pattern in (backend, f"{backend}.*"))):
-        raise ConfigError(
-            f"--backend: no kernel of {op} matches {backend!r}{suggest(backend, ids)}")
+    if backend is not None:
+        find_kernels(backend, worlds.current().catalog.op_of_kernel, op, "--backend")
     machine = _device_file(on) if on is not None else hardware.probe(device_kind(device))
     return inspection.explain(op, backend=backend, on=machine, **parse_call(
         declared, words, resolve_dtype(dtype, device)))

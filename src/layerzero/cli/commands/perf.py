@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ...perf.ownership import SQLITE
 from ...perf.record import Measurement
 from ...spec.errors import DataError
+from ...spec.names import names_kernel
 from ...world import measurements
 from ...world.perf_loading import DAY, open_location
 from .. import show
@@ -51,7 +51,7 @@ def prune(kernel: str, older_than: float | None, everything: bool, dry_run: bool
         standing = measurements.RowStatus(store.environments())
 
         def unwanted(m: Measurement) -> bool:
-            return fnmatchcase(m.kernel, kernel) and (
+            return names_kernel(kernel, m.kernel) and (
                 everything or m.at < before or standing.of(m).startswith(("stale", "expired")))
 
         count = sum(map(unwanted, store.rows())) if dry_run else store.prune(unwanted)

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 
 from ...machine import hardware
-from ...selection.policy import suggest
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel
+from ...spec.names import find_kernels, suggest
 from ...verify.kernel.certify import LANES, Verdict, certify_all, publish
 from ...verify.kernel.probing import probe_unknown
 from ...world import certificates
@@ -68,14 +68,12 @@ def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Ker
     """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an
     error.
     """
-    catalog = worlds.current().catalog.kernels
-    for option, pattern, known in (("--backend", backend, {k.backend for k in catalog}),
-                                   ("OP", op, {
-            k.op.name for k in catalog}), ("--kernel", kernel, {k.id for k in catalog})):
-        if pattern and not any(fnmatchcase(name, pattern) for name in known):
-            raise ConfigError(f"{option}: there is no {pattern!r}{suggest(pattern, known)}")
-    kernels = [k for k in catalog if fnmatchcase(k.backend, backend or "*")
-               and fnmatchcase(k.id, kernel or "*")
+    catalog = worlds.current().catalog
+    if op and not any(fnmatchcase(name, op) for name in catalog.ops):
+        raise ConfigError(f"OP: there is no {op!r}{suggest(op, catalog.ops)}")
+    chosen = [set(find_kernels(name or "*", catalog.op_of_kernel, what=option))
+              for option, name in (("--backend", backend), ("--kernel", kernel))]
+    kernels = [k for k in catalog.kernels if all(k.id in ids for ids in chosen)
                and fnmatchcase(k.op.name, op or "*")]
     if not kernels:
         raise ConfigError(

@@ -8,7 +8,9 @@ Without it, or where others could have written it, everything works in pure Pyth
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
+import importlib
 import os
 import platform
 import sys
@@ -93,6 +95,9 @@ def module() -> Any:
         FAULTS,
         raw_stream,
     )
+    # A public function is a method of its dispatcher, and pickle writes "that attribute of it": of
+    # the package, where it has the same name and where a process without this path has its own.
+    copyreg.pickle(compiled.Dispatcher, lambda _: (importlib.import_module, ("layerzero",)))
     return compiled
 
 

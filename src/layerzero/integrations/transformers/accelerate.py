@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ...machine import faults
 from ...spec.codec import Record
+from ...spec.display import Displayed
 from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...tuning.harness import Race, Ratio, stopwatch
@@ -84,8 +85,8 @@ class Gain(Record):
                 "ratio": {**self.ratio.to_json(), "verdict": self.verdict}}
 
 
-@dataclass
-class Acceleration(Record, json="model done left error gains kernels served declined"):
+@dataclass(repr=False)
+class Acceleration(Displayed, Record, json="model done left error gains kernels served declined"):
     """What was done to a model. As a context manager it is undone at the end of the block."""
 
     model: str                                 # its class

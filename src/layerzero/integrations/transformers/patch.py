@@ -28,8 +28,8 @@ from torch import nn
 
 from ...models.packing import forget_packed
 from ...operate.inspection import stats, which
-from ...selection.policy import suggest
 from ...spec.errors import ConfigError, NoKernelFoundError
+from ...spec.names import suggest
 from . import NAME, register
 from .implementations import Implementations, asking, eager_name, is_configuration
 from .owned_config import OWNED, is_uncapped

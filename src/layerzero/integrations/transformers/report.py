@@ -13,6 +13,7 @@ from torch import nn
 from ...operate import recording
 from ...operate.inspection import stats
 from ...spec.call import TensorSpec
+from ...spec.display import Cells, Displayed
 from ...spec.errors import ConfigError
 
 
@@ -42,8 +43,8 @@ class ServedCalls:
     example: str = ""                          # the sizes of the first of them
 
 
-@dataclass(frozen=True)
-class ModelExplanation:
+@dataclass(frozen=True, repr=False)
+class ModelExplanation(Displayed):
     """Which kernels served; `note` says whose calls these are."""
 
     rows: tuple[ServedCalls, ...]
@@ -57,8 +58,8 @@ class ModelExplanation:
         return "\n".join([self.note, *aligned(("op", "kernel", "calls", "for example"), cells)])
 
 
-@dataclass(frozen=True)
-class PatchReport:
+@dataclass(frozen=True, repr=False)
+class PatchReport(Displayed):
     """Printed it is a table; `to_dict` is for machines; `explain` names the kernels."""
 
     model: str                                 # its class
@@ -88,6 +89,11 @@ class PatchReport:
         return {"model": self.model, "changed": self.changed, "counts": self.counts(),
                 "rows": [{**asdict(row), "patched": row.patched} for row in self.rows],
                 "notes": list(self.notes)}
+
+    def _cells(self) -> Cells:
+        return ("module", "kind", "by", "count", "why"), [
+            (row.path, row.kind, f"lz.{row.op}" if row.op else "left", row.count, row.why)
+            for row in self.rows]
 
     def __str__(self) -> str:
         served = ", ".join(f"{n} {kind}" for kind, n in self.counts().items()) or "nothing"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...spec.rules import Wording, Words
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 # For `Op.reference_kernel` of a formula that reads lengths or indices on the host: nothing can
@@ -15,6 +17,16 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 READS_ON_HOST: dict[str, Any] = {
     "overhead_us": 50.0, "graph_safe": False, "traceable": False,
     "note": "reads lengths on the host"}
+
+# For `Op.words` of attention: how messages speak of what only rules and cost formulas read.
+_HEADS = "{heads} query heads, {kv_heads} KV heads"
+_MULTIPLE = "the number of query heads must be a multiple of that of the KV heads"
+HEAD_WORDS: Words = {
+    "group": Wording("query heads per KV head", _HEADS, {
+        "1": "query and key must have the same number of heads"}),
+    "group_rest": Wording("heads % kv_heads", _HEADS, {"0": _MULTIPLE}),
+    "head_dim_gap": Wording("head_dim - head_dim_v", "{head_dim} and {head_dim_v}", {
+        "0": "query and value must have the same head dimension"})}
 
 
 def attend(

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from ...spec.rules import Condition, any_of, at_least, equals, one_of, present
+from ...spec.rules import (
+    Condition,
+    Wording,
+    Words,
+    any_of,
+    at_least,
+    equals,
+    one_of,
+    present,
+)
 
 INTEGERS = ("int32", "int64")
 
@@ -124,6 +133,18 @@ DERIVED = {
     "seq_k": "max_pages * page_size",          # the capacity of the table
     "query_tokens_minus_batch": "tokens - batch",
     "cu_seqlens_q_length_minus_batch": "boundaries - batch",
+}
+
+_ONE_MORE = "cu_seqlens_q must have one number more than there are sequences"
+WORDS: Words = {
+    "seq_q": Wording("queries per sequence", "{tokens} query tokens, {batch} sequences"),
+    "seq_k": Wording("the tokens that a row of block_table has room for",
+                     "{max_pages} pages of {page_size}"),
+    "query_tokens_minus_batch": Wording("tokens - batch", "{tokens} queries, {batch} sequences", {
+        "0": "without cu_seqlens_q there must be one query for each sequence"}),
+    "cu_seqlens_q_length_minus_batch": Wording(
+        "boundaries - batch", "{boundaries} numbers, {batch} sequences", {"1": _ONE_MORE}),
+    "max_pages": Wording("the width of block_table"),
 }
 
 METADATA_RULES: tuple[Condition, ...] = (

@@ -17,10 +17,26 @@ from torch import Tensor
 
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
+from ...spec.rules import Wording, Words
 from .tokenizer_identity import Settings, TokenizerHandle, identify_again
 
 MAX_PADDED_LENGTH = 1 << 26                    # ids of a row; a tokenizer's file may ask for more
 Span = tuple[int, int]
+
+# For `Op.words`: what is known of a tokenizer, as messages say it.
+WORDS: Words = {
+    "tokenizer_kind": Wording("the library of the tokenizer"),
+    "vocab_hash": Wording("vocab_hash", demands={
+        "given": "the tokenizer must have a vocabulary that can be read"}),
+    "algorithm": Wording("the tokenizer's model"),
+    "normalizer": Wording("the tokenizer's normalizer"),
+    "pretokenizer": Wording("the tokenizer's pre-tokenizer"),
+    "decoder": Wording("the tokenizer's decoder"),
+    "plain_bpe": Wording("plain_bpe", demands={
+        "True": "the tokenizer must be a plain byte-level BPE one"}),
+    "sampled": Wording("sampled", demands={
+        "False": "the tokenizer draws at random (dropout, sampling), and must not here"}),
+}
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from ...operate.graphs import (
     why_no_capture,
 )
 from ...operate.inspection import dispatcher_of
-from ...selection.policy import suggest
 from ...spec.codec import Record
+from ...spec.display import Displayed
 from ...spec.errors import ConfigError
 from ...spec.kernel import Kernel
+from ...spec.names import unknown_kernel
 from ...spec.op import Op
 from ...world import certificates, context
 from ...world import snapshot as worlds
@@ -96,9 +97,8 @@ def is_graph_safe(kernel_or_op: str | Kernel | Callable[..., Any], /, *args: Any
 
 
 def _op_name(op: Any) -> str:
-    known = worlds.current().catalog.by_id
     if isinstance(op, str) and "." in op:
-        raise ConfigError(f"there is no kernel {op!r}{suggest(op, known)}")
+        raise ConfigError(unknown_kernel(op, worlds.current().catalog.op_of_kernel))
     return dispatcher_of(op).op.name
 
 
@@ -295,8 +295,9 @@ class CapturedCall:
     shown: bool | None
 
 
-@dataclass(frozen=True)
-class GraphReport(Record, json="ok replays pool_bytes device_bytes worst calls problems"):
+@dataclass(frozen=True, repr=False)
+class GraphReport(Displayed, Record,
+                  json="ok replays pool_bytes device_bytes worst calls problems"):
     """The result of capturing a function."""
 
     calls: tuple[CapturedCall, ...] = ()

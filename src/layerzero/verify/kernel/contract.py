@@ -105,8 +105,7 @@ def refusals(kernel: Kernel, values: Mapping[str, Any]) -> tuple[Reason, ...]:
         return (unavailable,)
     facts = read(kernel.op, values)
     facts = {**hardware.probe(facts["device"]).facts(), **facts}
-    violated = tuple(r for rule in kernel.op.requires if (r := rule.check(facts)) is not None)
-    return (*violated, *kernel.reasons(facts))
+    return tuple(kernel.op.reasons((*kernel.op.requires, *kernel.requires), facts))
 
 
 def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:

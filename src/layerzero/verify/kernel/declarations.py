@@ -133,7 +133,7 @@ def _cases(op: Op) -> Iterator[str]:
         for dtype in op.dtypes:
             values, again = case_values(op, case, dtype), case_values(op, case, dtype)
             facts = read(op, values)
-            violations = [str(r) for rule in op.requires if (r := rule.check(facts)) is not None]
+            violations = list(map(str, op.reasons(op.requires, facts)))
             if violations:
                 yield f"case {dict(case)} at {dtype} breaks the contract: {violations[0]}"
             if any(isinstance(v, Tensor) and not torch.equal(_bits(v), _bits(again[n]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 from ...models.decoder_config import DecoderConfig
 from ...models.positions import rope_tables
 from ...operate.inspection import dispatcher_of
-from ...selection.policy import PolicyRule, suggest
-from ...spec.errors import ConfigError, NamedKernelRefused
+from ...selection.policy import PolicyRule
+from ...spec.errors import NamedKernelRefused
 from ...spec.event import Fallback
+from ...spec.names import find_kernels, names_kernel
 from ...world import context
 from ...world import snapshot as worlds
 from ...world.events import subscribe
@@ -68,20 +68,16 @@ class LzCaller:
     def served(self) -> int:
         """How many calls `named` has served."""
         return sum(n for (op, kernel), n in self.counts.items()
-                   if fnmatchcase(kernel, self.patterns.get(op, "")))
+                   if op in self.patterns and names_kernel(self.patterns[op], kernel))
 
 
 def patterns_of(named: str) -> Mapping[str, str]:
-    """Returns op -> pattern for the ops of a decoder that have a kernel with this name."""
+    """Returns op -> name for the ops of a decoder that have a kernel with this name."""
     if not named:
         return {}
-    pattern = named if "." in named or "*" in named else f"{named}.*"
-    kernels = worlds.current().catalog.kernels
-    by_op = {k.op.name: pattern for k in kernels if fnmatchcase(k.id, pattern)}
-    if not by_op:
-        ids = sorted({*(k.id for k in kernels), *(k.backend for k in kernels)})
-        raise ConfigError(f"no kernel matches {named!r}{suggest(named, ids)}; lz list shows them")
-    return {op: p for op, p in by_op.items() if op in DECODER_OPS}
+    op_of = worlds.current().catalog.op_of_kernel
+    ops = {op_of[kernel] for kernel in find_kernels(named, op_of)}
+    return {op: named for op in DECODER_OPS if op in ops}
 
 
 def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tuple[Tensor,

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ...selection.policy import suggest
 from ...spec.errors import DataError
 from ...spec.event import FileRefused
+from ...spec.names import suggest
 from ...world import events
 from .definition import Definition, Trace, Workload
 

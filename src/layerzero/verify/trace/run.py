@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...machine.faults import FAULTS
 from ...spec.codec import encode
+from ...spec.display import Displayed
 from ...spec.errors import DataError
 from ..comparison import ComparisonVerdict, ElementTolerance, compare, overall, tolerance_of
 from .answers import draws
@@ -54,8 +55,8 @@ class Comparison:
             for v in self.verdicts}}
 
 
-@dataclass(frozen=True)
-class DefinitionReport:
+@dataclass(frozen=True, repr=False)
+class DefinitionReport(Displayed):
     """What came of one definition at one size.
 
     passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with

@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 #
 # module -> names; "public=attribute" where they differ
 _HOMES = {
+    "integrations.auto": "auto",
     "integrations.bundle": "write_bundle",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",
@@ -135,3 +136,5 @@ def __getattr__(name: str) -> Any:
 _torch_face.install(_OPS, _builtin)
 if os.environ.get("LAYERZERO_RECORD", "").strip():
     importlib.import_module("layerzero.operate.recording").from_environment()
+if os.environ.get("LAYERZERO_AUTO", "").strip():
+    importlib.import_module("layerzero.integrations.auto").from_environment()

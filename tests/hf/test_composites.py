@@ -1,4 +1,5 @@
-"""lz.accelerate of models that see: the language model inside gets the decode step, through the outer generate()."""
+"""lz.accelerate of models that see: the language model inside gets the decode step, through the
+outer generate()."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_the_same_tokens(name):
     assert not any("forward" in vars(m) or "__reduce_ex__" in vars(m) for m in model.modules())
     with torch.no_grad():
         assert torch.equal(model(**given).logits, logits)                      # to the last bit
-    assert all(torch.equal(v, state[k]) and v.stride() == state[k].stride() for k, v in model.state_dict().items())
+    assert all(torch.equal(v, state[k]) and v.stride() == state[k].stride()
+               for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["llava", "llava of a window", "qwen2_5_vl", "gemma3"])
@@ -56,7 +58,8 @@ def test_batches_with_padding(name):
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_fixed_buffers(name):
-    """With and without a picture in turns: with axes, a token after one stands at another position."""
+    """With and without a picture in turns: after one, a token stands at another position where
+    these have axes."""
     model, cases = composite(name), [with_picture(name), words(), with_picture(name)]
     before = [generate(model, given) for given in cases]
     report = accelerate(model, measure=False, capture=True)
@@ -73,7 +76,8 @@ def test_in_a_cuda_graph(name):
     before = [generate(model, given) for given in cases]
     report = accelerate(model, measure=False)
     assert all(torch.equal(generate(model, given), tokens) for given, tokens in zip(cases, before))
-    assert report.served == {"captured": 2 * (NEW - 1)} and "in a CUDA graph" in str(report), str(report)
+    assert report.served == {"captured": 2 * (NEW - 1)}, str(report)
+    assert "in a CUDA graph" in str(report)
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
@@ -100,7 +104,7 @@ def test_it_is_timed():
 
 
 def test_a_copy_is_not_accelerated():
-    model, given = composite("llava"), words()
+    model, given = composite("blip2"), with_picture("blip2")
     before = generate(model, given)
     accelerate(model, measure=False, patch=False)
     file = io.BytesIO()
@@ -123,11 +127,12 @@ def test_a_tower_of_another_dtype():
 
 
 def test_two_language_models_get_one_step():
-    pair = torch.nn.ModuleDict({"small": models.tiny("llama", num_hidden_layers=1), "large": models.tiny("qwen2")})
+    small, large = models.tiny("llama", num_hidden_layers=1), models.tiny("qwen2")
+    pair = torch.nn.ModuleDict({"small": small, "large": large})
     report = accelerate(pair, measure=False)
-    assert report._step.model is pair["large"].model
+    assert report._step.model is large.model
     assert any("no decode step for its LlamaModel" in text for text in report.left)
-    generate(pair["large"], words())
+    generate(large, words())
     assert report.served == {"step": NEW - 1}
 
 
@@ -135,7 +140,7 @@ def test_two_language_models_get_one_step():
 def test_a_decoder_of_an_encoder_is_declined(name):
     model = models.tiny(name)
     report = accelerate(model, measure=False)
-    assert any("its decoder attends to what an encoder gives" in text for text in report.left), str(report)
+    assert any("its decoder attends to what an encoder gives" in text for text in report.left)
 
 
 # One token that comes embedded, and masks that come made.
@@ -146,9 +151,10 @@ def one_by_one(model, ids, embedded: bool, mask=None):
         cache, found = model(ids[:, :4], use_cache=True).past_key_values, []
         for i in range(4, ids.shape[1]):
             token = ids[:, i:i + 1]
-            given = {"inputs_embeds": model.get_input_embeddings()(token)} if embedded else {"input_ids": token}
-            made = None if mask is None else mask(i + 1)
-            found.append(model(**given, attention_mask=made, past_key_values=cache, use_cache=True)[0])
+            given = {"input_ids": token, "past_key_values": cache, "use_cache": True}
+            if embedded:
+                given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
+            found.append(model(**given, attention_mask=mask and mask(i + 1))[0])
     return torch.cat(found, 1)
 
 
@@ -162,7 +168,8 @@ def test_an_embedded_token(name, capture):
     report = accelerate(model, measure=False, capture=capture)
     torch.testing.assert_close(one_by_one(model, ids, True), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one_by_one(model, ids, False), expected, rtol=1e-4, atol=1e-4)
-    assert report.served == {"captured" if capture else "step": 10} and not report.declined, str(report)
+    assert report.served == {"captured" if capture else "step": 10}, str(report)
+    assert not report.declined
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -182,12 +189,13 @@ def test_a_mask_that_is_made(additive):
 
 @pytest.mark.parametrize("mask, why", [
     (lambda keys: torch.full((2, 1, 1, keys), 0.5), "a mask that adds to the scores"),
-    (lambda keys: torch.ones(2, 4, 1, keys, dtype=torch.bool), "a mask that is made already, and not for one token"),
+    (lambda keys: torch.ones(2, 4, 1, keys, dtype=torch.bool), "and not for one token"),
     (lambda keys: {"sliding_attention": None}, "masks for other kinds of layers")])
 def test_a_mask_that_says_more_is_declined(mask, why):
     model, ids = models.tiny("qwen2"), models.tokens(2, 5)
     report = accelerate(model, measure=False)
-    with pytest.raises(KeyError) if isinstance(mask(5), dict) else nullcontext():      # what the model itself says
+    said = pytest.raises(KeyError) if isinstance(mask(5), dict) else nullcontext()  # by the model
+    with said:
         one_by_one(model, ids, False, mask)
     assert not report.served and why in next(iter(report.declined))
 

@@ -22,10 +22,10 @@ transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.integrations.transformers import captured  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
-from layerzero.integrations.transformers.decoders import NotRecognised, recognise  # noqa: E402
-from layerzero.integrations.transformers.growing_cache import GrowingLayer  # noqa: E402
+from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.decoders import NotRecognised, recognise  # noqa: E402
+from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
 
 pytestmark = pytest.mark.integration
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,

@@ -17,11 +17,11 @@ transformers = pytest.importorskip("transformers")
 import models  # noqa: E402
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer  # noqa: E402
 
-from layerzero.integrations.transformers import captured, growing_cache  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoders import Experts, recognise  # noqa: E402
-from layerzero.integrations.transformers.families import NotRecognised  # noqa: E402
-from layerzero.integrations.transformers.growing_cache import GrowingLayer, GrowingWindow  # noqa: E402
+from layerzero.integrations.transformers.decoding import captured, growing_cache  # noqa: E402
+from layerzero.integrations.transformers.decoding.decoders import Experts, recognise  # noqa: E402
+from layerzero.integrations.transformers.decoding.families import NotRecognised  # noqa: E402
+from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer, GrowingWindow  # noqa: E402
 
 pytestmark = pytest.mark.integration
 _PLAIN = models._GROUPED

@@ -16,7 +16,7 @@ import models  # noqa: E402
 from composites import COMPOSITES, composite, with_picture, words  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
-from layerzero.integrations.transformers.accelerated import Accelerated, ModelWatch  # noqa: E402
+from layerzero.integrations.transformers.decoding.accelerated import Accelerated, ModelWatch  # noqa: E402
 
 pytestmark = pytest.mark.integration
 NEW = 8

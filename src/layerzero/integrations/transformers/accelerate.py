@@ -6,11 +6,11 @@ one call.
     model.generate(**inputs)                   # as before
     report.undo()                              # or lz.unaccelerate(model)
 
-First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own:
-kernels chosen once, weights that belong to one product joined, a cache that grows in place, on CUDA
-the whole step in a graph. The result is compared with the model as it was: where it is another,
-everything is undone, and what is slower is not used. An error leaves the model as it was, and the
-report says which.
+First lz.patch. Then, for a decoder that is recognised (decoding/decoders.py), whether it is the
+model or the language model inside it, a decode step of its own: kernels chosen once, weights that
+belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. The
+result is compared with the model as it was: where it is another, everything is undone, and what is
+slower is not used. An error leaves the model as it was, and the report says which.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
-from .accelerated import ACCELERATION, REDUCE, Accelerated, Reduce, attach, detach
-from .decoders import decoders_in, recognise
-from .families import NotRecognised
+from .decoding.accelerated import ACCELERATION, REDUCE, Accelerated, Reduce, attach, detach
+from .decoding.decoders import decoders_in, recognise
+from .decoding.families import NotRecognised
 from .patch import Changes
 from .patch import apply as apply_patch
 from .replacements import recipe_of

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.formulas.moe import PLAIN, activate
+from ....ops.formulas.moe import PLAIN, activate
+from ..implementations import DECODED, Implementations
+from ..owned_config import is_uncapped
+from ..recognise import Recogniser, rotates
+from ..replacements import ROTATIONS, Recipe, recipe_of, stock_of
 from .families import FunctionCode, NotRecognised, code_of, is_known, known
-from .implementations import DECODED, Implementations
-from .owned_config import is_uncapped
-from .recognise import Recogniser, rotates
-from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 

@@ -25,19 +25,19 @@ from torch.nn.modules import module as nn_module
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ...machine import faults
-from ...spec.errors import NoKernelFoundError
-from ...spec.event import Fallback
-from ...world import events
-from ..rewiring import replaced_sdpa
-from . import NAME
+from ....machine import faults
+from ....spec.errors import NoKernelFoundError
+from ....spec.event import Fallback
+from ....world import events
+from ...rewiring import replaced_sdpa
+from .. import NAME
+from ..implementations import DECODED
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
 from .host_memory import HostMemory
-from .implementations import DECODED
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {

@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...backends.native import DTYPES
-from ...backends.native import build as native_build
-from ...plan.table import Span
-from ...spec.errors import LayerZeroError
-from ...world import snapshot as worlds
+from ....backends.native import DTYPES
+from ....backends.native import build as native_build
+from ....plan.table import Span
+from ....spec.errors import LayerZeroError
+from ....world import snapshot as worlds
+from ..replacements import ROTATIONS
 from . import feed_forward
 from .decoders import Angles, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, check_movable
 from .planning import Binder, Run, with_weights
-from .replacements import ROTATIONS
 
 ANY = Span()
 

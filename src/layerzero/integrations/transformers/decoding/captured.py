@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operate import graphs
-from ...spec.errors import NoKernelFoundError
-from ...spec.grid import bucket_top
+from ....operate import graphs
+from ....spec.errors import NoKernelFoundError
+from ....spec.grid import bucket_top
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
 from .families import NotRecognised

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from .replacements import stock_of
+from ..replacements import stock_of
 
 # Folder of the family in transformers -> what its classes begin with.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",

@@ -97,6 +97,16 @@ def test_what_is_not_loaded_is_left():
     assert [entry.model for entry in auto.models] == [whole] and patched(whole.model.language_model)
 
 
+def test_a_part_of_the_users_own_module_is_patched(saved):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language = AutoModelForCausalLM.from_pretrained(saved)
+
+    with lz.auto():
+        assert patched(Own().language)
+
+
 def test_loading_info_is_returned_as_ever(saved):
     with lz.auto():
         model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -228,12 +228,13 @@ def _named_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_building() -> bool:
-    """Tells whether another model is being made, which this one becomes a part of."""
-    frame = sys._getframe(2)
+    """Tells whether a model of these libraries is being made, which this one becomes a part of."""
+    owners = tuple(owner for owner, *_ in _wrapped)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), owners):
             return True
-        frame = frame.f_back                   # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

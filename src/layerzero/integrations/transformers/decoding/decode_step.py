@@ -60,8 +60,9 @@ class JoinedLayer:
             raise
 
     def undo(self) -> None:
-        for joined in (self.qkv, *self.gains, self.mlp):
+        for joined in (self.qkv, *self.gains):
             joined.undo()
+        self.mlp.undo()
 
 
 def _gains(parts: LayerParts) -> list[tuple[Linear, ...]]:

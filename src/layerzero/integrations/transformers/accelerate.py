@@ -215,7 +215,7 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
             report._step = Accelerated(
-                decoder, parts, parts.weights.is_cuda if capture is None else capture)
+                decoder, parts, parts.weights.is_cuda if capture is None else capture, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if report._step is not None:

@@ -93,15 +93,15 @@ class ModelWatch:
 
 
 class Accelerated:
-    """Takes the place of `model.forward`."""
+    """Takes the place of `model.forward`; `whole` is the model that it is a part of, or itself."""
 
-    def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
+    def __init__(self, model: Any, parts: DecoderParts, capture: bool, whole: nn.Module) -> None:
         disturbed = (ModelWatch(model).disturbed()
                      or ("a forward of its own" if "forward" in vars(model) else ""))
         if disturbed:
             raise NotRecognised(f"the model has {disturbed}")
         self.model, self.parts = model, parts
-        self.layers: tuple[JoinedLayer, ...] = join_layers(model, parts)
+        self.layers: tuple[JoinedLayer, ...] = join_layers(whole, parts)
         self.served: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.broken = ""                       # the fault that ended it

@@ -27,10 +27,6 @@ COMPOSITES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "llava of a window": ("LlavaForConditionalGeneration", "LlavaConfig", {
         **_LLAVA, "text_config": {
             **models._GROUPED, "model_type": "mistral", "sliding_window": 6}}, 16),
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", {
-        "text_config": _AXES, **_QWEN_TOKENS, "vision_config": {
-            "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 4,
-            "mlp_ratio": 2, "temporal_patch_size": 1}}, 4),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", {
         "text_config": _AXES, **_QWEN_TOKENS,
         "vision_config": {**_QWEN, "window_size": 16, "fullatt_block_indexes": [1]}}, 4),

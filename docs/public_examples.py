@@ -72,6 +72,9 @@ EXAMPLES = {
     "warmup": CALLS + 'report = lz.warmup(calls, device="cpu")',
     # models
     "accelerate": LLAMA + 'report = lz.accelerate(model.eval(), measure=False)',
+    "auto": 'with lz.auto() as auto:              # or LAYERZERO_AUTO=1\n'
+            '    ...                              # load models of transformers and diffusers\n'
+            'print(auto)',
     "attn_processor": 'processor = lz.attn_processor()      # for a diffusers model: '
                       'set_attn_processor(processor)',
     "kv_cache": 'cache = lz.kv_cache("paged", pages=8, page_size=16, kv_heads=2, head_dim=64)',

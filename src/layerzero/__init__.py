@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 # module -> names; "public=attribute" where they differ
 _HOMES = {
     "_library": "clear_cache op register unregister",
+    "integrations.auto": "auto",
     "integrations.bundle": "write_bundle",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",

@@ -21,6 +21,7 @@ from . import speculative as speculative
 from . import tables as tables
 from . import testing as testing
 from . import tokens as tokens
+from .integrations.auto import Auto
 from .integrations.serve import Server
 from .integrations.transformers.accelerate import Acceleration
 from .models.kv_cache import KVCache
@@ -68,6 +69,7 @@ __all__ = [
     "alibi",
     "attention",
     "attn_processor",
+    "auto",
     "clear_cache",
     "compile",
     "configure",
@@ -183,6 +185,25 @@ def attn_processor(like: Any = None) -> Any:
 
     Example:
         processor = lz.attn_processor()      # for a diffusers model: set_attn_processor(processor)
+    """
+
+
+def auto(on: bool = True) -> Auto:
+    """Patch every model of transformers and diffusers as it is loaded; `on=False` ends that.
+
+    Models that are patched stay so and stay listed: `.models` has their reports, `.unpatch()` makes
+    them what they were. An attention other than "sdpa" that is named where a model is loaded stays.
+    As a context manager it ends with the block.
+
+    Args:
+        on (bool)
+
+    Returns: Auto
+
+    Example:
+        with lz.auto() as auto:              # or LAYERZERO_AUTO=1
+            ...                              # load models of transformers and diffusers
+        print(auto)
     """
 
 

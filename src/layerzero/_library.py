@@ -86,3 +86,5 @@ def public_function(declared: Op) -> Any:
 torch_library.install(OPS, builtin)
 if os.environ.get("LAYERZERO_RECORD", "").strip():
     importlib.import_module("layerzero.operate.recording").from_environment()
+if os.environ.get("LAYERZERO_AUTO", "").strip():
+    importlib.import_module("layerzero.integrations.auto").from_environment()

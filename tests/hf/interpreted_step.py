@@ -17,8 +17,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from layerzero.integrations.transformers import triton_step
 from layerzero.integrations.transformers.accelerate import accelerate
+from layerzero.integrations.transformers.decoding import triton_step
 
 HALF = torch.float16
 

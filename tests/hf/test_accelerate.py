@@ -22,10 +22,10 @@ transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.integrations.transformers import captured  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
-from layerzero.integrations.transformers.decoders import NotRecognised, recognise  # noqa: E402
-from layerzero.integrations.transformers.growing_cache import GrowingLayer  # noqa: E402
+from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.decoders import NotRecognised, recognise  # noqa: E402
+from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
 
 pytestmark = pytest.mark.integration
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -146,7 +146,7 @@ def test_the_step_in_a_cuda_graph(name, dtype, monkeypatch):
 def test_bfloat16_is_close():
     model = build(dtype=torch.bfloat16)
     report = accelerate(model, measure=False)
-    assert report.served and report.error < 0.05
+    assert "a decode step" in str(report) and report.error < 0.05
 
 
 def test_fixed_buffers_serve_a_cache_that_outgrows_them(model, monkeypatch):
@@ -341,7 +341,7 @@ def test_other_models_say_what_was_left():
      {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ("DiffLlama", {}, "DiffLlamaAttention"),
     ("Llama relu2", {"hidden_act": "relu2"}, "computes no MLP"),
-    ("Olmoe", {"clip_qkv": 2.0}, "clip_qkv"), ("Cohere", {"use_qk_norm": True}, "CohereLayerNorm")])
+    ("Olmoe", {"clip_qkv": 2.0}, "clip_qkv")])
 def test_what_only_looks_alike_is_not_recognised(name, more, why):
     with pytest.raises(NotRecognised, match=why):
         recognise(build(name, **more))

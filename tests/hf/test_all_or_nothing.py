@@ -14,8 +14,8 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.integrations.transformers import accelerate as home
-from layerzero.integrations.transformers import decode_step, joined
 from layerzero.integrations.transformers.accelerate import Gain, accelerate, unaccelerate
+from layerzero.integrations.transformers.decoding import decode_step, joined
 from layerzero.integrations.transformers.patch import patch
 from layerzero.integrations.transformers.replacements import recipe_of
 from layerzero.tuning.harness import Ratio

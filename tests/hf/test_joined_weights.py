@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate
-from layerzero.integrations.transformers.accelerated import MOVED
-from layerzero.integrations.transformers.joined import Joined
+from layerzero.integrations.transformers.decoding.accelerated import MOVED
+from layerzero.integrations.transformers.decoding.joined import Joined
 
 pytestmark = pytest.mark.integration
 FAMILIES = ("llama", "gpt2", "opt", "mixtral")
@@ -235,7 +235,7 @@ def test_a_wrapper_that_keeps_the_weights_in_one_flat_tensor(pair):
 
 
 def groups(model):
-    from layerzero.integrations.transformers.decoders import recognise
+    from layerzero.integrations.transformers.decoding.decoders import recognise
 
     return [layer.qkv for layer in recognise(model).layers]
 

@@ -48,6 +48,7 @@ VARIABLES: Mapping[str, str] = {
     "LAYERZERO_POLICY": "path of the policy file",
     "LAYERZERO_CACHE_DIR":
         "folder for measurements, certificates and tables; default ~/.cache/layerzero",
+    "LAYERZERO_AUTO": "1: models are patched as they are loaded (lz.auto, at `import layerzero`)",
     "LAYERZERO_LOCK": "op=kernel pairs, separated by ';'",
     "LAYERZERO_ALLOW": "kernel patterns, separated by ','",
     "LAYERZERO_RECORD": "folder where each process writes the calls it makes; lz record sets it",

@@ -6,11 +6,11 @@ one call.
     model.generate(**inputs)                   # as before
     report.undo()                              # or lz.unaccelerate(model)
 
-First lz.patch. Then, for a decoder that is recognised (decoders.py), a decode step of its own:
-kernels chosen once, weights that belong to one product joined, a cache that grows in place, on CUDA
-the whole step in a graph. The result is compared with the model as it was: where it is another,
-everything is undone, and what is slower is not used. An error leaves the model as it was, and the
-report says which.
+First lz.patch. Then, for a decoder that is recognised (decoding/decoders.py), whether it is the
+model or the language model inside it, a decode step of its own: kernels chosen once, weights that
+belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. The
+result is compared with the model as it was: where it is another, everything is undone, and what is
+slower is not used. An error leaves the model as it was, and the report says which.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
-from .accelerated import ACCELERATION, Accelerated, attach, detach
-from .decoders import recognise
-from .families import NotRecognised
+from .decoding.accelerated import ACCELERATION, REDUCE, Accelerated, Reduce, attach, detach
+from .decoding.decoders import decoders_in, recognise
+from .decoding.families import NotRecognised
 from .patch import Changes
 from .patch import apply as apply_patch
 from .replacements import recipe_of
@@ -118,11 +118,12 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
         """Make the model what it was. Calling it again changes nothing."""
         self._drop_step()
         self._drop_patch()
-        vars(self._model).pop(ACCELERATION, None)
+        for name in (ACCELERATION, REDUCE):
+            vars(self._model).pop(name, None)
 
     def _drop_step(self) -> None:
         if self._step is not None:
-            detach(self._model, self._step)
+            detach(self._step)
             self._step.undo()
             self._step = None
 
@@ -184,36 +185,42 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     if report._changes:
         report.done.append(f"{len(report._changes)} modules by lz.patch")
     if report._step is not None:
-        layers = len(report._step.layers)
+        layers, decoder = len(report._step.layers), report._step.model
         graph = report.served.get("captured", 0) > 0 and report._step.parts.weights.is_cuda
-        report.done.append(f"a decode step for its {layers} layer{'s' if layers > 1 else ''}"
+        whose = "its" if decoder is model else "the"
+        inside = "" if decoder is model else f" of its {type(decoder).__name__}"
+        report.done.append(f"a decode step for {whose} {layers} layer{'s' * (layers > 1)}{inside}"
                            + (", in a CUDA graph" if graph else ""))
+        report._step.served.clear()            # from here on the tokens are the user's
         if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
             report.left.append(STOCK_DRAW)
     if report.done:
-        vars(model)[ACCELERATION] = report
+        vars(model).update({ACCELERATION: report, REDUCE: Reduce(model)})
     return report
 
 
 def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
                 seconds: float | None) -> None:
     model = report._model
-    trial = _Trial(model, report)
+    decoder, *others = decoders_in(model)
+    trial = _Trial(model, decoder, report)
+    report.left += [f"no decode step for its {type(m).__name__}: a model gets one, for its largest "
+                    "decoder" for m in others]
     if patch:
         report.patched, report._changes = apply_patch(model)
     try:
-        parts = recognise(model)
+        parts = recognise(decoder)
         if trial.stock is None:
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None
-                                       else capture)
+            report._step = Accelerated(
+                decoder, parts, parts.weights.is_cuda if capture is None else capture, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if report._step is not None:
-        attach(model, report._step)
+        attach(report._step)
         trial.fit()
         trial.prove()
     if seconds is not None and (report._changes or report._step is not None):
@@ -244,15 +251,16 @@ def unaccelerate(model: nn.Module) -> bool:
 
 
 class _Trial:
-    """The model as it was, with the same weights, to compare with."""
+    """The model as it was, with the same weights, to compare with; and the decoder in either, which
+    is the model itself or a part that gets its tokens embedded."""
 
-    def __init__(self, model: Any, report: Acceleration) -> None:
-        self.model, self.report = model, report
+    def __init__(self, model: Any, decoder: Any, report: Acceleration) -> None:
+        self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
-        config = getattr(model, "config", None)
+        config = getattr(decoder, "config", None)
         self.vocab = getattr(config, "vocab_size", None)
         if (not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False)
-                or getattr(model, "main_input_name", "input_ids") != "input_ids"):
+                or getattr(decoder, "main_input_name", "input_ids") != "input_ids"):
             # no decoder that takes tokens: nothing is known to try it with
             self.vocab = None
             return
@@ -262,6 +270,13 @@ class _Trial:
         self.context = max(1, min(CONTEXT, most - TOKENS))
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
         self.stock = copy.deepcopy(model, shared)
+        path = next(path for path, module in model.named_modules() if module is decoder)
+        self.stock_decoder = self.stock.get_submodule(path)
+
+    def _call(self, decoder: Any, ids: Tensor, **options: Any) -> Any:
+        if self.decoder is self.model:
+            return decoder(ids, **options)
+        return decoder(inputs_embeds=decoder.get_input_embeddings()(ids), **options)
 
     @torch.no_grad()
     def fit(self) -> None:
@@ -269,7 +284,7 @@ class _Trial:
         arithmetic in it takes a second for each token of a small one."""
         ids = self.tokens(PROBE)
         began = time.perf_counter()
-        self.stock(ids, use_cache=False)
+        self._call(self.stock_decoder, ids, use_cache=False)
         each = (time.perf_counter() - began) / PROBE
         most = max(PROBE, int(PATIENCE / each)) if each * self.prefill > PATIENCE else self.prefill
         if most < self.prefill:
@@ -280,7 +295,7 @@ class _Trial:
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)
-        place = next(self.model.parameters()).device
+        place = next(self.decoder.parameters()).device
         assert self.vocab is not None
         return torch.randint(0, self.vocab, (1, count), generator=gen, device="cpu").to(place)
 
@@ -288,18 +303,20 @@ class _Trial:
     def prove(self) -> None:
         """The decode step gives what the model gives, or it is not used."""
         ids, results = self.tokens(self.context + TOKENS), []
-        for model in (self.stock, self.model):
-            cache = model(ids[:, :self.context], use_cache=True).past_key_values
-            out = [model(ids[:, i:i + 1], past_key_values=cache, use_cache=True)[0].float()
+        for decoder in (self.stock_decoder, self.decoder):
+            cache = self._call(decoder, ids[:, :self.context], use_cache=True).past_key_values
+            cached = {"past_key_values": cache, "use_cache": True}
+            out = [self._call(decoder, ids[:, i:i + 1], **cached)[0].float()
                    for i in range(self.context, self.context + TOKENS)]
             results.append(torch.cat(out))
         stock, ours = results
-        at_once = self.stock(ids, use_cache=False)[0][0, self.context:, None].float()
+        whole = self._call(self.stock_decoder, ids, use_cache=False)[0]
+        at_once = whole[0, self.context:, None].float()
         self.report.error, own = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
                                   for other in (ours, at_once))
         step = self.report._step
         assert step is not None
-        limit = max(CLOSE.get(next(self.model.parameters()).dtype, 1e-3), AS_OWN * own)
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * own)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:
             self.report.undo()
@@ -317,10 +334,10 @@ class _Trial:
         report = self.report
         unknown = self._unknown_input()
         if unknown:
-            report.left.append(f"not measured: {unknown}; time it on your own inputs")
-            return
+            what = "not measured" if report._step is None else "prompts were not measured"
+            report.left.append(f"{what}: {unknown}; time it on your own inputs")
         place = next(self.model.parameters()).device.type
-        if report._changes:
+        if report._changes and not unknown:
             prefill = self._gain({"stock": self._prompt(self.stock),
                                   "ours": self._prompt(self.model)}, seconds, place)
             report.gains["prefill"] = prefill
@@ -328,8 +345,8 @@ class _Trial:
                 report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
-            ways = {name: self._decoding(model)
-                    for name, model in (("stock", self.stock), ("ours", self.model))}
+            ways = {"stock": self._decoding(self.stock_decoder),
+                    "ours": self._decoding(self.decoder)}
             report.gains["decode"] = self._gain(ways, seconds, place)
             if report.gains["decode"].verdict == "slower":
                 self._give_up("a token took longer with it")
@@ -352,7 +369,7 @@ class _Trial:
                   if "use_cache" in inspect.signature(type(model).forward).parameters else {})
         return lambda: model(ids, **cached)
 
-    def _decoding(self, model: Any) -> Callable[[], Any]:
+    def _decoding(self, decoder: Any) -> Callable[[], Any]:
         """One token, and the cache as it was again; which a cache that is longer than its window
         could not be.
         """
@@ -360,11 +377,11 @@ class _Trial:
                    if self.report._step else [])
         before = max(1, min(self.context, *(w - 2 for w in windows)) if windows else self.context)
         ids = self.tokens(before + 1)
-        cache = model(ids[:, :before], use_cache=True).past_key_values
+        cache = self._call(decoder, ids[:, :before], use_cache=True).past_key_values
         token = ids[:, before:]
 
         def way() -> None:
-            model(token, past_key_values=cache, use_cache=True)
+            self._call(decoder, token, past_key_values=cache, use_cache=True)
             cache.crop(-1)
 
         return way

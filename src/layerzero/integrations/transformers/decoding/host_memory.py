@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.native import DTYPES
+from ....backends.native import DTYPES
 from .decode_step import DecodeStep
 from .decoders import Angles
 
 
 class HostMemory:
-    """`mask` is (batch, 1, 1, keys), True: seen. `angles` are those of the token. Where the
-    compiled kernels can do it they turn, keep and attend in one call."""
+    """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
+    where all are; `angles` are those of the token. Where the compiled kernels can do it they turn,
+    keep and attend in one call.
+    """
 
-    def __init__(self, step: DecodeStep, layers: list[Any], mask: Tensor | None,
+    def __init__(self, step: DecodeStep, layers: list[Any], masks: Sequence[Tensor | None],
                  angles: Angles) -> None:
         self._step, self._layers = step, layers
         self._places = [layer.reserve(1) for layer in layers]
         self._first = [max(0, place + 1 - at.window) if at.window else 0
                        for place, at in zip(self._places, step.layers)]
-        self._token = step.token if mask is None else None
+        self._token = step.token if all(mask is None for mask in masks) else None
         self.angles = angles if self._token is None else None      # for the step to turn by
         self._own_angles = angles or ((step._like, step._like),)   # of no angles nothing is read
         self._masks: list[tuple[Tensor, ...]] = []
         if self._token is None:
             lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
-            self._masks = [() if mask is None else (mask[..., -length:],) for length in lengths]
-            self._runs = [step.attention(i, length, mask is not None)
+            self._masks = [() if mask is None else (mask[..., -length:],)
+                           for mask, length in zip(masks, lengths)]
+            self._runs = [step.attention(i, length, bool(self._masks[i]))
                           for i, length in enumerate(lengths)]
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:

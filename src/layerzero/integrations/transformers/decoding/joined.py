@@ -30,7 +30,8 @@ class Joined:
         # parameters that were moved, and their addresses
         self._placed: list[tuple[nn.Parameter, int]] = []
         weights = [layer.module.weight for layer in layers]
-        biases = [layer.module.bias for layer in layers if layer.module.bias is not None]
+        biases = [bias for layer in layers
+                  if (bias := getattr(layer.module, "bias", None)) is not None]
         if len(layers) == 1:
             self.weight = weights[0].detach().t() if layers[0].transposed else weights[0].detach()
             self.bias = biases[0].detach() if biases else None

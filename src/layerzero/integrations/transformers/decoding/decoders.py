@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.formulas.moe import PLAIN, activate
+from ....ops.formulas.moe import PLAIN, activate
+from ..implementations import DECODED, Implementations
+from ..owned_config import is_uncapped
+from ..recognise import Recogniser, rotates
+from ..replacements import ROTATIONS, Recipe, recipe_of, stock_of
 from .families import FunctionCode, NotRecognised, code_of, is_known, known
-from .implementations import DECODED, Implementations
-from .owned_config import is_uncapped
-from .recognise import Recogniser, rotates
-from .replacements import ROTATIONS, Recipe, recipe_of, stock_of
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 
@@ -36,6 +36,7 @@ class Norm:
     weights: tuple[Tensor, ...]                # the weight, and the bias, of one that has them
     eps: float
     offset: float                              # what is added to the weight of an RMS norm
+    gains: tuple[Linear, ...] = ()             # whose weights, in turn, are those of the heads
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class DecoderParts:
 
     base: Any
     embed: nn.Embedding
-    embed_scale: Tensor | float | None
+    embed_scale: Tensor | float | None         # the embedding's is a tensor, the decoder's a number
     positions: nn.Embedding | None             # learned ones, which are added to the token
     first_position: int                        # where the table of these begins
     # a position is the number of tokens before it that the mask shows
@@ -127,6 +128,7 @@ class DecoderParts:
     rotation: str                              # one of ROTATIONS
     # of layers with angles of their own; one kind "" where all are alike
     kinds: tuple[str, ...]
+    by_axes: bool                              # a position may be three: time, row and column
     head: Linear | None
     softcap: float                             # of the logits; 0.0 is none
     logit_scale: float
@@ -143,11 +145,15 @@ class DecoderParts:
         found = self.angles_at(torch.zeros((1, 1), dtype=torch.int64, device=self.weights.device))
         return int(found[0][0].shape[-1]) // 2 if found else 0
 
-    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
+        """What the model's embedding gives, and `inputs_embeds` holds."""
         x = F.embedding(ids, self.embed.weight)
-        if self.embed_scale is not None:
-            x = x * (self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor)
-                     else self.embed_scale)
+        return x * self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else x
+
+    def first_input(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer gets, of embedded tokens."""
+        if self.embed_scale is not None and not isinstance(self.embed_scale, Tensor):
+            x = x * self.embed_scale
         return x if self.positions is None else x + F.embedding(
             positions + self.first_position if self.first_position else positions,
             self.positions.weight)
@@ -162,8 +168,22 @@ class DecoderParts:
         return tuple((_table(cos, like, twice), _table(sin, like, twice)) for cos, sin in made)
 
 
+def decoders_in(model: nn.Module) -> list[nn.Module]:
+    """The model itself, where it is a decoder that is known or holds none; else those that it
+    holds, the largest first: the language model of one that sees or hears.
+    """
+    if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
+        return [model]                         # what torch.compile made of a model stays as it is
+    found = [m for m in model.modules()
+             if hasattr(m, "get_input_embeddings") and is_known(m, "decoder")]
+    return sorted(found, key=lambda m: -sum(p.numel() for p in m.parameters())) or [model]
+
+
 def recognise(model: nn.Module) -> DecoderParts:
     """The parts of a decoder; NotRecognised says what stands in the way."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise NotRecognised("its decoder attends to what an encoder gives as well "
+                            "(cross-attention), which the step does not compute")
     base: Any = model
     read = _Reader()
     head, softcap, logit_scale, result = None, 0.0, 1.0, None
@@ -202,9 +222,9 @@ def recognise(model: nn.Module) -> DecoderParts:
         and (base.project_in is not None or base.project_out is not None)):
         raise NotRecognised("its embedding is narrower than its layers")
     for name in ("use_bidirectional_attention", "add_cross_attention", "output_router_logits",
-                 "clip_qkv",
-                 "alibi", "new_decoder_architecture"):
-        if getattr(config, name, False):
+                 "clip_qkv", "alibi", "new_decoder_architecture"):
+        outside = name == "use_bidirectional_attention" and name not in inner.names
+        if getattr(config, name, False) and not outside:       # whose masks are made outside
             raise NotRecognised(f"its configuration says {name}")
     _one_place(model)
     rotary = base.rotary_emb if "rotary_emb" in inner.names else None
@@ -217,7 +237,8 @@ def recognise(model: nn.Module) -> DecoderParts:
         norm=read.norm(_named_by(base, inner, "norm", "final_layernorm", "final_layer_norm",
                                  "ln_f")),
         rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]),
-        kinds=kinds, head=head, softcap=softcap, logit_scale=logit_scale, result=result
+        kinds=kinds, by_axes=hasattr(rotary, "mrope_section"), head=head, softcap=softcap,
+        logit_scale=logit_scale, result=result
         or inner.returned)
 
 
@@ -335,8 +356,19 @@ class _Reader:
                      None)
         if names is None:
             return None, None
-        q_norm, k_norm = (self.norm(getattr(attention, n)) for n in names)
+        q_norm, k_norm = (self.head_norm(getattr(attention, n)) for n in names)
         return q_norm, k_norm
+
+    def head_norm(self, found: Any) -> Norm:
+        """One norm for all heads, or a layer norm that has a weight for each of them."""
+        each = tuple(getattr(found, "norms", (found,)))
+        if each == (found,) and getattr(found, "weight", torch.empty(0)).dim() < 2:
+            return self.norm(found)
+        known(found, "norm of each head")
+        if any(getattr(m, "bias", None) is not None for m in each):
+            raise NotRecognised("the norms of its heads have a bias")
+        eps = next(v for n, v in vars(each[0]).items() if "eps" in n)
+        return Norm("layer_norm", (), float(eps), 0.0, tuple(Linear(m, False) for m in each))
 
     def feed_forward(self, module: Any) -> FeedForward | Experts:
         if is_known(module, "mixture of experts"):

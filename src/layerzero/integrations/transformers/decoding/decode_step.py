@@ -19,17 +19,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...backends.native import DTYPES
-from ...backends.native import build as native_build
-from ...plan.table import Span
-from ...spec.errors import LayerZeroError
-from ...world import snapshot as worlds
+from ....backends.native import DTYPES
+from ....backends.native import build as native_build
+from ....plan.table import Span
+from ....spec.errors import LayerZeroError
+from ....world import snapshot as worlds
+from ..replacements import ROTATIONS
 from . import feed_forward
-from .decoders import Angles, DecoderParts, LayerParts, Norm
+from .decoders import Angles, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, check_movable
 from .planning import Binder, Run, with_weights
-from .replacements import ROTATIONS
 
 ANY = Span()
 
@@ -49,16 +49,24 @@ class JoinedLayer:
 
     def __init__(self, parts: LayerParts) -> None:
         self.parts, self.qkv, self.out = parts, Joined(parts.qkv), Joined((parts.out,))
+        self.gains: list[Joined] = []          # of the heads of queries, and of keys
         try:
+            self.gains += [Joined(gains) for gains in _gains(parts)]
             self.mlp = JoinedFeedForward(parts.mlp)
         # an interrupt too: the weights go back to where they were
         except BaseException:
-            self.qkv.undo()
+            for joined in (self.qkv, *self.gains):
+                joined.undo()
             raise
 
     def undo(self) -> None:
-        self.qkv.undo()
+        for joined in (self.qkv, *self.gains):
+            joined.undo()
         self.mlp.undo()
+
+
+def _gains(parts: LayerParts) -> list[tuple[Linear, ...]]:
+    return [norm.gains for norm in (parts.q_norm, parts.k_norm) if norm is not None and norm.gains]
 
 
 def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
@@ -67,7 +75,8 @@ def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...
     """
     plain = [plain_part(layer.mlp) for layer in parts.layers]
     check_movable(model, [*(layer.qkv for layer in parts.layers),
-                          *(p.into for p in plain if p is not None)])
+                          *(p.into for p in plain if p is not None),
+                          *(gains for layer in parts.layers for gains in _gains(layer))])
     layers: list[JoinedLayer] = []
     try:
         for layer in parts.layers:
@@ -210,7 +219,7 @@ class DecodeStep:
                 rope = None
         return BoundLayer(
             qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
-            by_head=p.by_head, head_norms=self._head_norms(p, heads), rope=rope,
+            by_head=p.by_head, head_norms=self._head_norms(layer, heads), rope=rope,
             out=self._linear("out", x.new_zeros((self.batch, 1, p.heads * p.head_dim)),
                              [other.out.weight for other in rest], layer.out.bias),
             side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None
@@ -222,10 +231,11 @@ class DecodeStep:
             softcap=p.softcap,
             window=p.window, angles=p.angles)
 
-    def _head_norms(self, p: LayerParts, heads: Tensor) -> Run | None:
+    def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
         """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
         normed.
         """
+        p = layer.parts
         if p.q_norm is None or p.k_norm is None:
             return None
         sizes, dim = [p.heads, p.kv_heads, p.kv_heads], p.head_dim
@@ -236,10 +246,14 @@ class DecodeStep:
         q_norm, k_norm = self._norm("norm of heads", p.q_norm,
                                     query), self._norm("norm of heads", p.k_norm, key)
         shape = heads.shape if query.dim() == 4 else (*heads.shape[:2], -1)
+        q_gain, k_gain = [joined.weight.view(-1, dim) for joined in layer.gains] or (None, None)
 
         def normed(heads: Tensor) -> Tensor:
             query, key, value = heads.reshape(shape).split(sizes, 2)
-            return torch.cat((q_norm(query), k_norm(key), value), 2).view(*heads.shape)
+            query, key = q_norm(query), k_norm(key)
+            if q_gain is not None:
+                query, key = query * q_gain, key * k_gain
+            return torch.cat((query, key, value), 2).view(*heads.shape)
 
         return normed
 

@@ -25,24 +25,24 @@ from torch.nn.modules import module as nn_module
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ...machine import faults
-from ...spec.errors import NoKernelFoundError
-from ...spec.event import Fallback
-from ...world import events
-from ..rewiring import replaced_sdpa
-from . import NAME
+from ....machine import faults
+from ....spec.errors import NoKernelFoundError
+from ....spec.event import Fallback
+from ....world import events
+from ...rewiring import replaced_sdpa
+from .. import NAME
+from ..implementations import DECODED
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
 from .host_memory import HostMemory
-from .implementations import DECODED
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "labels": (None,), "inputs_embeds": (None,)}
+    "output_hidden_states": (None, False), "output_router_logits": (None, False), "labels": (None,)}
 # attributes of an accelerated model
 ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"
 MOVED = "weights that were moved or cast"
@@ -93,15 +93,15 @@ class ModelWatch:
 
 
 class Accelerated:
-    """Takes the place of `model.forward`."""
+    """Takes the place of `model.forward`; `whole` is the model that it is a part of, or itself."""
 
-    def __init__(self, model: Any, parts: DecoderParts, capture: bool) -> None:
+    def __init__(self, model: Any, parts: DecoderParts, capture: bool, whole: nn.Module) -> None:
         disturbed = (ModelWatch(model).disturbed()
                      or ("a forward of its own" if "forward" in vars(model) else ""))
         if disturbed:
             raise NotRecognised(f"the model has {disturbed}")
         self.model, self.parts = model, parts
-        self.layers: tuple[JoinedLayer, ...] = join_layers(model, parts)
+        self.layers: tuple[JoinedLayer, ...] = join_layers(whole, parts)
         self.served: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.broken = ""                       # the fault that ended it
@@ -146,8 +146,10 @@ class Accelerated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._names, args)), **kwargs}
-        ids = given.get("input_ids")
-        if (torch.compiler.is_compiling() or ids is None or ids.dim() != 2 or ids.shape[1] != 1
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        token, dims = (embeds, 3) if ids is None else (ids, 2)
+        if (torch.compiler.is_compiling() or token is None or token.dim() != dims
+                or token.shape[1] != 1
                 # an argument given twice: the model says so
                 or len(given) < len(args) + len(kwargs)):
             return type(self.model).forward(self.model, *args, **kwargs)
@@ -166,10 +168,13 @@ class Accelerated:
             self.declined[self.broken or "out of memory"] += 1
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def _one_token(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None,
-                   past_key_values: Any = None, logits_to_keep: Any = 0, **others: Any) -> Any:
+    def _one_token(self, input_ids: Tensor | None = None, attention_mask: Any = None,
+                   position_ids: Any = None, past_key_values: Any = None,
+                   inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
+                   **others: Any) -> Any:
         self._check(past_key_values, logits_to_keep, others)
-        batch = input_ids.shape[0]
+        token = self._token(input_ids, inputs_embeds)
+        batch = token.shape[0]
         refused = growing(past_key_values, self._windows)
         if refused:
             raise NotRecognised(refused)
@@ -178,36 +183,37 @@ class Accelerated:
             raise NotRecognised("a cache whose layers hold different numbers of tokens")
         if past_key_values.layers[0].keys.shape[0] != batch:
             raise NotRecognised("a cache for another batch")
-        mask = self._mask(attention_mask, batch, length)
-        if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != 1):
-            raise NotRecognised("position_ids for more than the new token")
-        if self.parts.counted and position_ids is None and mask is not None:
+        masks = self._masks(attention_mask, batch, length)
+        all_seen = all(mask is None for mask in masks)
+        position_ids = self._position(position_ids)
+        if self.parts.counted and position_ids is None and not all_seen:
             raise NotRecognised("positions that follow from the mask")
         step = self.step(batch)
         out = None
-        if self._captured is not None and mask is None and _at(position_ids, length):
+        shift = _shift(position_ids, length) if self._captured is not None and all_seen else None
+        movable = self.parts.positions is None
+        if self._captured is not None and shift is not None and (movable or not shift):
             try:
-                out = self._captured(step, input_ids, past_key_values, length)
+                out = self._captured(step, token, past_key_values, length, shift)
             except NotRecognised as why:
                 self.declined[f"served without a graph: {why}"] += 1
                 if isinstance(why, Uncapturable):
                     self._captured = None
         self.served["step" if out is None else "captured"] += 1
         if out is None:
-            out = self._uncaptured(step, input_ids, position_ids, past_key_values.layers, length,
-                                   mask)
+            out = self._uncaptured(step, token, position_ids, past_key_values.layers, length, masks)
         if self.parts.head is None:
             return self._result(last_hidden_state=out, past_key_values=past_key_values)
         return self._result(logits=out, past_key_values=past_key_values)
 
-    def _uncaptured(self, step: DecodeStep, ids: Tensor, position_ids: Tensor | None,
-                    layers: list[Any], length: int,
-                    mask: Tensor | None) -> Tensor:
+    def _uncaptured(self, step: DecodeStep, token: Tensor, position_ids: Tensor | None,
+                    layers: list[Any], length: int, masks: list[Tensor | None]) -> Tensor:
         if position_ids is None:
-            position_ids = torch.full((1, 1), length, device=ids.device)
-        memory = HostMemory(step, layers, mask, self.parts.angles_at(position_ids))
+            position_ids = torch.full((1, 1), length, device=token.device)
+        x = token if token.is_floating_point() else self.parts.embedded(token)
+        memory = HostMemory(step, layers, masks, self.parts.angles_at(position_ids))
         try:
-            return step(self.parts.embedded(ids, position_ids), memory.angles, memory)
+            return step(self.parts.first_input(x, position_ids), memory.angles, memory)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
             memory.undo()
@@ -249,15 +255,48 @@ class Accelerated:
         if disturbed:
             raise NotRecognised(disturbed)
 
-    def _mask(self, mask: Any, batch: int, length: int) -> Tensor | None:
-        """Nothing where every key is seen."""
-        if mask is None:
+    def _token(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+        if ids is not None and embeds is not None:
+            raise NotRecognised("both input_ids and inputs_embeds")
+        if embeds is None:
+            assert ids is not None
+            return ids
+        if embeds.dtype != self.parts.weights.dtype or embeds.device != self.parts.weights.device:
+            raise NotRecognised(
+                f"inputs_embeds that are {str(embeds.dtype)[6:]} on {embeds.device}")
+        return embeds
+
+    def _position(self, position_ids: Any) -> Tensor | None:
+        """Of the new token, (batch, 1), or (axes, batch, 1) where the model has such."""
+        if position_ids is None:
             return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
+        if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):
+            position_ids = position_ids[-3:]   # the first of four is for masks
+        elif position_ids.dim() != 2:
+            raise NotRecognised(f"position_ids of {position_ids.dim()} dimensions")
+        if position_ids.shape[-1] != 1:
+            raise NotRecognised("position_ids for more than the new token")
+        return position_ids  # type: ignore[no-any-return]
+
+    def _masks(self, mask: Any, batch: int, length: int) -> list[Tensor | None]:
+        """Which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every one."""
+        if isinstance(mask, Mapping):          # made outside, for each kind of layer
+            kinds = getattr(self.parts.base.config, "layer_types", None) or ()
+            if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
+                raise NotRecognised("masks for other kinds of layers")
+            of_kind = dict(zip(kinds, self._windows))
+            made = {kind: _made_mask(mask[kind], batch, length + 1, window)
+                    for kind, window in of_kind.items()}
+            return [made[kind] for kind in kinds]
+        if mask is None:
+            return [None] * len(self._windows)
+        if not isinstance(mask, Tensor) or (mask.dim() != 2 and any(self._windows)):
             raise NotRecognised("a mask that is made already")
+        if mask.dim() != 2:
+            return [_made_mask(mask, batch, length + 1, None)] * len(self._windows)
         if mask.shape != (batch, length + 1):
             raise NotRecognised("a mask for another length")
-        return None if bool(mask.all()) else mask.bool()[:, None, None, :]
+        return [None if bool(mask.all()) else mask.bool()[:, None, None, :]] * len(self._windows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model is not accelerated: it has the forward of its class."""
@@ -289,16 +328,45 @@ class Reduce:
         return make, args, state, *rest
 
 
-def attach(model: nn.Module, step: Accelerated) -> None:
-    """Lets a model run the step, and be copied and pickled without it."""
-    vars(model).update({"forward": step, REDUCE: Reduce(model)})
+def attach(step: Accelerated) -> None:
+    """Lets a decoder run the step, and be copied and pickled without it."""
+    vars(step.model).update({"forward": step, REDUCE: Reduce(step.model)})
 
 
-def detach(model: nn.Module, step: Accelerated) -> None:
-    if vars(model).get("forward") is step:     # someone may have put his own there since
-        del vars(model)["forward"]
-    vars(model).pop(REDUCE, None)
+def detach(step: Accelerated) -> None:
+    if vars(step.model).get("forward") is step:        # someone may have put his own there since
+        del vars(step.model)["forward"]
+    vars(step.model).pop(REDUCE, None)
 
 
-def _at(position_ids: Tensor | None, length: int) -> bool:
-    return position_ids is None or bool((position_ids == length).all())
+def _made_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
+    """A mask as transformers makes it for one token, of the keys that a layer with this window
+    sees.
+    """
+    if mask is None:
+        return None
+    seen = total if window is None else min(total, window)
+    if (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1:3] != (1, 1)
+            or len(mask) not in (1, batch)):
+        raise NotRecognised("a mask that is made already, and not for one token and all heads")
+    if mask.is_floating_point():
+        shown = mask == 0
+        if not bool((shown | (mask <= torch.finfo(mask.dtype).min)).all()):
+            raise NotRecognised("a mask that adds to the scores")
+        mask = shown
+    before = mask.shape[-1] - seen
+    if mask.dtype != torch.bool or before < 0 or (
+            before and (window is None or bool(mask[..., :before].any()))):
+        raise NotRecognised("a mask for another length")
+    mask = mask[..., before:]
+    return None if bool(mask.all()) else mask.expand(batch, 1, 1, seen)
+
+
+def _shift(position_ids: Tensor | None, length: int) -> int | None:
+    """How far the new token stands from the place after `length` others; None where rows or axes
+    differ.
+    """
+    if position_ids is None:
+        return 0
+    found = {int(p) - length for p in position_ids.flatten().tolist()}
+    return found.pop() if len(found) == 1 else None

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...machine import faults
-from ...operate import graphs
-from ...operate.inspection import dispatcher_of
-from ...plan.bake import bind
-from ...selection.policy import PolicyRule
-from ...spec.errors import LayerZeroError
-from ...tuning.contest import eligible_plan
-from ...tuning.harness import Race, cache_bytes, stopwatch
-from ...world import context
-from ...world import snapshot as worlds
+from ....machine import faults
+from ....operate import graphs
+from ....operate.inspection import dispatcher_of
+from ....plan.bake import bind
+from ....selection.policy import PolicyRule
+from ....spec.errors import LayerZeroError
+from ....tuning.contest import eligible_plan
+from ....tuning.harness import Race, cache_bytes, stopwatch
+from ....world import context
+from ....world import snapshot as worlds
 
 Run = Callable[..., Any]
 ROUNDS = 12

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operate import graphs
-from ...spec.errors import NoKernelFoundError
-from ...spec.grid import bucket_top
+from ....operate import graphs
+from ....spec.errors import NoKernelFoundError
+from ....spec.grid import bucket_top
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
 from .families import NotRecognised
@@ -36,7 +36,8 @@ MOST_CACHES = 4            # in use at the same time; more are served without a 
 class Fixed:
     """Buffers, and the graph that works on them. A `Memory` for the decode step."""
 
-    def __init__(self, step: DecodeStep, parts: DecoderParts, size: int) -> None:
+    def __init__(self, step: DecodeStep, parts: DecoderParts, size: int,
+                 embeds: bool = False) -> None:
         weights = parts.weights
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
@@ -52,10 +53,12 @@ class Fixed:
         # raised together.
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
-        self._ids = torch.zeros((batch, 1), dtype=torch.int64, device=place)
+        self.embeds = embeds                   # the token comes embedded
+        self._given = weights.new_zeros((batch, 1, weights.shape[1])) if embeds else torch.zeros(
+            (batch, 1), dtype=torch.int64, device=place)
+        self.shift = 0                         # of a position, from the number of tokens before it
         # For each kind of layer cos and sin of every position; of none where positions are learned.
-        self._angles = [torch.cat(pair, -1)[0].contiguous()
-                        for pair in parts.angles_at(torch.arange(self.size, device=place)[None])]
+        self._angles = self._tables(0)
         self._fused = step.fast if self._fit() else None
         self._runs = ([self._bound(i) for i in range(len(step.layers))] if self._fused is None
                       else [])
@@ -67,6 +70,20 @@ class Fixed:
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
         self._replay: Callable[[], None] | None = None
         self._out: Tensor | None = None
+
+    def _tables(self, shift: int) -> list[Tensor]:
+        places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
+        found = self.parts.angles_at(places.clamp_min(0)[None])
+        return [torch.cat(pair, -1)[0].contiguous() for pair in found]
+
+    def turn_by(self, shift: int) -> None:
+        """Let the token after n others stand at position n + shift: a picture counts for fewer than
+        it has tokens.
+        """
+        if shift != self.shift:
+            for table, angles in zip(self._angles, self._tables(shift)):
+                table.copy_(angles)
+            self.shift = shift
 
     def _bound(self, layer: int) -> Callable[..., Any]:
         """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
@@ -106,7 +123,8 @@ class Fixed:
             angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
                                                                         -1)[:, None].chunk(2, -1)
                            for table in self._angles)
-        out = self.step(self.parts.embedded(self._ids, self._position[None]), angles, self)
+        x = self._given if self.embeds else self.parts.embedded(self._given)
+        out = self.step(self.parts.first_input(x, self._position[None]), angles, self)
         self._state.add_(1)
         return out
 
@@ -125,8 +143,8 @@ class Fixed:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
         return all(layer.is_in(keys) for layer, (keys, _) in zip(cache.layers, self.rooms))
 
-    def __call__(self, ids: Tensor, cache: Any, length: int) -> Tensor:
-        self._ids.copy_(ids)
+    def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
+        self._given.copy_(token)
         if self.length != length:
             self._state.fill_(length + 1)
             self._position.fill_(length)
@@ -144,7 +162,7 @@ class Fixed:
 
     def capture(self) -> None:
         """Before a cache moves in: the warm-up writes to the first places of the buffers."""
-        if not self._ids.is_cuda:
+        if not self._given.is_cuda:
             return
         self._state.fill_(1)
         found = graphs.attempt(self._run)
@@ -168,29 +186,34 @@ class CapturedSteps:
     def forget(self, batch: int) -> None:
         self._fixed.pop(batch, None)
 
-    def __call__(self, step: DecodeStep, ids: Tensor, cache: Any, length: int) -> Tensor:
-        """One token; NotRecognised where it cannot be done by a graph."""
+    def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
+                 shift: int = 0) -> Tensor:
+        """One token, its number or embedded; NotRecognised where no graph can do it."""
+        embeds = token.is_floating_point()
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size > length), None)
+            found = next((f for f in known if f.owner() is cache and f.size > length
+                          and f.embeds == embeds), None)
             if found is None:
-                found = self._free(step, known, length)
+                found = self._free(step, known, length, embeds)
                 found.take(cache)
             elif not found.holds(cache):
                 found.take(cache)
-        return found(ids, cache, length)
+        found.turn_by(shift)
+        return found(token, cache, length)
 
-    def _free(self, step: DecodeStep, known: list[Fixed], length: int) -> Fixed:
+    def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool) -> Fixed:
         if len(known) >= MOST_CACHES:          # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size > length]
-        found = next((f for f in known if f.owner() is None and f.size > length), None)
+        found = next((f for f in known if f.owner() is None and f.size > length
+                      and f.embeds == embeds), None)
         if found is None:
             if len(known) >= MOST_CACHES:
                 raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
             # the buffers outlive the caller's mode
             with torch.inference_mode(False), torch.no_grad():
                 try:
-                    found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM))
+                    found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM), embeds)
                 except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
                 found.capture()

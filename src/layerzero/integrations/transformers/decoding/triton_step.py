@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backends.triton.decode import launch
-from ...backends.triton.gated import gate
+from ....backends.triton.decode import launch
+from ....backends.triton.gated import gate
 
 __all__ = ["attend", "gate", "turn_and_keep"]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from .replacements import stock_of
+from ..replacements import stock_of
 
 # Folder of the family in transformers -> what its classes begin with.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
@@ -32,12 +32,15 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "ministral": "Ministral", "olmo2": "Olmo2", "olmo3": "Olmo3",
             "olmoe": "Olmoe", "opt": "OPT", "gpt_bigcode": "GPTBigCode", "seed_oss": "SeedOss",
             "smollm3": "SmolLM3", "stablelm": "StableLm", "starcoder2": "Starcoder2", "cwm": "Cwm",
-            "mellum": "Mellum", "flex_olmo": "FlexOlmo"}
+            "mellum": "Mellum", "flex_olmo": "FlexOlmo",
+            "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VLText",
+            "qwen3_vl_moe": "Qwen3VLMoeText"}
 # Role -> what its class ends with, the first that there is.
 ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Model"),
          "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",),
          "rotary": ("RotaryEmbedding",), "scaled embedding": ("TextScaledWordEmbedding",),
          "mixture of experts": ("SparseMoeBlock",), "router": ("TopKRouter",),
+         "norm of each head": ("LayerNormPerHead", "LayerNorm"),
          "learned positions": ("LearnedPositionalEmbedding",)}
 
 

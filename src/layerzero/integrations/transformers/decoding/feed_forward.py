@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.formulas.moe import GATED, activate, activate_gated
+from ....ops.formulas.moe import GATED, activate, activate_gated
 from .decoders import Experts, FeedForward
 from .joined import Joined
 from .planning import Binder, Run, with_weights

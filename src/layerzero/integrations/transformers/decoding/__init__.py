@@ -1,0 +1,1 @@
+"""The decode step: the parts of a decoder, its kernels, its cache, and which calls it serves."""

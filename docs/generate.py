@@ -17,7 +17,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def words(rule: Condition) -> str:
 
 # reason codes
 
+@cache
 def reason_codes() -> str:
     text = ("# Reason codes\n\n"
             f"{len(Code)} codes in {len(Category)} categories. A code keeps its string for good "
@@ -88,6 +90,7 @@ def reason_codes() -> str:
 
 # kernels
 
+@cache
 def kernels() -> list[Kernel]:
     return [k for name in BACKENDS
             for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
@@ -114,6 +117,7 @@ def deterministic(kernel: Kernel) -> str:
     return "yes" if kernel.deterministic_backward or not kernel.differentiable else "forward only"
 
 
+@cache
 def capabilities() -> str:
     text = ("# Kernels\n\n"
             "What each kernel can do, as it is declared. A call that breaks one requirement is "
@@ -198,6 +202,7 @@ def op_page(op: Op) -> Iterator[str]:
         ("cases in the contract", len(op.cases))])
 
 
+@cache
 def ops() -> str:
     text = ("# Operations\n\n"
             "Each is one file in `src/layerzero/ops/`; this page is written from it. Facts are what rules and policies "
@@ -222,6 +227,7 @@ def setting_rows() -> str:
         for name, s in SETTINGS.items()])
 
 
+@cache
 def settings() -> str:
     return (
         f"# Settings\n\nSet by `lz.configure(name=value)`, in a `with lz.prefer(name=value)` block, in the policy "
@@ -230,6 +236,7 @@ def settings() -> str:
         + table(("variable", "meaning"), [(code(name), doc) for name, doc in sorted(VARIABLES.items())]))
 
 
+@cache
 def events() -> str:
     text = (
         "# Events\n\nWhat `lz.subscribe` hears and `lz.stats().events` counts, by name. Every event has `op` and "
@@ -250,11 +257,14 @@ def api_entry(name: str, value: Any) -> str:
     text = f"### lz.{name}\n\n"
     if inspect.isfunction(value):
         text += f"```text\n{stub.plain_signature(name.rpartition('.')[2], value)}\n```\n\n"
-    first = (inspect.getdoc(value) or "").strip()
-    text += first.split("\n\n")[0].replace("\n", " ") + "\n\n"
+    said = (inspect.getdoc(value) or "").strip().split("\n\n")[0].replace("\n", " ")
+    if is_dataclass(value) and said.startswith(f"{value.__name__}("):     # written by dataclass
+        said = f"A record of {listed(f.name for f in fields(value))}."
+    text += said + "\n\n"
     return text + f"```python\n{stub.example(name)}\n```\n\n"
 
 
+@cache
 def api() -> str:
     top, groups = stub.top(), stub.groups()
     text = (
@@ -280,6 +290,7 @@ def api() -> str:
 REFUSED = ("native.attention_decode_mha", "torch.sdpa_bias", "torch.sdpa_cudnn")
 
 
+@cache
 def explain_lines() -> str | None:
     """What lz.explain prints in README.md; None where our CPU kernels are not compiled.
 

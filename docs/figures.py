@@ -239,7 +239,7 @@ def stock() -> str:
              ", ".join(f"`{k}`" if "." in k and " " not in k else k for k in row["served"]))
             for row in load("gpu-h200")["stock"]]
     summary = load("gpu-h200")["summary"]
-    return table(("operation", "transformers, us", "lz, us", "", "served by"), rows) + (
+    return table(("operation", "transformers, us", "lz, us", "gain", "served by"), rows) + (
         f"\nGeometric mean of those that count: {summary['gain_over_stock']:.1f}x. Over all "
         f"{summary['shapes']} kinds of call, against torch's own default: "
         f"{summary['gain_over_default']:.2f}x; {len(summary['behind_default'])} behind it; regret "

@@ -318,8 +318,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "results": ("../README.md", figures.results), "explain": ("../README.md", explain_lines),
     **{name: ("comparison.md", getattr(figures, name))
        for name in ("libraries", "stock", "untuned", "cpu", "cost")},
-    "errors": ("troubleshooting.md", lambda: table(
-        ("error", "is a", "says"), remedies.error_rows())),
+    "errors": ("troubleshooting.md", remedies.error_list),
     "codes": ("troubleshooting.md", lambda: remedies.code_sections(kernels())),
     "requirements": ("support.md", lambda: table(("", ""), support.requirements())),
     "backends": ("support.md", lambda: table(

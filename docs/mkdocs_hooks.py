@@ -62,7 +62,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
         return posixpath.relpath(place(target), posixpath.dirname(here) or ".")
 
-    parts = FENCE.split(markdown)
+    # A page whose first line is no heading would be named after its file.
+    parts = FENCE.split(re.sub(r"\A<!--.*?-->\s*", "", markdown))
     for number in range(0, len(parts), 2):               # what is between the blocks of code
         prose = LINK.sub(site_link, parts[number])
         # A bar in the code of a table's cell: GitHub wants it escaped, Python-Markdown does not.

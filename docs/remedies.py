@@ -190,12 +190,12 @@ def code_sections(kernels: list[Kernel]) -> str:
     return text.rstrip() + "\n"
 
 
-def error_rows() -> list[tuple[str, str, str]]:
+def error_list() -> str:
     """Every error class with its base among Python's own, and its first sentence."""
-    def python_base(kind: type) -> str:
-        own = [base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"]
-        return f"`{own[0]}`"
-
-    kinds = [getattr(errors, name) for name in errors.__all__]
-    return [(f"`lz.errors.{kind.__name__}`", python_base(kind),
-             " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())) for kind in kinds]
+    text = ""
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        base = next(b.__name__ for b in kind.__mro__ if b.__module__ == "builtins")
+        said = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+        text += f"- `{name}` (`{base}`): {said}\n"
+    return text

@@ -56,6 +56,7 @@ def test_explain_looks_as_shown():
 def test_it_is_short_and_has_its_parts():
     assert len(README.splitlines()) <= 150
     assert len(re.findall(r"^!\[.+\]\(docs/img/\w+\.svg\)$", README, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|(?:---\|)+$", README, re.MULTILINE)) == 1        # one table
     assert all(f"$ make {target} " in README for target in ("run", "test"))
     sections = ["Why", "A minute of it", "Where next", "Limits"]
     assert re.findall(r"^## (.*)$", README, re.MULTILINE) == sections

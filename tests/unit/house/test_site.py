@@ -45,7 +45,9 @@ def test_mkdocs_finds_no_broken_link(tmp_path):
     python(f"from mkdocs.__main__ import cli\n"
            f"cli(['build', '--strict', '--quiet', '--config-file', {str(ROOT / 'mkdocs.yml')!r}, "
            f"'--site-dir', {str(tmp_path / 'site')!r}])")
-    assert "lz.attention" in (tmp_path / "site" / "index.html").read_text("utf-8")
+    first = (tmp_path / "site" / "index.html").read_text("utf-8")
+    assert "lz.attention" in first
+    assert 'src="http' not in first             # a reader's browser asks nobody else
     assert (tmp_path / "site" / "quickstart.ipynb").exists()
 
 

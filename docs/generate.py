@@ -131,14 +131,12 @@ def capabilities() -> str:
     for op in builtin_ops().values():
         ours = [k for k in everyone if k.op is op]
         text += f"## {op.name}\n\n" + table(
-            ("kernel", "library", "deterministic", "backward", "graph", "compile", "layouts",
-             "remarks"),
+            ("kernel", "library", "deterministic", "backward", "graph", "compile", "layouts"),
             [(code(k.id), library(k), deterministic(k), yes(k.differentiable), yes(k.graph_safe),
-              yes(k.traceable),
-              ", ".join(k.variants) or "any", remarks(k)) for k in ours])
-        text += "\nRequirements:\n\n" + "".join(
-            f"- {code(k.id)}: {'; '.join(map(words, k.requires)) or 'none beyond the contract'}\n"
-            for k in ours) + "\n"
+              yes(k.traceable), ", ".join(k.variants) or "any") for k in ours])
+        text += "\nRequirements, and remarks in parentheses:\n\n" + "".join(
+            f"- {code(k.id)}: {'; '.join(map(words, k.requires)) or 'none beyond the contract'}"
+            f"{f' ({remarks(k)})' if remarks(k) else ''}\n" for k in ours) + "\n"
     return text
 
 

@@ -259,9 +259,9 @@ def untuned() -> str:
     behind: dict[str, list[float]] = {}
     for line in summary["eager"]["behind"]:
         behind.setdefault(line.split()[0], []).append(float(line.rpartition(": ")[2]))
-    return text + "\nBehind, eagerly: " + ", ".join(
-        f"`{op}` " + " / ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
-        for op, ratios in behind.items()) + ".\n"
+    named = ", ".join(f"`{op}` " + " / ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
+                      for op, ratios in behind.items())
+    return text + f"\nBehind, eagerly: {named or 'none'}.\n"
 
 
 def cost() -> str:

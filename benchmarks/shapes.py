@@ -242,8 +242,12 @@ def _mlp(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str, bia
          bias_down: Tensor | None, **_: Any) -> Callable[[], Any]:
     if activation == "gelu":
         return lambda: F.linear(F.gelu(F.linear(x, weight_in, bias_in)), weight_down, bias_down)
-    gate, up = weight_in.chunk(2)
-    return lambda: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), weight_down)
+
+    def run() -> Tensor:
+        gate, up = weight_in.chunk(2)          # the same tensors are given to both sides
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), weight_down)
+
+    return run
 
 
 def _quantize(x: Tensor, format: str, **_: Any) -> Callable[[], Any] | None:

@@ -57,6 +57,10 @@ def gpu_calls() -> Iterator[Call]:
         for b, s in ((1, 256), (1, 1024), (1, 4096), (4, 512)):
             yield Call("attention", {"query": bf16(b, hq, s, d), "key": bf16(b, hkv, s, d),
                                      "value": bf16(b, hkv, s, d), "is_causal": True})
+        for b, s, keys in ((1, 256, 1024), (1, 512, 4608), (1, 2048, 8192)):
+            yield Call("attention", {"query": bf16(b, hq, s, d), "key": bf16(b, hkv, keys, d),
+                                     "value": bf16(b, hkv, keys, d), "is_causal": True,
+                                     "causal_align": "bottom_right"})
         for b, s in ((1, 1), (16, 1), (1, 512)):
             yield Call("rope", {"q": bf16(b, hq, s, d), "k": bf16(b, hkv, s, d),
                                 "cos": bf16(s, d // 2),

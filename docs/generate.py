@@ -203,7 +203,8 @@ def op_page(op: Op) -> Iterator[str]:
 @cache
 def ops() -> str:
     text = ("# Operations\n\n"
-            "Each is one file in `src/layerzero/ops/`; this page is written from it. Facts are what rules and policies "
+            "Each is one file in `src/layerzero/ops/`; this page is written from it. Facts are "
+            "what rules and policies "
             "may read of a call: the sizes and parameters below, the derived facts, and these.\n\n")
     text += table(("", "facts"), [
         ("of the device", listed(sorted(DEVICE_FACTS))),
@@ -228,8 +229,10 @@ def setting_rows() -> str:
 @cache
 def settings() -> str:
     return (
-        f"# Settings\n\nSet by `lz.configure(name=value)`, in a `with lz.prefer(name=value)` block, in the policy "
-        f"file, or in the environment; the highest of these layers that has one decides: {', '.join(LAYERS)}. "
+        "# Settings\n\nSet by `lz.configure(name=value)`, in a `with lz.prefer(name=value)` "
+        "block, in the policy "
+        "file, or in the environment; the highest of these layers that has one decides: "
+        f"{', '.join(LAYERS)}. "
         f"[Policy](../policy.md) explains them.\n\n{setting_rows()}\n## Environment variables\n\n"
         + table(("variable", "meaning"), [(code(name), doc) for name, doc in sorted(VARIABLES.items())]))
 
@@ -237,8 +240,10 @@ def settings() -> str:
 @cache
 def events() -> str:
     text = (
-        "# Events\n\nWhat `lz.subscribe` hears and `lz.stats().events` counts, by name. Every event has `op` and "
-        "`kernel` (empty where it is about neither) and `to_json()`. A call that finds its remembered choice makes "
+        "# Events\n\nWhat `lz.subscribe` hears and `lz.stats().events` counts, by name. Every "
+        "event has `op` and "
+        "`kernel` (empty where it is about neither) and `to_json()`. A call that finds its "
+        "remembered choice makes "
         "no event.\n\n")
     kinds = [v for v in vars(event_module).values() if isinstance(v, type) and issubclass(v, Event)
              and v is not Event]
@@ -266,8 +271,10 @@ def api_entry(name: str, value: Any) -> str:
 def api() -> str:
     top, groups = stub.top(), stub.groups()
     text = (
-        f"# Public names\n\n{len(top)} names at the top, beside the [operations](ops.md); the rest is grouped. "
-        "All are loaded when first used. Each example starts with torch imported, and layerzero as `lz`; a test "
+        f"# Public names\n\n{len(top)} names at the top, beside the [operations](ops.md); the "
+        "rest is grouped. "
+        "All are loaded when first used. Each example starts with torch imported, and layerzero "
+        "as `lz`; a test "
         "runs it.\n\n")
     text += table(("", "names"), [
         ("`lz`", listed(top)), *((code(f"lz.{name}"), listed(module.__all__))

@@ -1,12 +1,9 @@
 """Paged attention with torch alone; the kernels differ in how they read the pages.
 
-gather
-        copies the pages of each sequence together for torch's attention: all the contract allows,
-        on any device
-pieces
-        on the CPU, piece by piece: adjacent pages are read in place, scattered ones gathered into
-        what fits a core's
-         cache; attention over the pieces is merged by log-sum-exp
+gather   copies the pages of each sequence together for torch's attention: all the contract allows,
+         on any device
+pieces   on the CPU, piece by piece: adjacent pages are read in place, scattered ones gathered into
+         what fits a core's cache; attention over the pieces is merged by log-sum-exp
 padded   decode without reading a length on the host: all table rows at full width, masked
 matmul   MLA as explicit matrix products, which are large because all heads share one key
 """

@@ -4,11 +4,11 @@ A hit never comes here: `public` is the function that hotpath.py generates (or i
 native/), which looks the entry up and runs it. This file is in the order in which a first call runs
 through it:
 
-miss
-        obtain the entry for the key: read the facts, select a kernel, bind it, remember it; then
-        run it
+miss     obtain the entry for the key: read the facts, select a kernel, bind it, remember it; then
+         run it
 slow     anything unusual: nested or 3-D inputs, autocast, subclasses, tracing
-recover  the kernel threw: recovery.py says whose fault it was and has the next kernel of the same plan serve
+recover  the kernel threw: recovery.py says whose fault it was and has the next kernel of the
+         same plan serve
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ try:
 except (ImportError, ValueError, OSError):
     pass
 try:
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(task["template"])
-    text = template.render(messages=task["messages"], add_generation_prompt=True, bos_token="", eos_token="")
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    text = sandbox.from_string(task["template"]).render(
+        messages=task["messages"], add_generation_prompt=True, bos_token="", eos_token="")
     print(json.dumps({"text": text}))
 except Exception as e:
     print(json.dumps({"error": f"{type(e).__name__}: {e}"[:500]}))

@@ -78,7 +78,8 @@ class GGUFModel:
                 no_panic(tokenizers.Tokenizer.from_str)(json.dumps(self.vocabulary)))
         except FOREIGN_ERRORS as e:
             raise DataError(
-                f"{self.name}: the library tokenizers takes no such tokenizer: {shown(e, str)}") from e
+                f"{self.name}: the library tokenizers takes no such tokenizer: "
+                f"{shown(e, str)}") from e
 
     def tokenize(self, text: str, do: Callable[..., Any] | None = None) -> list[int]:
         ids = (do or call_op)("tokenize", text=text, tokenizer=self.tokenizer,
@@ -107,7 +108,8 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         import numpy
     except ImportError as e:
         raise ConfigError(
-            f"reading a GGUF file wants the library gguf: {e}; pip install 'layerzero[gguf]'") from e
+            f"reading a GGUF file wants the library gguf: {e}; pip install "
+            "'layerzero[gguf]'") from e
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         """Slicing a memmap costs ten times as much as an array, and it is done 100,000s of times.

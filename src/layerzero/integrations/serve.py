@@ -106,7 +106,8 @@ class Server:
             self._http = _Http((host, port), self)
         except OSError as e:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or host") from e
+                f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or "
+                "host") from e
         self._metrics, self._uninstall = _metrics_page()
         self.reports = Reports(check, every)
         self.host, self.port = host, int(self._http.server_address[1])

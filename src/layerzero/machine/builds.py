@@ -147,9 +147,9 @@ def _dependencies(name: str) -> frozenset[str]:
     return frozenset(seen)
 
 
-_IMPORT = (
-    re.compile(
-        r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.M))
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+([^\n]*))", re.M)
 
 
 @lru_cache(maxsize=None)

@@ -3,12 +3,12 @@
 caller   the arguments break the contract: raised at once, no breaker counts it
 memory   out of memory: the next kernel of the plan is tried, no breaker counts it
 kernel   the kernel's own fault: the next kernel is tried, and the breaker counts it
-refused  the kernel saw before its launch that the device cannot run it, or sdpa_kernel allows no implementation that
-         could: the next kernel is tried, no breaker counts it
-capture  the kernel did something a CUDA graph cannot hold: the capture is lost, and the kernel not captured again
-lost
-        something else had invalidated the capture before: no kernel can serve in it, no breaker
-        counts it
+refused  the kernel saw before its launch that the device cannot run it, or sdpa_kernel allows no
+         implementation that could: the next kernel is tried, no breaker counts it
+capture  the kernel did something a CUDA graph cannot hold: the capture is lost, and the kernel not
+         captured again
+lost     something else had invalidated the capture before: no kernel can serve in it, no breaker
+         counts it
 timeout  the kernel ran into its time limit: treated as "kernel"
 sticky   the device context is gone: the backend is disabled and DeviceLost is raised
 """

@@ -26,10 +26,9 @@ from ..spec.reason import Code, Reason
 # exit.
 LOAD_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
-_ABI = (
-    re.compile(
-        r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b",
-        re.IGNORECASE))
+_ABI = re.compile(
+    r"undefined symbol|symbol not found|cannot open shared object|_c\.so|glibcxx|cxxabi|\babi\b",
+    re.IGNORECASE)
 
 
 class LoadFailed(Exception):

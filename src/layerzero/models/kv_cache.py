@@ -7,7 +7,8 @@ All kinds store pages and differ in what a page is:
 `attend` calls lz.paged_attention, or lz.attention where sequences of equal length are adjacent in
 memory. So the kind, the page size, the layout and the dtype are facts that selection sees.
 
-    cache = lz.kv_cache("paged", kv_heads=8, head_dim=128, pages=4096, page_size=16, dtype=torch.bfloat16)
+    cache = lz.kv_cache("paged", kv_heads=8, head_dim=128, pages=4096, page_size=16,
+                        dtype=torch.bfloat16)
     a, b = cache.add(), cache.add()
     cache.append(k, v, (a, b), lengths=(700, 20))          # packed (720, 8, 128): the prompts
     out = cache.attend(q, (a, b), lengths=(700, 20))

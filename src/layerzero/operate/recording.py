@@ -312,7 +312,8 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
             file.write_text("")
         except OSError as e:
             raise ConfigError(
-                f"lz.recording: {file} cannot be written: {e.strerror}; give a path that can") from e
+                f"lz.recording: {file} cannot be written: {e.strerror}; give a path that "
+                "can") from e
     recorder = Recorder(file)
     start(recorder)
     try:

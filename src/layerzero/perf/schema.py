@@ -56,9 +56,10 @@ def _migrate_eager_rows(connection: sqlite3.Connection) -> None:
 MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
     ("CREATE TABLE environments (id TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID",
      """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
+         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL,
+         median_us REAL NOT NULL, spread REAL NOT NULL, samples INTEGER NOT NULL,
+         family TEXT NOT NULL, sizes TEXT NOT NULL, flops REAL NOT NULL, bytes REAL NOT NULL,
+         p95_us REAL NOT NULL, p99_us REAL NOT NULL,
          compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
          crc INTEGER NOT NULL, PRIMARY KEY (kernel, bucket, place, build)) WITHOUT ROWID"""),
     (
@@ -66,9 +67,10 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "NOT NULL, at REAL NOT NULL) WITHOUT ROWID",),
     ("ALTER TABLE measurements RENAME TO measurements_2",
      """CREATE TABLE measurements (
-         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL, median_us REAL NOT NULL,
-         spread REAL NOT NULL, samples INTEGER NOT NULL, family TEXT NOT NULL, sizes TEXT NOT NULL,
-         flops REAL NOT NULL, bytes REAL NOT NULL, p95_us REAL NOT NULL, p99_us REAL NOT NULL,
+         kernel TEXT NOT NULL, op TEXT NOT NULL, bucket TEXT NOT NULL, place TEXT NOT NULL,
+         median_us REAL NOT NULL, spread REAL NOT NULL, samples INTEGER NOT NULL,
+         family TEXT NOT NULL, sizes TEXT NOT NULL, flops REAL NOT NULL, bytes REAL NOT NULL,
+         p95_us REAL NOT NULL, p99_us REAL NOT NULL,
          compile_us REAL NOT NULL, build TEXT NOT NULL, at REAL NOT NULL, environment TEXT NOT NULL,
          mode TEXT NOT NULL, crc INTEGER NOT NULL,
          PRIMARY KEY (kernel, bucket, place, mode, build)) WITHOUT ROWID""",

@@ -63,7 +63,8 @@ def check_table(table: Table, world: World) -> None:
         now = Stamp.of(world, stamp.device.type, table.kernels)
     except LayerZeroError as e:
         raise DataError(
-            f"{table}: there is no such device here: {e}. Run lz solve again on this machine") from e
+            f"{table}: there is no such device here: {e}. Run lz solve again on this "
+            "machine") from e
     reasons = stamp.drift(now)
     for row in table.rows:
         op = world.catalog.ops.get(row.op)

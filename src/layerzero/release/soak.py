@@ -198,7 +198,8 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
             os.replace(name, path)
         except OSError as e:
             raise DataError(
-                f"{path}: cannot write the report: {e.strerror}; give a file that can be written") from e
+                f"{path}: cannot write the report: {e.strerror}; give a file that can be "
+                "written") from e
 
 
 def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float = 0.02,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..perf.record import Kind, PerfView, Rates, kind_of, mode_of
+from ..perf.record import CAPTURED, EAGER, Kind, PerfView, Rates, kind_of, mode_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import SDPA, Kernel
@@ -24,6 +24,7 @@ from .score import Timing, calibration, guess_us, roofline_us, score
 from .verdicts import Verdicts, compile_verdicts
 
 UNCERTAINTY = 0.04     # relative error of a neighbour or another machine, and again per octave
+LONG_CALL_US = 200.0   # of torch's own kernel on a GPU; launching takes 5 to 100 on the host
 Candidate = tuple[Kernel, tuple[Transform, ...], int]  # with its transforms and workspace in bytes
 
 
@@ -398,6 +399,8 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
         if timing is not None:
             if timings.shipped:
                 expected = expected._replace(source=SHIPPED, evidence=timings.shipped)
+            elif timings.note:
+                expected = expected._replace(evidence=timings.note)
             if kernel is not default and expected.distance + bool(timings.shipped):
                 factor = 1.0 + UNCERTAINTY * (1.0 + expected.distance)
                 expected = expected._replace(total_us=expected.total_us * factor)
@@ -422,6 +425,7 @@ class CandidateTimings(NamedTuple):
     by_kernel: Mapping[str, Timing] = {}
     # the title of the table, if they came with the package
     shipped: str = ""
+    note: str = ""                             # how they were measured, if in another mode
 
 
 def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings,
@@ -441,26 +445,43 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, aro
 
 
 def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
-             roofline: float,
-             default: Kernel | None) -> CandidateTimings:
-    """The timings of the best source that has the default: measured here, shipped, neighbours."""
+             roofline: float, default: Kernel | None) -> CandidateTimings:
+    """The timings of the best source that has the default: measured here, shipped, in a graph where
+    that makes no difference, neighbours.
+    """
     if not around.perf and not around.shipped.view:
         return CandidateTimings()
     kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
-    for near in (False, True):
-        for view, table in ((around.perf, ""), (around.shipped.view, around.shipped.title)):
-            if not view:
-                continue
-            ids = [kernel.id for kernel, _, _ in fit]
-            times: dict[str, Timing]
-            if not near:
-                times = {k: m for k in ids
-                         if (m := view.get(k, kind.bucket, place, mode)) is not None}
-            elif default is None:
-                times = {k: e for k in ids
-                         if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
-            else:
-                times = _estimates(view, default.id, ids, kind, around, roofline, mode)
-            if times and (default is None or default.id in times):
-                return CandidateTimings(times, table)
+    ids = [kernel.id for kernel, _, _ in fit]
+    views = [(view, table) for view, table in ((around.perf, ""), (around.shipped.view,
+                                                                   around.shipped.title)) if view]
+    times: dict[str, Timing]
+    for view, table in views:
+        times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
+        if times and (default is None or default.id in times):
+            return CandidateTimings(times, table)
+    if default is not None and facts["device"] == "cuda" and mode == EAGER:
+        long = _long_calls(around.perf, default.id, ids, kind, place)
+        if long:
+            return CandidateTimings(long, note="captured in a graph, and too long for the host to "
+                                               "count")
+    for view, table in views:
+        if default is None:
+            times = {k: e for k in ids
+                     if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
+        else:
+            times = _estimates(view, default.id, ids, kind, around, roofline, mode)
+        if times:
+            return CandidateTimings(times, table)
     return CandidateTimings()
+
+
+def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
+                place: str) -> dict[str, Timing]:
+    """The times in a graph, if torch's own kernel keeps the device busy for so long that launching
+    it makes no difference; {} otherwise.
+    """
+    own = view.get(default, kind.bucket, place, CAPTURED) if view else None
+    if own is None or own.median_us < LONG_CALL_US:
+        return {}
+    return {k: m for k in ids if (m := view.get(k, kind.bucket, place, CAPTURED)) is not None}

@@ -31,6 +31,7 @@ HOPELESS = 3.0             # times slower than the best: eliminated at once
 SLOWER = 1.5               # times slower in each of the first samples: eliminated after those
 COSTLY_US = 1000.0         # a loss from which one sample is enough to eliminate
 TOO_SLOW = 10.0            # times slower than the base by expectation: never tried
+NEAR = 0.05                # of medians this near to the best, the device's share of them decides
 
 
 class Ticket(NamedTuple):
@@ -38,7 +39,7 @@ class Ticket(NamedTuple):
 
     kernel: str
     round: int
-    # its first call, which loads and allocates, is no sample
+    # its first calls, which load, allocate and record launches, are no samples
     warm_up: bool
     reserved_us: float                         # expected cost beyond that of the base kernel
 
@@ -46,7 +47,7 @@ class Ticket(NamedTuple):
 class Budget:
     """The microseconds that exploring may cost: a share of the time so far plus an allowance."""
 
-    def __init__(self, share: float = 0.015, allowance_us: float = 200_000.0) -> None:
+    def __init__(self, share: float = 0.005, allowance_us: float = 800_000.0) -> None:
         self.share, self.allowance_us = share, allowance_us
         self.total_us = self.lost_us = self.reserved_us = 0.0
 
@@ -66,9 +67,10 @@ class Runner:
     def __init__(self, kernel: str, guess_us: float) -> None:
         self.kernel, self.guess_us = kernel, max(guess_us, 1e-3)
         self.rounds: dict[int, float] = {}     # round -> microseconds
+        self.device_us: list[float] = []       # of the same calls, on the device alone
         self.median = math.nan
         self.in_flight = 0
-        self.warm = False
+        self.warm_ups = 0                      # calls so far that were no samples
         self.out = ""                          # why it was eliminated
         self._ordered: list[float] = []
 
@@ -93,10 +95,12 @@ class Trial:
     """A trial of the kernels for one kind of call.
 
     `base` is the kernel that serves without a trial, `default` the one that torch itself would run.
+    The first `warm_ups` calls of each kernel are no samples.
     """
 
-    def __init__(self, base: str, guess_us: float, default: str = "", seed: int = 0) -> None:
-        self.base, self.default = base, default
+    def __init__(self, base: str, guess_us: float, default: str = "", seed: int = 0,
+                 warm_ups: int = 1) -> None:
+        self.base, self.default, self.warm_ups = base, default, warm_ups
         self.runners = {base: Runner(base, guess_us)}
         self.winner = ""                       # "" until the trial ends
         self.clear = False                     # whether there is a result to keep
@@ -152,9 +156,9 @@ class Trial:
                 if (runner.out or waits or not available(runner.kernel)
                     or not allowed(self.extra_us(runner.kernel))):
                     continue                   # it skips this round
-                ticket = Ticket(runner.kernel, self.round, not runner.warm,
+                ticket = Ticket(runner.kernel, self.round, runner.warm_ups < self.warm_ups,
                                 self.extra_us(runner.kernel))
-                runner.warm = True
+                runner.warm_ups += 1
                 runner.in_flight += 1
                 self.in_flight += 1
                 return ticket
@@ -183,14 +187,15 @@ class Trial:
 
     # results
 
-    def record(self, ticket: Ticket, us: float | None) -> None:
-        """Record the time of a call; None if its time is not usable."""
+    def record(self, ticket: Ticket, us: float | None, device_us: float | None = None) -> None:
+        """Record the time of a call, and how long the device took; None if it is not usable."""
         runner = self.runners[ticket.kernel]
         runner.in_flight -= 1
         self.in_flight -= 1
         if self.winner or runner.out or ticket.warm_up or us is None:
             return
         runner.add(ticket.round, max(us, 1e-3))
+        runner.device_us.append(us if device_us is None else device_us)
         self.samples += 1
         self._drop_hopeless(runner)
         if not self.winner and self.samples >= MOST_SAMPLES:
@@ -253,6 +258,10 @@ class Trial:
         least = fewest_samples()
         timed = [r for r in self.running if len(r.rounds) >= least]
         best = min(timed, key=lambda r: r.median, default=None)
+        if best is not None:
+            # Of several that the host's time makes alike, the one that leaves the device first.
+            near = [r for r in timed if r.median <= (1 + NEAR) * best.median]
+            best = min(near, key=lambda r: statistics.median(r.device_us))
         own = self.runners.get(self.default)
         if best is None or len(self.results()) < 2:
             self.winner = self.serving

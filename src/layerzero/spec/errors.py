@@ -24,7 +24,7 @@
         │   ├── NewerStore                it was written by a later release
         │   └── ForeignFile               it is no store of ours
         ├── Unmapped                      a definition of others without a mapping to an op
-        └── HubError                      the kernel hub; its kinds are in integrations/hub/errors.py
+        └── HubError                      the kernel hub; its kinds: integrations/hub/errors.py
 
 LaunchRefused is raised by spec/launch.py, UntrustedFile by spec/sealed.py, the errors of a store by
 perf/interface.py, Unmapped by verify/trace/readings.py; all others are defined here.

@@ -282,7 +282,8 @@ class SealedFolder:
             key = self.key()
         except FileNotFoundError as e:
             raise UntrustedFile(
-                f"{path}: the key it was sealed with, {self.path(KEY)}, is gone; it is not used") from e
+                f"{path}: the key it was sealed with, {self.path(KEY)}, is gone; it is not "
+                "used") from e
         if not hmac.compare_digest(mac.encode(), _seal(key, parts, digest).encode()):
             raise _SealMismatch(
                 f"{path}: its seal was not made with the key of this cache; it is not used")

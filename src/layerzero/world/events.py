@@ -32,6 +32,7 @@ from ..spec.event import (
     PolicyRejected,
     StoreTrouble,
 )
+from ..spec.reason import Code
 from . import redaction
 
 log = logging.getLogger("layerzero")
@@ -72,15 +73,22 @@ def emit(event: Event) -> None:
         counted_as = key if len(_counts) < MAX_COUNTERS else (event.name, event.op, OVERFLOW)
         counter = _counts.setdefault(counted_as, itertools.count())
     next(counter)
-    is_warning = isinstance(event, _WARNINGS)
-    if _sinks or log.isEnabledFor(logging.WARNING if is_warning else logging.DEBUG):
+    level = _level(event)
+    if _sinks or log.isEnabledFor(level):
         callers = getattr(_local, "callers", ())
-        locks.run_when_unlocked(lambda: _route(event, key, is_warning, callers))
+        locks.run_when_unlocked(lambda: _route(event, key, level, callers))
 
 
-def _route(event: Event, key: tuple[str, str, str], is_warning: bool,
+def _level(event: Event) -> int:
+    # A kernel that is still being compiled is no trouble: it will serve in a moment.
+    if isinstance(event, Fallback) and event.reason and event.reason.code is Code.JIT_NOT_WARMED:
+        return logging.INFO
+    return logging.WARNING if isinstance(event, _WARNINGS) else logging.DEBUG
+
+
+def _route(event: Event, key: tuple[str, str, str], level: int,
            callers: tuple[Sink, ...]) -> None:
-    _call_safely(_write_log, event, key, is_warning)
+    _call_safely(_write_log, event, key, level)
     sinks = tuple(sink for sink in _sinks if sink not in callers)
     if not sinks:
         return
@@ -154,8 +162,7 @@ def _is_raise(frame: FrameType, at: int) -> bool:
 
 # the log
 
-def _write_log(event: Event, key: tuple[str, str, str], is_warning: bool) -> None:
-    level = logging.WARNING if is_warning else logging.DEBUG
+def _write_log(event: Event, key: tuple[str, str, str], level: int) -> None:
     if log.isEnabledFor(level):
         suppressed = _count_suppressed(key)
         if suppressed is not None:

@@ -26,7 +26,7 @@ from helpers import (
 )
 
 import layerzero as lz
-from layerzero.dispatch.background import compiling
+from layerzero.dispatch.background import compiling, inputs
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import Measurement, kind_of
 from layerzero.spec.event import CompileQueued, CompileSkipped, Fallback, KernelRefused, WarmedUp
@@ -201,7 +201,7 @@ def test_the_queue_is_bounded_and_says_what_it_left_out(slow, happened, monkeypa
 
 
 def test_inputs_too_large_to_be_made_up_are_left_alone(slow, happened, monkeypatch):
-    monkeypatch.setattr(compiling, "free_bytes", lambda kind: 10_000)
+    monkeypatch.setattr(inputs, "free_bytes", lambda kind: 10_000)
     x = rows(40)
     measure(slow.kernel, x)
     lz.rms_norm(x)
@@ -224,7 +224,7 @@ def test_nothing_of_the_caller_is_touched(slow):
 
 
 def made_like(t: torch.Tensor, grad: bool = False) -> torch.Tensor:
-    return compiling._tensor_like(t, grad).make()
+    return inputs.describe((t,), grad).values[0].make()
 
 
 def described(t):

@@ -185,6 +185,25 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
     assert made["slow"].calls <= 2
 
 
+def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(learn, clock,
+                                                                              happened):
+    """Deciding takes longer than short calls: it would use up what they earn, for ever."""
+    fakes(clock, first=100.0, fast=60.0)
+    x, budget = rows(), exploring.account.budget
+    lz.rms_norm(x)
+    learning.flush()
+    kind = next(iter(learning._kinds.values()))
+    budget.count(lost_us=2 * budget.allowance_us)
+    before = kind.trial.calls
+    for _ in range(500):
+        lz.rms_norm(x)
+    assert kind.trial.calls == before and kind.calls >= 500
+    budget.count(lost_us=-2 * budget.allowance_us)
+    serve(x)
+    [learned] = of(Learned, happened)
+    assert learned.kernel == "fake.fast" and learned.calls > 500
+
+
 def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch,
                                                                  happened):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""

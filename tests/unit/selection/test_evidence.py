@@ -169,3 +169,20 @@ def test_shipped_times_of_a_kind_are_not_mixed_with_those_of_this_machine():
     came = Shipped(times(given, lib_praised=5.0, torch_own=9.0), "a GPU, today")
     assert plan_of([PRAISED, OWN], given, shipped=came,
                    perf=times(given, torch_own=6.0)).kernel == "torch.own"
+
+
+def test_a_long_call_measured_in_a_graph_counts_outside_too():
+    perf = times(facts(CAPTURED), lib_praised=250.0, torch_own=300.0)
+    plan = plan_of([PRAISED, OWN], facts(EAGER), perf=perf)
+    assert order(plan)[0] == "lib.praised" and "captured in a graph" in plan.steps[0].score.origin
+    # where launching counts, or what Inductor fuses, it says nothing
+    short = times(facts(CAPTURED), lib_praised=25.0, torch_own=30.0)
+    assert order(plan_of([PRAISED, OWN], facts(EAGER), perf=short))[0] == "torch.own"
+    assert order(plan_of([PRAISED, OWN], facts(COMPILED), perf=perf))[0] == "torch.own"
+    # its own mode comes first
+    slower = times(facts(EAGER), lib_praised=320.0, torch_own=300.0)
+    both = perf.including(slower)
+    assert order(plan_of([PRAISED, OWN], facts(EAGER), perf=both))[0] == "torch.own"
+    # a long time outside may be the host's
+    eager = times(facts(EAGER), lib_praised=250.0, torch_own=300.0)
+    assert order(plan_of([PRAISED, OWN], facts(CAPTURED), perf=eager))[0] == "torch.own"

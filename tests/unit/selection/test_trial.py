@@ -196,7 +196,7 @@ def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
     """Ten kinds, each with a slower candidate: what exploring costs stays within its share, and all
     are settled.
     """
-    budget = Budget(allowance_us=500.0)
+    budget = Budget(share=0.015, allowance_us=500.0)
     kinds = [trial_of("a", a=10.0 * slow) for _ in range(10)]
     chance = random.Random(0)
     for _ in range(20_000):                    # two seconds of calls: 30 ms to explore

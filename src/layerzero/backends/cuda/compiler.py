@@ -128,8 +128,8 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
     digest = hashlib.sha256("\0".join((version, *options)).encode())
     for part in (text, *headers.values()):
         digest.update(hashlib.sha256(part).digest())
-    store, name = SealedFolder(cache_dir(),
-                               "cuda"), f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
+    store = SealedFolder(cache_dir(), "cuda")
+    name = f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.cubin"
     with _compiling:                           # waiting threads find it on disk
         image = _read_cached(store, name)
         if image is None:

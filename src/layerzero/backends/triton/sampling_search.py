@@ -4,14 +4,10 @@ A row is split into chunks, one program each, and every step is one launch over 
 program of a row to finish combines the results of all and stores the decision for the next launch.
 
 peak     the maximum, which scores are relative to
-narrow
-        the mass and the number of tokens above each of seven scores, which bracket the cut. Two or
-        three of these
-         launches leave some hundred candidates of 128,000
-draw
-        collects the candidates, finds the exact cut among them, and draws the token: first its
-        tile, then its place
-         in the tile
+narrow   the mass and the number of tokens above each of seven scores, which bracket the cut. Two or
+         three of these launches leave some hundred candidates of 128,000
+draw     collects the candidates, finds the exact cut among them, and draws the token: first its
+         tile, then its place in the tile
 
 Tokens rank by (score, id) as one integer, the place: the bits of floats of one sign are ordered
 like the floats, and the id breaks ties. A cut is the last place that is kept. Cut and draw use sums

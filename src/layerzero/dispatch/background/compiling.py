@@ -17,17 +17,16 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...machine import faults, loading, locks
-from ...machine.memory import free_bytes
 from ...machine.process_lock import lock_path, process_lock
 from ...selection.engine import kind_to_compile
 from ...selection.trial import worth_trying
@@ -47,6 +46,7 @@ from ...world.incidents import change_health, compile_failed, mark_unloadable
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes
+from .inputs import Inputs, describe, why_not
 from .sizes import Caller
 
 # seconds to wait for another process that compiles the same
@@ -59,9 +59,6 @@ MAX_QUEUED = 64
 # of one kernel and kind of call that are compiled in the background
 MAX_FORMS = 16
 MAX_REQUESTS = 4096
-MAX_COPIED = 1 << 26                           # bytes of integers that one request may copy
-# of free memory that the inputs of one compile may take
-MEMORY_SHARE = 0.1
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -189,68 +186,6 @@ def _run(dispatcher: DispatcherLike, run: Callable[..., Any], values: tuple[Any,
         (module.current_stream() if hasattr(module, "current_stream") else module).synchronize()
 
 
-# inputs like those of a call
-
-class _TensorLike(NamedTuple):
-    """The description of a tensor.
-
-    `numbers` are copies of the integers of the call's own, which cannot be made up.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    # elements: the pointer modulo 16 bytes is compiled in
-    offset: int
-    grad: bool
-    numbers: Tensor | None
-
-    def make(self) -> Tensor:
-        extent = _extent(self.shape, self.stride)
-        flat = torch.empty(self.offset + extent, dtype=self.dtype, device=self.device)
-        if self.numbers is not None:
-            flat[self.offset:].copy_(self.numbers)
-        elif self.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            # A generator of its own: the caller's next random numbers stay the same.
-            flat.normal_(generator=torch.Generator(self.device).manual_seed(0))
-        else:
-            flat.zero_()
-        return flat.as_strided(self.shape, self.stride, self.offset).requires_grad_(self.grad)
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if all(shape) else 0
-
-
-def _tensor_like(t: Tensor, grad: bool) -> _TensorLike:
-    shape, stride, numbers = tuple(t.shape), t.stride(), None
-    if not t.is_floating_point():
-        numbers = t.detach().as_strided((_extent(shape, stride),), (1,)).clone()
-    offset = 0 if t.is_cpu else t.data_ptr() % 16 // t.element_size()
-    return _TensorLike(shape, stride, t.dtype, t.device, offset, grad and t.requires_grad, numbers)
-
-
-def _why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
-    """Return why inputs like these must not be made; "" if they may be."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    if facts.get("dropout_p"):
-        return "it draws random numbers, which are the caller's"
-    if any(p.kind == "generator" for p in kernel.op.params) and not kernel.package:
-        return "torch compiles random numbers in"
-    if any(p.kind == "object" for p in kernel.op.params):
-        return "it takes objects, of which there is no other"
-    nbytes = sum(_extent(tuple(t.shape), t.stride()) * t.element_size() for t in tensors)
-    # the call, and both ends of its bucket
-    if 3 * nbytes > (limit := MEMORY_SHARE * free_bytes(facts["device"])):
-        return (f"inputs like its own take {nbytes >> 20} MiB, and {int(limit) >> 20} MiB may be "
-                "taken; use lz.warmup")
-    if sum(t.nbytes for t in tensors if not t.is_floating_point()) > MAX_COPIED:
-        return (f"more than {MAX_COPIED >> 20} MiB of whole numbers would have to be copied; use "
-                "lz.warmup")
-    return ""
-
-
 # the queue
 
 @dataclass(eq=False)
@@ -259,9 +194,8 @@ class _Job:
     kernel: Kernel
     step: Step
     facts: Mapping[str, Any]
-    values: tuple[Any, ...]                    # tensors as _TensorLike
+    inputs: Inputs
     warmed: frozenset[Any]
-    waits_for: Any = None                      # a CUDA event: the copies of integers are complete
     began: float = 0.0
 
     @property
@@ -343,14 +277,14 @@ def request(
             full = len(_queue) >= MAX_QUEUED
             if full:
                 del _requested[warmed]         # it may be requested again
-        problem = f"{MAX_QUEUED} wait already" if full else _why_not(kernel, facts, values)
+        problem = f"{MAX_QUEUED} wait already" if full else why_not(kernel, facts, values)
         try:
-            described = () if problem else tuple(_describe(v, facts["grad"]) for v in values)
+            inputs = None if problem else describe(values, facts["grad"])
         # no memory for the copies: the caller must not see that
         except faults.FAULTS as e:
             problem = f"its whole numbers could not be copied: {e}"
-        if not problem:
-            job = _Job(dispatcher, kernel, step, facts, described, warmed, _copies_done(values))
+        if inputs is not None:
+            job = _Job(dispatcher, kernel, step, facts, inputs, warmed)
             with _queue_lock:
                 _queue.append(job)
                 waiting = len(_queue)
@@ -361,16 +295,6 @@ def request(
         raise
     events.emit(CompileSkipped(kernel.op.name, kernel.id, problem) if problem else
                 CompileQueued(kernel.op.name, kernel.id, waiting))
-
-
-def _describe(value: Any, grad: bool) -> Any:
-    return _tensor_like(value, grad) if isinstance(value, Tensor) else value
-
-
-def _copies_done(values: tuple[Any, ...]) -> Any:
-    """Return a CUDA event after the copies, where they are made on a GPU."""
-    cuda = next((v for v in values if isinstance(v, Tensor) and v.is_cuda), None)
-    return torch.cuda.current_stream(cuda.device).record_event() if cuda is not None else None
 
 
 def _start() -> None:
@@ -407,43 +331,12 @@ def _compile(job: _Job) -> str | None:
     if worlds.current().catalog.by_id.get(job.kernel.id) is not job.kernel:
         return "it was unregistered"
     grad = job.facts["grad"]
-    with _own_stream(job), torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with job.inputs.own_stream(), torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            values = tuple(v.make() if isinstance(v, _TensorLike) else v for v in job.values)
-            values = _with_own_generator(job.kernel, values)
+            values = job.inputs.make(job.kernel.op)
         except faults.FAULTS as e:             # no memory for them
             return f"inputs like those of the call could not be made: {e}"
         return compile_now(job.dispatcher, job.kernel, job.step, job.facts, values, job.warmed)
-
-
-def _with_own_generator(kernel: Kernel, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the caller's generator, whose next numbers stay the same.
-
-    What a library compiles reads none.
-    """
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    return tuple(torch.Generator(device).manual_seed(0) if p.kind == "generator" else v
-                 for p, v in zip(kernel.op.params, values))
-
-
-@contextmanager
-def _own_stream(job: _Job) -> Iterator[None]:
-    """Run on a stream of its own, outside of any capture of another thread."""
-    with ExitStack() as stack:
-        device = next((v.device for v in job.values if isinstance(v, _TensorLike)
-                       and v.device.type == "cuda"), None)
-        if device is not None:
-            stack.enter_context(torch.cuda.device(device))
-            if torch.version.hip is None:
-                # `import layerzero` reads no backend
-                from ...backends.cuda.compiler import outside_captures
-
-                stack.enter_context(outside_captures())
-            stream = torch.cuda.Stream(device)
-            if job.waits_for is not None:
-                stream.wait_event(job.waits_for)
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
 
 
 @dataclass(frozen=True)

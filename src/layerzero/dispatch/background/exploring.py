@@ -39,8 +39,9 @@ MAX_GAP = 0.05
 MIN_CPU_SHARE, MAX_DISTURBED = 0.9, 3
 # deciding about one call takes about 10; more is another process's doing
 MAX_OVERHEAD_US = 100.0
-# calls in a row that are not timed while there is no budget
-MAX_SKIPPED = 31
+# calls in a row that are not timed while there is no budget; more where calls are so short that
+# asking again would take more than this share of them
+MAX_SKIPPED, MAX_ASKING_SHARE = 31, 0.001
 
 # (op, bucket, place, transforms of kernels that need them): with transforms, calls take another
 # time.
@@ -61,6 +62,8 @@ class Account:
         self.began: float | None = None        # when the first call came
         # calls served by another kernel than without learning
         self.explored = 0
+        # kernels are being loaded: Python runs one thread at a time, so nothing can be timed
+        self.paused = False
         self._last: float | None = None
 
     def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0,
@@ -96,23 +99,27 @@ class TimedCall(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Was the CPU taken away during the call?"""
-        return 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
+        """Was the CPU taken away during the call, so that its time is not known?"""
+        return self.events_around is None and 0.0 < self.worked_us < MIN_CPU_SHARE * self.host_us
 
-    def us(self) -> float | None:
-        """Return what a caller in a loop would see: the longer of host and device time; None if not
-        known yet.
+    def times(self) -> tuple[float, float] | None:
+        """Return what a caller in a loop would see, the longer of host and device time, and the
+        device's time alone; None if not known yet.
 
         If the device was waiting for the host, the time between the events includes the host's
         time.
         """
         if self.events_around is None:
-            return self.host_us
+            return self.host_us, self.host_us
         begin, end = self.events_around
         if not end.query():
             return None
         between = begin.elapsed_time(end) * 1e3
-        return max(self.host_us, between if self.behind else between - self.host_us)
+        # CPU time: waiting for other threads of this process, or for a full queue, is not the
+        # kernel's doing.
+        host = min(self.worked_us, self.host_us)
+        device = max(between if self.behind else between - self.host_us, 1e-3)
+        return max(host, device), device
 
 
 class LearnedKind:
@@ -126,8 +133,10 @@ class LearnedKind:
         base = plan.steps[0]
         self.key, self.op, self.facts = key, op, plan.facts
         self.on_settled = on_settled
+        # On a GPU the native path records the launches of a kernel during its second call.
         self.trial = Trial(base.kernel, base.score.total_us, default,
-                           zlib.crc32(repr(key).encode()))
+                           zlib.crc32(repr(key).encode()),
+                           warm_ups=3 if plan.facts["device"] == "cuda" else 1)
         self.steps: dict[str, Step] = {}
         self.lock = locks.Lock()
         # appended by any thread, read by the one that holds the lock
@@ -138,8 +147,10 @@ class LearnedKind:
         self.settled = False
         self.cost_us = 0.0
         self.announced = False
+        self.calls = 0                         # that came until it was settled, timed or not
         self.skip = self.pause = 0             # calls to let pass while there is no budget
         self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
+        self.called: set[str] = set()          # kernels that were called once, in the background
 
     def cost(self, step: Step, us: float) -> float:
         """Return the cost that selection counts: the user's boosts divide the time."""
@@ -152,9 +163,11 @@ class LearnedKind:
         """
         account.tick(began)
         self.collect()
-        trial = self.trial
-        ticket = trial.next(available, account.budget.allows)
-        self.serving = trial.serving
+        trial, ticket = self.trial, None
+        # Without any budget nothing is decided: deciding costs, and would use up what comes in.
+        if trial.winner or account.budget.allows(0.0):
+            ticket = trial.next(available, account.budget.allows)
+            self.serving = trial.serving
         if ticket is not None:
             self.pause = 0
             account.charge(reserved_us=ticket.reserved_us)
@@ -162,9 +175,10 @@ class LearnedKind:
         if trial.winner:
             self.end()
             return None
-        if not trial.in_flight:                # no budget; otherwise it waits for samples
-            self.skip = self.pause = min(2 * self.pause + 1, MAX_SKIPPED)
         lost = min((_now() - began) * 1e6, MAX_OVERHEAD_US)
+        if not trial.in_flight:                # no budget; otherwise it waits for samples
+            rare = int(lost / (MAX_ASKING_SHARE * trial.expected_us(trial.base)))
+            self.skip = self.pause = min(2 * self.pause + 1, max(MAX_SKIPPED, rare))
         self.cost_us += lost
         account.charge(lost)
         return None
@@ -184,21 +198,22 @@ class LearnedKind:
             self.trial.drop(kernel, why)
         while self.done:
             sample = self.done[0]
-            us = sample.us()
-            if us is None:
+            times = sample.times()
+            if times is None:
                 # the device works in order: later samples are not done either
                 return
             self.done.popleft()
-            self._count_sample(sample, us)
+            self._count_sample(sample, *times)
 
-    def _count_sample(self, sample: TimedCall, us: float) -> None:
+    def _count_sample(self, sample: TimedCall, us: float, device_us: float) -> None:
         ticket, trial = sample.ticket, self.trial
         in_a_row = self.disturbed[ticket.kernel] = (self.disturbed.get(ticket.kernel, 0) + 1
                                                     if sample.disturbed else 0)
         counts = not sample.prepared and in_a_row in (0, MAX_DISTURBED)
         if in_a_row == MAX_DISTURBED:          # a busy machine: this sample is better than none
             self.disturbed[ticket.kernel] = 0
-        trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None)
+        trial.record(ticket, self.cost(self.steps[ticket.kernel], us) if counts else None,
+                     device_us)
         lost = min(sample.overhead_us, MAX_OVERHEAD_US)
         if ticket.kernel != trial.base:
             # time that another process took is not our cost
@@ -290,15 +305,22 @@ class Exploring:
         self.base = plan.steps[0].kernel
         self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
+        # called with the arguments of the first call
+        self.prepare: Callable[[tuple[Any, ...]], object] | None = None
         self.main = (dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor
                      else -1)
 
     def __call__(self, *values: Any) -> Any:
+        if self.prepare is not None:
+            prepare, self.prepare = self.prepare, None
+            prepare(values)
         kind, candidates = self.kind, self.candidates
-        if kind.skip > 0:                      # not exact between threads, and need not be
+        kind.calls += not kind.settled         # not exact between threads, and need not be
+        if kind.skip > 0:
             kind.skip -= 1
             return self._serve(candidates, values)
-        if kind.settled or len(candidates) < 2 or (self.cuda and not self._timeable(values)):
+        if kind.settled or len(candidates) < 2 or (
+                self.cuda and (account.paused or not self._timeable(values))):
             return self._serve(candidates, values)
         ticket: Ticket | None = None
         try:
@@ -394,11 +416,11 @@ def _run_timed_on_cuda(run: Callable[..., Any], values: tuple[Any, ...], ticket:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     packed = _packed_weights()
     begin.record()
-    start = _now()
+    start, worked = _now(), _cpu_time()
     out = run(*values)
-    took = _now() - start
+    worked, took = _cpu_time() - worked, _now() - start
     end.record()
     behind = not begin.query()
     overhead = _now() - began - took
-    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed, 0.0,
-                          (begin, end), behind)
+    return out, TimedCall(ticket, took * 1e6, overhead * 1e6, _packed_weights() != packed,
+                          worked * 1e6, (begin, end), behind)

@@ -21,7 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...machine import loading, locks
+import torch
+
+from ...machine import faults, loading, locks
 from ...perf.record import EAGER, kind_of, mode_of
 from ...selection.engine import is_warm
 from ...selection.key import fixed_by_key
@@ -39,7 +41,7 @@ from ...world.snapshot import World
 from .. import protection
 from ..binding import Binding
 from ..cache import Entry
-from . import jit
+from . import inputs, jit
 from .exploring import Candidate, Exploring, Key, LearnedKind, account
 
 if TYPE_CHECKING:
@@ -89,8 +91,26 @@ def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[...,
     exploring = Exploring(dispatcher, kind, plan, run,
                           _candidate(dispatcher, world, kernel, plan, run))
     protection.unguard_later(run, exploring, "run_plain")
-    _worker.prepare(exploring, world, steps, override)
+    if exploring.cuda:
+        exploring.prepare = lambda values: _worker.prepare(
+            exploring, world, steps, override, _inputs_like(kernel, plan.facts, values))
+    else:
+        _worker.prepare(exploring, world, steps, override, None)
     return exploring
+
+
+def _inputs_like(kernel: Kernel, facts: Mapping[str, Any],
+                 values: tuple[Any, ...]) -> inputs.Inputs | None:
+    """Return what candidates can be called with in the background; None if nothing can be made.
+
+    The first call of a kernel loads it onto the GPU, which takes up to 20 ms.
+    """
+    if faults.capturing() or inputs.why_not(kernel, facts, values):
+        return None
+    try:
+        return inputs.describe(values, grad=False)
+    except faults.FAULTS:                      # no memory for the copies: the call goes on
+        return None
 
 
 def _key(op: Op, world: World, plan: Plan) -> Key:
@@ -148,11 +168,11 @@ def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan,
                run: Callable[..., Any]) -> Candidate:
     """Make the candidate of one kernel.
 
-    A kernel whose launches the native path replays is called as lz.<op>(backend=...), so that its
-    time is the one it will have once chosen: through Python its launch would take several times as
-    long.
+    On a GPU it is called as lz.<op>(backend=...), through the native path, so that its time is the
+    one it will have once chosen: through Python a launch takes several times as long.
     """
-    named = kernel.replayable and dispatcher.native is not None and not plan.steps[0].transforms
+    named = (plan.facts["device"] == "cuda" and dispatcher.native is not None
+             and not plan.steps[0].transforms)
     if named:
         run = dispatcher.with_backend(kernel.id)
     entry = Entry(plan, Binding(protection.without_guard(run), None), run)
@@ -164,12 +184,25 @@ def _readiness(world: World, kernel: Kernel,
                facts: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
     if not kernel.jit or kernel.id in world.warmed:
         return None
-    return lambda values: jit.warmed_keys(kernel, facts, values) <= world.warmed
+    known: dict[Any, bool] = {}                # of calls that cannot be told apart
+
+    def is_ready(values: tuple[Any, ...]) -> bool:
+        key = jit.signature(values, False)
+        if key not in known:
+            if len(known) >= jit.MAX_SIGNATURES:
+                known.clear()
+            known[key] = jit.warmed_keys(kernel, facts, values) <= world.warmed
+        return known[key]
+
+    return is_ready
 
 
 def _prepare(exploring: Exploring, world: World, steps: list[Step],
-             override: Override | None) -> None:
-    """Load and bind the kernels of these steps, in the background: an import may take seconds."""
+             override: Override | None, like: inputs.Inputs | None) -> None:
+    """Load and bind the kernels of these steps, in the background: an import may take seconds.
+
+    If inputs `like` those of the call can be made, each is called once with them.
+    """
     dispatcher, kind, plan = exploring.dispatcher, exploring.kind, exploring.plan
     fixed = fixed_by_key(world.program(dispatcher.op), plan.facts)
     candidates = dict(exploring.candidates)
@@ -180,6 +213,11 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step],
         except loading.LoadFailed as e:
             mark_unloadable(kernel, e.reason)
             continue
+        # one that compiles is warm, so it was called when it was compiled
+        if like is not None and not kernel.jit and kernel.id not in kind.called:
+            if not _call_once(kernel, binding.run, like):
+                continue
+            kind.called.add(kernel.id)
         reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
         run = (dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit
                else binding.run)
@@ -199,6 +237,19 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step],
     if len(kind.trial.runners) == 1:
         kind.trial.winner = kind.trial.base
         kind.end()
+
+
+def _call_once(kernel: Kernel, run: Callable[..., Any], like: inputs.Inputs) -> bool:
+    """Call the kernel with made-up inputs, so that it is loaded; return False if it failed."""
+    try:
+        with like.own_stream(), torch.inference_mode(False), torch.no_grad():
+            run(*like.make(kernel.op))
+            torch.cuda.current_stream().synchronize()
+    except faults.FAULTS as e:
+        if faults.classify(e) == "sticky":
+            raise
+        return False
+    return True
 
 
 # the background thread
@@ -244,6 +295,7 @@ class Worker:
                 if self._thread is not me:
                     return
                 task = self._tasks.popleft() if self._tasks else None
+                account.paused &= bool(self._tasks or task)
                 if task is None and not self._settled:
                     self._thread = None
                     self._hurry = False
@@ -255,6 +307,7 @@ class Worker:
                     continue
                 settled, self._settled = (([], self._settled) if task is not None
                                           else (self._settled, []))
+            account.paused = task is not None
             try:
                 task() if task is not None else self._publish(settled)
             # a kernel that cannot be bound, say; this thread goes on
@@ -307,8 +360,7 @@ def publish(kinds: list[LearnedKind]) -> None:
         _unclear += not trial.clear
         _close(kind)
         events.emit(Learned(kind.op.name, trial.winner, kind.key[1], trial.clear, trial.samples,
-                            trial.calls,
-                            kind.cost_us / 1e6))
+                            kind.calls, kind.cost_us / 1e6))
     if rows:
         measurements.record(rows)
     else:
@@ -396,6 +448,7 @@ atexit.register(flush, 5.0)
 
 
 def _after_fork() -> None:
+    account.paused = False                     # the thread that loaded kernels is gone
     for kind in list(_kinds.values()):
         kind.after_fork()
     _worker.after_fork()

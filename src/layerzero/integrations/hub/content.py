@@ -94,7 +94,8 @@ def inside(path: Path, root: Path) -> Path:
         resolved = path.resolve(strict=True)
     except (OSError, RuntimeError) as e:
         raise UnsafePath(
-            f"{path}: wanted a file of the repository, got a link to nothing or in a circle: {e}") from e
+            f"{path}: wanted a file of the repository, got a link to nothing or in a circle: "
+            f"{e}") from e
     if not resolved.is_relative_to(root.resolve()):
         raise UnsafePath(
             f"{path} leads to {resolved}, outside of {root}; a repository may hold only its own "

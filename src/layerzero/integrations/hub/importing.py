@@ -98,7 +98,8 @@ def _without_bytecode() -> Iterator[None]:
 def dependency_key(dependency: Any) -> str:
     """Return name@version or name@revision of a kernel that another one needs."""
     version = dependency.version
-    return f"{dependency.repo_id}@{version.version if hasattr(version, 'version') else version.revision}"
+    which = version.version if hasattr(version, "version") else version.revision
+    return f"{dependency.repo_id}@{which}"
 
 
 def home_of(module: ModuleType) -> Path:

@@ -410,7 +410,8 @@ def from_model(proto: bytes, source: str,
             raise ValueError("a piece that is no text with a type")
     except (IndexError, ValueError) as e:
         raise DataError(
-            f"{source}: wanted a sentencepiece *.model, found what is no protocol buffer ({e})") from e
+            f"{source}: wanted a sentencepiece *.model, found what is no protocol buffer "
+            f"({e})") from e
     if not pieces:
         raise DataError(f"{source}: wanted a sentencepiece *.model, found one without pieces")
     special = [(p.get(1, b"").hex(), p[3]) for p in pieces if p.get(3, 1) != 1]

@@ -373,7 +373,8 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
 def _differences(got: list[Tensor], want: list[Tensor], number: int) -> tuple[list[Problem], float]:
     if len(got) != len(want):
         return [Problem("stale result",
-                        f"replay {number}: {len(got)} results, the function gives {len(want)}")], 0.0
+                        f"replay {number}: {len(got)} results, the function gives "
+                        f"{len(want)}")], 0.0
     tolerance = tolerance_of(reading.dtype_name(t.dtype) for t in want)
     verdicts = [compare(f"result {i}", a, b, tolerance) for i, (a, b) in enumerate(zip(got, want))]
     problems = [Problem("stale result", f"replay {number}: {v}") for v in verdicts if not v.passed]

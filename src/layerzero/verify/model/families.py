@@ -107,8 +107,8 @@ def model_cells(families: Sequence[str] = (), dtypes: Sequence[str] = DTYPES, la
 
 def _cell(name: str, weights: Weights, dtype: str, batch: int, length: int, device: str,
           named: str) -> Cell:
-    family, torch_dtype, started, caller = FAMILIES[name], getattr(torch,
-                                                                   dtype), time.perf_counter(), LzCaller(named)
+    family, torch_dtype = FAMILIES[name], getattr(torch, dtype)
+    started, caller = time.perf_counter(), LzCaller(named)
     rounded = cast(weights, torch_dtype, device)
     counts: Counter[tuple[str, str]] = caller.counts
     with torch.no_grad():

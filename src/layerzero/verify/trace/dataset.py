@@ -70,7 +70,8 @@ def inside(root: Path, path: str | Path) -> Path:
         resolved.exists()                      # raises for a name that no file can have
     except (OSError, RuntimeError, ValueError) as e:
         raise DataError(
-            f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} ({e})") from e
+            f"{root}: wanted the path of a file of this dataset, got {str(path)[:200]!r} "
+            f"({e})") from e
     pure = PurePosixPath(str(path).replace("\\", "/"))
     if pure.is_absolute() or ".." in pure.parts or not resolved.is_relative_to(home):
         raise DataError(

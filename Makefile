@@ -16,7 +16,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(wildcard src/layerzero/dispatch/native/*.cpp src/layerzero/backends/native/*.cpp)
 HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
 
-.PHONY: run test setup build lint bench docs clean nightly soak
+.PHONY: run test setup build lint bench docs site clean nightly soak
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -52,13 +52,19 @@ docs: setup
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/stub.py
 
+# The documentation as a site in site/; every link is checked.
+site: docs
+	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "==> site/index.html"
+
 # Compile the native call path now, and fail if that fails.
 build: setup
 	@$(BIN)/lz build --force
 	@touch $(VENV)/.native
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.ready

@@ -66,11 +66,11 @@ def triton_kernel(
     """Make a kernel of `op` that launches `fn`; register it with lz.register, or list it in a
     plugin's KERNELS.
 
-    fn
-            the @triton.jit function, or where it is: "package.module:name", imported when it is
+    fn      the @triton.jit function, or where it is: "package.module:name", imported when it is
             first needed
-    launch  takes parameters of the op by name; allocates the results and returns (results, arguments of fn in order)
-            or, where constants depend on the call, (results, arguments, constants)
+    launch  takes parameters of the op by name; allocates the results and returns (results,
+            arguments of fn in order) or, where constants depend on the call, (results, arguments,
+            constants)
     grid    the grid, or a function of all arguments and constants by name that returns it
     meta    constants (BLOCK...: powers of two) and num_warps, num_stages, num_ctas, maxnreg
 

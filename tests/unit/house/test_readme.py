@@ -18,6 +18,7 @@ from layerzero.world import snapshot as worlds
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
+FUNCTIONS = (ROOT / "docs" / "functions.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -40,16 +41,25 @@ def test_the_python_blocks_run_as_typed(tmp_path):
 
 
 def test_explain_looks_as_shown():
-    """All but the times and reasons, which depend on the machine; kernels may have come since."""
-    shown = blocks("text")[0].splitlines()
+    """Line for line; docs/generate.py leaves some out of those that may not serve."""
+    *shown, rest = blocks("text")[0].splitlines()
     q, (k, v) = torch.zeros(1, 32, 1, 128), torch.zeros(2, 1, 8, 4096, 128)
-    real = str(lz.explain("attention", q, k, v)).splitlines()
-    assert shown[0] == real[0]
-    assert {_kernel(line) for line in shown[1:]} <= {_kernel(line) for line in real[1:]}
+    plan = lz.explain("attention", q, k, v)
+    if not plan.kernel.startswith("native."):
+        pytest.skip("our CPU kernels, which the output shows, are not compiled here: lz build")
+    assert set(shown) <= set(str(plan).splitlines())
+    refused = sum(line.startswith("   x ") for line in shown)
+    more = len(plan.rejected) - refused
+    assert refused and rest == f"   ... and {more} more, each with its reasons"
 
 
-def _kernel(line: str) -> str:
-    return next(word for word in line.split() if "." in word)
+def test_it_is_short_and_has_its_parts():
+    assert len(README.splitlines()) <= 150
+    assert len(re.findall(r"^!\[.+\]\(docs/img/\w+\.svg\)$", README, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|(?:---\|)+$", README, re.MULTILINE)) == 1        # one table
+    assert all(f"$ make {target} " in README for target in ("run", "test"))
+    sections = ["Why", "A minute of it", "Where next", "Limits"]
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == sections
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -61,12 +71,11 @@ def test_the_commands_run_as_typed(words, capsys):
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 6
+    assert len(COMMANDS) >= 5
 
 
 def test_the_table_names_every_function_that_is_no_op():
-    named = set(re.findall(r"`lz\.(\w+)",
-                           README[README.index("## Public functions"):README.index("## How it")]))
+    named = set(re.findall(r"\blz\.(\w+)", FUNCTIONS))
     ops = set(worlds.current().catalog.ops)    # these have a reference page of their own
     functions = {name for name in lz.__all__ if not name[0].isupper() and name != "direct"} - ops
     assert functions - named == set()

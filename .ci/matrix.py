@@ -36,7 +36,10 @@ ROOT = dist.ROOT
 OUT = ROOT / "matrix"
 VENVS = ROOT / ".venv-matrix"
 ROWS = "3.10:2.8.0,3.12:2.9.1,3.13:2.10.0"
-TESTS = "tests/unit/spec tests/unit/selection tests/unit/world tests/unit/dispatch"
+TESTS = ("tests/unit/dispatch/test_dispatch.py tests/unit/dispatch/test_native_aten.py "
+         "tests/unit/selection/test_selection.py tests/unit/ops/test_attention_calls.py "
+         "tests/unit/ops/test_group_norm.py tests/unit/backends/test_sdpa_kernel.py "
+         "tests/unit/spec/test_codec.py tests/unit/world/test_registration.py")
 MINUTES = 15                                   # after which a step has failed
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "mpmath", "networkx", "jinja2", "fsspec",
                "markupsafe", "setuptools", "numpy")
@@ -110,14 +113,17 @@ class Runner:
         source = find_python(self.row.python)
         if source is None:
             raise StepFailed(f"there is no Python {self.row.python} here: on PATH or from pyenv")
-        if not Path(self.python).exists():
-            self.do(source, "-m", "venv", "--clear", str(self.venv))
-        self.empty.mkdir(exist_ok=True)
         pip = (self.python, "-m", "pip", "--disable-pip-version-check", "install", "-q")
         index = ("--index-url", self.asked.index) if self.asked.index else ()
         deps = () if self.asked.deps else ("--no-deps",)
-        self.do(*pip, *deps, "--only-binary", ":all:", *index, f"torch=={self.row.torch}")
-        self.do(*pip, *TORCH_NEEDS, *TOOLS)
+        torch = (*deps, "--only-binary", ":all:", *index, f"torch=={self.row.torch}")
+        ready, asked_for = self.venv / "installed.txt", " ".join((*torch, *TORCH_NEEDS, *TOOLS))
+        if not ready.exists() or ready.read_text(encoding="utf-8") != asked_for:
+            self.do(source, "-m", "venv", "--clear", str(self.venv))
+            self.do(*pip, *torch)
+            self.do(*pip, *TORCH_NEEDS, *TOOLS)
+            ready.write_text(asked_for, encoding="utf-8")
+        self.empty.mkdir(exist_ok=True)
         self.do(*pip, "--no-deps", "--force-reinstall", str(self.wheel))
         return self.do(self.python, "-c", "import platform, torch; print('Python', "
                        "platform.python_version() + ', torch', torch.__version__)")
@@ -179,6 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default=ROWS, help=f"PYTHON:TORCH,...; default: {ROWS}")
     parser.add_argument("--tests", default=TESTS, help=f"default: {TESTS}")
     parser.add_argument("--index", default="", help="of torch's builds; default: that of pip")
+    parser.add_argument("--wheel", type=Path, help="one that was built before; default: build it")
     parser.add_argument("--deps", action="store_true", help="all that torch asks for, CUDA too")
     asked = parser.parse_args(words)
     rows = []
@@ -188,7 +195,8 @@ def main(words: Sequence[str] | None = None) -> int:
         rows.append(Row(*text.split(":")))
     for folder in (OUT, VENVS):
         folder.mkdir(exist_ok=True)
-    (wheel,) = dist.build(OUT / "dist", kinds=("wheel",))
+    (wheel,) = ([asked.wheel.resolve()] if asked.wheel
+                else dist.build(OUT / "dist", kinds=("wheel",)))
     for row in rows:
         print(f"==> Python {row.python}, torch {row.torch}", flush=True)
         Runner(row, wheel, asked).run()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ...spec.errors import ConfigError
 
 NAME = "layerzero"
+ACCELERATION = "_layerzero_acceleration"         # where a model keeps what lz.accelerate did to it
 
 
 def register() -> None:

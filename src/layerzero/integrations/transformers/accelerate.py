@@ -33,7 +33,7 @@ from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
-from .accelerated import ACCELERATION, Accelerated, attach, detach
+from . import ACCELERATION
 from .decoders import recognise
 from .families import NotRecognised
 from .patch import Changes
@@ -95,7 +95,8 @@ class Acceleration(Record, json="model done left error gains kernels served decl
     error: float | None = None                 # of the decode step, relative to the model as it was
     patched: PatchReport | None = None
     _model: Any = field(default=None, repr=False)
-    _step: Accelerated | None = field(default=None, repr=False)
+    # an Accelerated; its module needs transformers, which the name lz.accelerate does not
+    _step: Any = field(default=None, repr=False)
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
 
     @property
@@ -121,6 +122,7 @@ class Acceleration(Record, json="model done left error gains kernels served decl
 
     def _drop_step(self) -> None:
         if self._step is not None:
+            from .accelerated import detach
             detach(self._model, self._step)
             self._step.undo()
             self._step = None
@@ -205,6 +207,7 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
         if trial.stock is None:
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
+        from .accelerated import Accelerated, attach
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
             report._step = Accelerated(model, parts, parts.weights.is_cuda if capture is None

@@ -30,7 +30,7 @@ from ...spec.errors import NoKernelFoundError
 from ...spec.event import Fallback
 from ...world import events
 from ..rewiring import replaced_sdpa
-from . import NAME
+from . import ACCELERATION, NAME
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
@@ -44,7 +44,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "labels": (None,), "inputs_embeds": (None,)}
 # attributes of an accelerated model
-ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"
+REDUCE = "__reduce_ex__"
 MOVED = "weights that were moved or cast"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _autocast = torch._C._is_any_autocast_enabled

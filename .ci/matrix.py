@@ -200,9 +200,9 @@ def main(words: Sequence[str] | None = None) -> int:
     for row in rows:
         print(f"==> Python {row.python}, torch {row.torch}", flush=True)
         Runner(row, wheel, asked).run()
-    result = {"machine": platform.machine(), "system": platform.system(), "wheel": wheel.name,
-              "tests": asked.tests, "rows": [{**asdict(row), "ok": row.ok} for row in rows]}
-    (OUT / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        result = {"machine": platform.machine(), "system": platform.system(), "wheel": wheel.name,
+                  "tests": asked.tests, "rows": [{**asdict(row), "ok": row.ok} for row in rows]}
+        (OUT / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\n{table(rows)}\n\ndetails: {OUT.relative_to(ROOT)}/")
     return int(not all(row.ok for row in rows))
 

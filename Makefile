@@ -58,13 +58,25 @@ site: docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "==> site/index.html"
 
+.PHONY: dist matrix
+
+# dist/: wheel and sdist; the wheel is installed in a fresh environment and used outside this tree.
+dist: setup
+	@$(BIN)/python .ci/dist.py
+
+# Other Pythons and torches, each in an environment of its own: make matrix ROWS=3.12:2.9.1,3.13:2.10.0
+ROWS ?=
+MATRIX_ARGS ?=
+matrix: setup
+	@$(BIN)/python .ci/matrix.py $(if $(ROWS),--rows '$(ROWS)') $(MATRIX_ARGS)
+
 # Compile the native call path now, and fail if that fails.
 build: setup
 	@$(BIN)/lz build --force
 	@touch $(VENV)/.native
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist matrix site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.ready

@@ -47,7 +47,7 @@ def attention_dispatch() -> Any:
         from diffusers.models import attention_dispatch as module
     except ImportError as e:
         raise ConfigError(f"wanted diffusers with attention backends (0.36 or later): {e}; "
-                          "pip install -U 'layerzero[diffusers]'") from e
+                          "pip install -U diffusers") from e
     return module
 
 

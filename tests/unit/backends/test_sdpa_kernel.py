@@ -171,6 +171,8 @@ def test_threads_see_the_switches_of_the_process():
 @pytest.mark.filterwarnings("ignore::UserWarning")     # torch says why each implementation cannot
 def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, case):
     allowed, extra = case
+    if absent := worlds.current().availability().get(extra.get("backend", "")):
+        pytest.skip(str(absent))
     attention, args = path_of(ATTENTION, path), qkv()
     before = lz.which("attention", *args)
     with sdpa_kernel(allowed):
@@ -185,11 +187,13 @@ def test_what_nothing_allowed_can_serve_is_refused_and_nobody_is_blamed(path, ca
 
 
 def test_the_results_are_those_of_torch_inside_the_block(path):
-    for args in (qkv(), qkv(5, 9), qkv(1, 30, heads=4, kv_heads=2)):
+    for q, k, v in (qkv(), qkv(5, 9), qkv(1, 30, heads=4, kv_heads=2)):
+        # every head its own: before torch 2.9 flash takes no groups of query heads
+        heads = [t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v)]
         for allowed in (MATH, FLASH):
             with sdpa_kernel(allowed):
-                got = path_of(ATTENTION, path)(*args)
-                want = torch.nn.functional.scaled_dot_product_attention(*args, enable_gqa=True)
+                got = path_of(ATTENTION, path)(q, k, v)
+                want = torch.nn.functional.scaled_dot_product_attention(q, *heads)
             torch.testing.assert_close(got, want)
 
 

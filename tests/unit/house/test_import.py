@@ -63,9 +63,3 @@ def test_import_starts_no_gpu():
 
 def test_every_public_name_is_there():
     assert [name for name in lz.__all__ if not hasattr(lz, name)] == []
-
-
-def test_version_is_written_once_and_the_same():
-    from pathlib import Path
-    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    assert f'version = "{lz.__version__}"' in pyproject

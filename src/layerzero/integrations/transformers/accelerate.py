@@ -34,9 +34,9 @@ from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
-from .decoding.accelerated import ACCELERATION, REDUCE, Accelerated, Reduce, attach, detach
 from .decoding.decoders import decoders_in, recognise
 from .decoding.families import NotRecognised
+from .decoding.reduction import ACCELERATION, REDUCE, Reduce
 from .patch import Changes
 from .patch import apply as apply_patch
 from .replacements import recipe_of
@@ -96,7 +96,8 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     error: float | None = None                 # of the decode step, relative to the model as it was
     patched: PatchReport | None = None
     _model: Any = field(default=None, repr=False)
-    _step: Accelerated | None = field(default=None, repr=False)
+    # an Accelerated; its module needs transformers, which the name lz.accelerate does not
+    _step: Any = field(default=None, repr=False)
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
 
     @property
@@ -123,6 +124,7 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
 
     def _drop_step(self) -> None:
         if self._step is not None:
+            from .decoding.accelerated import detach
             detach(self._step)
             self._step.undo()
             self._step = None
@@ -213,6 +215,7 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
         if trial.stock is None:
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
+        from .decoding.accelerated import Accelerated, attach
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
             report._step = Accelerated(

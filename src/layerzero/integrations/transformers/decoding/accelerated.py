@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, repeat
@@ -38,13 +37,12 @@ from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
 from .host_memory import HostMemory
+from .reduction import REDUCE, Reduce
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "output_router_logits": (None, False), "labels": (None,)}
-# attributes of an accelerated model
-ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"
 MOVED = "weights that were moved or cast"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _autocast = torch._C._is_any_autocast_enabled
@@ -94,6 +92,8 @@ class ModelWatch:
 
 class Accelerated:
     """Takes the place of `model.forward`; `whole` is the model that it is a part of, or itself."""
+
+    is_decode_step = True                      # for Reduce, which does not import this module
 
     def __init__(self, model: Any, parts: DecoderParts, capture: bool, whole: nn.Module) -> None:
         disturbed = (ModelWatch(model).disturbed()
@@ -305,27 +305,6 @@ class Accelerated:
 
     def __reduce__(self) -> Any:
         return getattr, (self.model, "forward")
-
-
-class Reduce:
-    """The `__reduce_ex__` of an accelerated model: what is copied or pickled is the model without
-    its acceleration.
-
-    It is an attribute of the one model; copy.deepcopy, pickle and torch.save ask the object before
-    its class.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __call__(self, protocol: Any) -> Any:
-        model = self._model()
-        kind: Any = type(model)                # not the model, which would ask this object again
-        make, args, state, *rest = kind.__reduce_ex__(model, protocol)
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items()
-                     if name not in (ACCELERATION, REDUCE) and not isinstance(value, Accelerated)}
-        return make, args, state, *rest
 
 
 def attach(step: Accelerated) -> None:

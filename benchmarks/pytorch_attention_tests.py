@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 
@@ -50,7 +50,8 @@ def pytest_configure(config: Any) -> None:
     from layerzero.world import snapshot as worlds
     from layerzero.world.incidents import loaded
 
-    for kernel in worlds.current().catalog.kernels:    # some keep the function they were loaded with
+    # Some kernels keep the function that is there when they are loaded.
+    for kernel in worlds.current().catalog.kernels:
         if kernel.id.startswith("torch."):
             try:
                 loaded(kernel)
@@ -59,11 +60,15 @@ def pytest_configure(config: Any) -> None:
     if os.environ[PREFER]:
         lz.configure(prefer=os.environ[PREFER])
 
+    @torch.jit.ignore                           # TorchScript calls it in Python
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                   dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                  enable_gqa: bool = False) -> Any:
-        return lz.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                  enable_gqa: bool = False) -> Tensor:
+        out: Tensor = lz.attention(query, key, value, attn_mask, dropout_p, is_causal, scale,
+                                   enable_gqa)
+        return out
 
+    attention.__annotations__ = get_type_hints(attention, localns={"Tensor": Tensor})
     torch.nn.functional.scaled_dot_product_attention = attention
 
 
@@ -103,8 +108,9 @@ def run(tests: Path, pattern: str, limit: int, ours: bool, prefer: str) -> dict[
         command = [sys.executable, "-m", "pytest", tests.name, "-k", pattern, "-q", "--no-header",
                    "-p", "no:cacheprovider", "--tb=short", "-p", HERE.stem, f"--junitxml={report}"]
         with log.open("w") as output:
-            subprocess.run(command, cwd=tests.parent, check=False, stdout=output, stderr=output, env={
-                **os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)})
+            environ = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
+            subprocess.run(command, cwd=tests.parent, check=False, stdout=output, stderr=output,
+                           env=environ)
         if not report.exists():
             raise SystemExit(f"pytest ran nothing:\n{log.read_text()[-3000:]}")
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))

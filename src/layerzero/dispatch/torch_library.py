@@ -98,7 +98,8 @@ def substitute(name: str) -> None:
     def traced(*args: Any, policy: Any = None, **kwargs: Any) -> Any:
         if policy is not None:                  # a plain ValueError: Dynamo cannot build ours
             raise ValueError(no_policy)
-        if unwrap is not None and (plain := unwrap({**dict(zip(names, args)), **kwargs})) is not None:
+        plain = None if unwrap is None else unwrap({**dict(zip(names, args)), **kwargs})
+        if plain is not None:
             args, kwargs = (), plain
         out = packet(*args, **kwargs)
         if as_list:

@@ -166,7 +166,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             Code.MASK_TYPE_INVALID, f"bool, or {facts['dtype']} like the query", mask, "attn_mask"))
     # What kernels do not take, but `canonical` rewrites:
     if mask is not None and facts["is_causal"]:
-        raise InvalidCall.of("attention", Reason(Code.MASK_WITH_CAUSAL))
+        raise InvalidCall.of("attention", Reason(
+            Code.MASK_WITH_CAUSAL, "no kernel takes both"))
     for name in ("head_dim", "head_dim_v"):
         if facts[name] == 0:
             raise InvalidCall.of("attention", Reason(Code.EMPTY_INPUT, ">= 1", 0, name))

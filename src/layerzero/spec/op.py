@@ -129,7 +129,7 @@ class Op:
     autocast: str = ""
     # rewrites unusual calls (3-D, nested)
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None
-    # says in plain arguments what a tensor subclass means, None if it means nothing; Dynamo traces it
+    # says in plain arguments what a tensor subclass means, if it does; Dynamo traces it
     unwrap: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     # what rules cannot express
     extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
@@ -283,9 +283,9 @@ class Op:
                       **code)
 
 
-_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
+_CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
-                              if f.name not in (*_CALLABLES, "alterations", "unwrap")))
+                              if f.name not in (*_CALLABLES, "alterations")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -22,10 +22,13 @@ Values = dict[str, Any]
 Undo = list[Callable[[Tensor], Tensor]]
 QKV = ("query", "key", "value")
 HALF = (torch.float16, torch.bfloat16)
+FUSED: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled)
 
 
 def canonical(values: Values) -> Redirect | None:
-    """Rewrites a call that kernels do not take; None for one that they take, or that is a mistake."""
+    """Rewrites a call that kernels do not take; None for one that they take, or a mistake."""
     tensors = [values[name] for name in QKV]
     if any(t.is_nested for t in tensors):
         return _pack_nested(values)
@@ -64,7 +67,8 @@ def unwrap_bias(given: Values) -> Values | None:
     if (type(bias).__module__, type(bias).__name__) != ("torch.nn.attention.bias", "CausalBias"):
         return None
     if given.get("is_causal"):
-        raise InvalidCall.of("attention", Reason(Code.MASK_WITH_CAUSAL))
+        raise InvalidCall.of("attention", Reason(
+            Code.MASK_WITH_CAUSAL, "CausalBias should not be used with causal=True"))
     if bias.variant.name == "UPPER_LEFT":       # the same triangle at every size; torch takes any
         return {**given, "attn_mask": None, "is_causal": True, "causal_align": "top_left"}
     seq = -3 if given.get("layout") == "bshd" else -2
@@ -77,9 +81,16 @@ def unwrap_bias(given: Values) -> Values | None:
 
 
 def _merge_causal(values: Values) -> Values:
-    """A mask beside is_causal: no key right of the diagonal is what a window of 0 says too."""
+    """A mask beside is_causal: no key right of the diagonal is what a window of 0 says too.
+
+    Torch's fused implementations take both, its MATH does not and is held to by sdpa_kernel(MATH).
+    """
     if values["attn_mask"] is None or not values["is_causal"]:
         return values
+    if not any(is_enabled() for is_enabled in FUSED):
+        raise InvalidCall.of("attention", Reason(
+            Code.MASK_WITH_CAUSAL,
+            "Explicit attn_mask should not be set when is_causal=True and only MATH is enabled"))
     return {**values, "is_causal": False, "window_right": 0}
 
 
@@ -124,14 +135,16 @@ def _merge_batches(values: Values, undo: Undo, undo_lse: Undo) -> Values:
     """No batch dimension becomes a batch of one, several become one."""
     query, key, value = (values[name] for name in QKV)
     batch = query.shape[:-3]
-    if query.dim() == 4 or not query.dim() == key.dim() == value.dim() or not batch == key.shape[:-3] == value.shape[:-3]:
+    if query.dim() == 4 or not (query.dim() == key.dim() == value.dim()
+                                and batch == key.shape[:-3] == value.shape[:-3]):
         return values
     flat = {name: t.reshape(-1, *t.shape[-3:]) if t.dim() > 3 else t[(None,) * (4 - t.dim())]
             for name, t in zip(QKV, (query, key, value))}
     mask = values["attn_mask"]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         mask_batch = mask.shape[:-3]
-        if len(mask_batch) > len(batch) or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1])):
+        if (len(mask_batch) > len(batch)
+            or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1]))):
             want = str((*query.shape[:-1], key.shape[-2]))
             raise InvalidCall.of("attention", Reason(
                 Code.MASK_BROADCAST_INVALID, want, str(tuple(mask.shape)), "attn_mask"))
@@ -174,7 +187,8 @@ def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
             raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))
 
     def fits(heads: int, seq: int) -> bool:
-        return (query.shape[heads] % max(key.shape[heads], 1) == 0 and key.shape[heads] == value.shape[heads]
+        return (query.shape[heads] % max(key.shape[heads], 1) == 0
+                and key.shape[heads] == value.shape[heads]
                 and key.shape[seq] == value.shape[seq] and key.shape[heads] > 0)
 
     as_bhsd, as_bshd = fits(1, 2), fits(2, 1)
@@ -182,8 +196,10 @@ def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
         return "bhsd" if as_bhsd else "bshd"
     shapes = tuple(str(tuple(t.shape)) for t in (query, key, value))
     if as_bhsd and all(t.stride(1) < t.stride(2) for t in (query, key, value)):
-        warn_caller(f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a transposed "
-                    "(batch, seq, heads, dim); pass layout= to be sure.", AmbiguousLayoutWarning)
+        warn_caller(
+            f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a "
+            "transposed (batch, seq, heads, dim); pass layout= to be sure.",
+            AmbiguousLayoutWarning)
         return "bhsd"
     raise InvalidCall.of("attention", Reason(
         Code.LAYOUT_AMBIGUOUS, "an unambiguous shape", " ".join(shapes), "layout"))
@@ -226,7 +242,7 @@ Packed = tuple[dict[str, Tensor], dict[str, Tensor], Callable[[Any], Any]]
 
 
 def _pack_jagged(values: Values) -> Packed:
-    """Returns the rows of each tensor, its offsets, and what makes a nested tensor of the output."""
+    """Returns the rows of each tensor, its offsets, and what nests the output."""
     tensors = {name: values[name] for name in QKV}
     query = tensors["query"]
     axes = {"bhsd": (2,), "bshd": (1,), "auto": (1, 2)}[values["layout"]]
@@ -243,7 +259,8 @@ def _pack_jagged(values: Values) -> Packed:
         nested = torch.nested.nested_tensor_from_jagged(out, query.offsets())
         return nested.transpose(1, 2) if ragged == 2 else nested
 
-    return ({name: (t.transpose(1, 2) if ragged == 2 else t).values() for name, t in tensors.items()},
+    rows = {name: t.transpose(1, 2) if ragged == 2 else t for name, t in tensors.items()}
+    return ({name: t.values() for name, t in rows.items()},
             {name: t.offsets() for name, t in tensors.items()}, restore)
 
 
@@ -260,16 +277,15 @@ def _pack_strided(values: Values) -> Packed:
             raise _refuse("nested (batch, heads, seq, dim) in the layout given, ragged in seq only",
                           f"parts of {[tuple(t.shape) for t in parts]}, layout={layout!r}", name)
     lengths = {name: [len(t) for t in of] for name, of in rows.items()}
-    device = values["query"].device
+    offsets = {name: torch.tensor([0, *accumulate(of)], device=values["query"].device)
+               for name, of in lengths.items()}
 
     def restore(out: Tensor) -> Tensor:
         parts = out.split(lengths["query"])
         return torch.nested.as_nested_tensor([
             t[:, 0] if rank == 3 else t.transpose(0, 1) if layout == "bhsd" else t for t in parts])
 
-    return ({name: torch.cat(of) for name, of in rows.items()},
-            {name: torch.tensor([0, *accumulate(of)], device=device) for name, of in lengths.items()},
-            restore)
+    return {name: torch.cat(of) for name, of in rows.items()}, offsets, restore
 
 
 def _refuse(want: str, got: str, name: str) -> InvalidCall:

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -60,7 +60,6 @@ def pytest_configure(config: Any) -> None:
     if os.environ[PREFER]:
         lz.configure(prefer=os.environ[PREFER])
 
-    @torch.jit.ignore                           # TorchScript calls it in Python
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                   dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
                   enable_gqa: bool = False) -> Tensor:
@@ -68,7 +67,8 @@ def pytest_configure(config: Any) -> None:
                                    enable_gqa)
         return out
 
-    attention.__annotations__ = get_type_hints(attention, localns={"Tensor": Tensor})
+    # TorchScript compiles what it finds by this name: it keeps torch's.
+    torch.jit._builtins._register_builtin(attention, "aten::scaled_dot_product_attention")
     torch.nn.functional.scaled_dot_product_attention = attention
 
 

@@ -63,7 +63,7 @@ def unwrap_bias(given: Values) -> Values | None:
     The meaning of a CausalBias is in its attributes; its elements are none of it. It is known by
     its name because its module imports Dynamo, which traces this function.
     """
-    bias = given.get("attn_mask")
+    bias: Any = given.get("attn_mask")
     if (type(bias).__module__, type(bias).__name__) != ("torch.nn.attention.bias", "CausalBias"):
         return None
     if given.get("is_causal"):

@@ -3,8 +3,8 @@
     python benchmarks/pytorch_attention_tests.py PATH [-k EXPRESSION] [--limit 16] [--prefer KERNEL]
 
 PATH is test/test_transformers.py of the PyTorch release that is installed (no wheel has it). The
-tests run twice, unchanged: with torch's function, then with ours. What passes only in stock is
-listed, and is an error unless the test asserts which of torch's implementations ran.
+tests run twice, unchanged: with torch's function, then with ours. What passes in stock alone is
+listed: a test that asserts which of torch's implementations ran may be among it, others may not.
 --limit N runs N parametrizations of each test, evenly spread: some tests have thousands.
 --prefer names a kernel to use wherever it can serve. LAYERZERO_NATIVE=0 tests the path in Python.
 Needs pytest and expecttest.
@@ -28,8 +28,6 @@ import pytest
 
 HERE = Path(__file__).resolve()
 OURS, LIMIT, PREFER = "LZ_PYTORCH_TESTS", "LZ_PYTORCH_TESTS_LIMIT", "LZ_PYTORCH_TESTS_PREFER"
-# They read torch's own warnings or messages, which say why an implementation was not used.
-ABOUT_BACKENDS: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -150,10 +148,8 @@ def main() -> int:
     lost = {name: o for name, o in ours.items()
             if o.result != "passed" and stock[name].result == "passed"}
     for name, outcome in lost.items():
-        about = any(word in name for word in ABOUT_BACKENDS)
-        print(f"{'asserts the backend' if about else 'lost'}: {name}: {outcome.why}")
-    broken = [name for name in lost if not any(word in name for word in ABOUT_BACKENDS)]
-    return 1 if broken or not reached else 0
+        print(f"in stock alone: {name}: {outcome.why}")
+    return 1 if lost or not reached else 0
 
 
 if __name__ == "__main__":

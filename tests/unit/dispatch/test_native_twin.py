@@ -258,7 +258,8 @@ def materialised(value):
     makers = {0: q, 1: k, 2: v, "int": torch.ones(8, 8, dtype=torch.int32),
               "mask": torch.ones(8, 8, dtype=torch.bool), "long": torch.randn(1, 4, 9, 16),
               "wide": torch.randn(1, 4, 8, 17), "half": k.half(),
-              "meta": k.to("meta"), "flat": k[0, 0, 0], "scalar": torch.tensor(1.0), "ints": q.int(),
+              "meta": k.to("meta"), "flat": k[0, 0, 0],
+              "scalar": torch.tensor(1.0), "ints": q.int(),
               "badmask": torch.ones(3, 8, dtype=torch.bool), "three": torch.randn(1, 3, 8, 16),
               "two": torch.randn(1, 2, 8, 16)}
     return (makers[value] if isinstance(value, (int, str)) and not isinstance(value, bool)

@@ -56,7 +56,7 @@ def pytest_configure(config: Any) -> None:
             except LoadFailed:
                 continue
     if os.environ[PREFER]:
-        lz.configure(rules=(lz.PolicyRule.of("prefer", os.environ[PREFER]),))
+        lz.prefer(os.environ[PREFER]).__enter__()      # for the rest of the process
 
     def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                   dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,

@@ -989,7 +989,8 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention.
 
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
+    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
+    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
@@ -1037,7 +1038,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention.
 
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
+    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
+    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
@@ -1086,7 +1088,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention.
 
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
+    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
+    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.

@@ -49,7 +49,7 @@ from .background import compiling, jit, learning
 from .background.exploring import Exploring
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
-from .facts import check_storage, check_types
+from .facts import check_storage, check_types, unwrap_numbers
 from .facts import read as read_facts
 from .native import replays
 
@@ -68,6 +68,13 @@ def public_function(op: Op) -> Callable[..., Any]:
             worlds.call_with_current(lambda world: dispatcher.install(world)
                                      if op.name in world.catalog.ops else None)
     return dispatcher.public
+
+
+def dispatcher_named(name: str) -> Dispatcher:
+    """Return the dispatcher of an op, which may never have been called."""
+    if name not in dispatchers:
+        public_function(worlds.current().catalog.ops[name])
+    return dispatchers[name]
 
 
 class Dispatcher:
@@ -373,20 +380,21 @@ class Dispatcher:
         self.ensure_world()
         override = context.override_for_call(backend, policy)
         override_in_key = extend_keys(override)
+        values = unwrap_numbers(self.op, values)
         named = dict(zip(self.names, values))
         tensors = check_types(self.op, named)
         check_storage(self.op, tensors, may_be_nested=self.op.nested)
+        if self.op.canonical is not None:       # before a cast, of which a CausalBias makes nothing
+            redirect = self.op.canonical(named)
+            if redirect is not None:
+                target = dispatcher_named(redirect.op)
+                filled = tuple(redirect.values.get(p.name, p.default) for p in target.op.params)
+                return redirect.restore(target.slow(filled, backend, policy))
         first = next(iter(tensors.values()), None)
         cast = casting.autocast(self.op, named, first)
         if cast is not None and first is not None:
             with torch.autocast(first.device.type, enabled=False):
                 return self.slow(tuple(cast[n] for n in self.names), backend, policy)
-        if self.op.canonical is not None:
-            redirect = self.op.canonical(named)
-            if redirect is not None:
-                target = dispatchers[redirect.op]
-                filled = tuple(redirect.values.get(p.name, p.default) for p in target.op.params)
-                return redirect.restore(target.slow(filled, backend, policy))
         if tracing.is_traced(list(tensors.values())):
             return self.serve_traced(values, override)
         try:
@@ -413,10 +421,13 @@ class Dispatcher:
 
     def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                       backend: str | None = None, policy: Any = None) -> Any:
-        """Serve the call with its dtypes cast to fit, where policy allows that; raise `error` where
-        it does not.
+        """Serve the call rewritten, or with its dtypes cast to fit, where policy allows that; raise
+        `error` where neither can be.
         """
-        adaptation = casting.adapt(self.op, dict(zip(self.names, values)), error, override)
+        named = dict(zip(self.names, values))
+        if self.op.canonical is not None and self.op.canonical(named) is not None:
+            return self.slow(values, backend, policy)
+        adaptation = casting.adapt(self.op, named, error, override)
         if adaptation is None:
             raise error
         events.emit(Adapted(op=self.op.name, transforms=tuple(map(str, adaptation.casts))))
@@ -464,8 +475,7 @@ class Dispatcher:
 
     def order_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the arguments in the order of the op's parameters, defaults filled in."""
-        values: tuple[Any, ...] = self.globals["values_of"](*args, **kwargs)
-        return values
+        return unwrap_numbers(self.op, self.globals["values_of"](*args, **kwargs))
 
     # Worlds: a new one brings a new cache, and new code where the key has changed.
 

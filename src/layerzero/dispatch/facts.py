@@ -98,6 +98,23 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
     return facts
 
 
+def unwrap_numbers(op: Op, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with plain numbers for those in tensors without dimensions, as torch
+    takes them for its own functions: not such as need a gradient.
+    """
+    if not any(isinstance(v, Tensor) and p.kind in ("int", "float")
+               for p, v in zip(op.params, values)):
+        return values
+    return tuple(v.item() if p.kind in ("int", "float") and _is_number(v, p.kind) else v
+                 for p, v in zip(op.params, values))
+
+
+def _is_number(value: Any, kind: str) -> bool:
+    return (type(value) in PLAIN_TYPES and value.dim() == 0 and not value.requires_grad
+            and not value.is_meta and not value.is_complex() and value.dtype is not torch.bool
+            and (kind == "float" or not value.is_floating_point()))
+
+
 def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among the arguments; raise InvalidCall for one that has not its declared
     type or range.

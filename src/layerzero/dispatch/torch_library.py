@@ -90,6 +90,7 @@ def substitute(name: str) -> None:
         return
     packet = getattr(torch.ops.layerzero, name).default
     as_list = dispatcher.op.outputs == "Tensor[]"
+    unwrap, names = dispatcher.op.unwrap, dispatcher.names
     no_policy = (
         f"lz.{name}: policy= cannot be traced by torch.compile; put `with lz.prefer(...)` around "
         "the compiled function, or name a kernel with backend=")
@@ -97,6 +98,9 @@ def substitute(name: str) -> None:
     def traced(*args: Any, policy: Any = None, **kwargs: Any) -> Any:
         if policy is not None:                  # a plain ValueError: Dynamo cannot build ours
             raise ValueError(no_policy)
+        plain = None if unwrap is None else unwrap({**dict(zip(names, args)), **kwargs})
+        if plain is not None:
+            args, kwargs = (), plain
         out = packet(*args, **kwargs)
         if as_list:
             return out[0] if len(out) == 1 else tuple(out)

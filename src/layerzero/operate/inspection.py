@@ -74,15 +74,15 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
     values = dispatcher.order_arguments(args, kwargs)
     named = dict(zip(dispatcher.names, values))
     tensors = check_types(dispatcher.op, named)             # before anything reads them
+    if dispatcher.op.canonical is not None:
+        redirect = dispatcher.op.canonical(named)
+        if redirect is not None:
+            return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
     first = next(iter(tensors.values()), None)
     cast = casting.autocast(dispatcher.op, named, first)
     if cast is not None and first is not None:
         with torch.autocast(first.device.type, enabled=False):
             return explain(op, backend=backend, policy=policy, on=on, **cast)
-    if dispatcher.op.canonical is not None:
-        redirect = dispatcher.op.canonical(named)
-        if redirect is not None:
-            return explain(redirect.op, backend=backend, policy=policy, on=on, **redirect.values)
     try:
         facts = dispatcher.facts(values, worlds.current())
     except InvalidCall as e:

@@ -16,21 +16,11 @@ import torch
 from torch import Tensor
 
 from ..spec.alteration import Alteration, Values
-from ..spec.errors import AmbiguousLayoutWarning, CausalAlignmentWarning, InvalidCall, warn_caller
-from ..spec.op import INT32, Op, Redirect, Tolerance
+from ..spec.errors import CausalAlignmentWarning, InvalidCall, warn_caller
+from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import (
-    Wording,
-    absent,
-    any_of,
-    at_least,
-    at_most,
-    dtypes,
-    equals,
-    off,
-    on,
-    one_of,
-)
+from ..spec.rules import Wording, any_of, at_least, at_most, dtypes, equals, on, one_of
+from .formulas.attention_forms import canonical, unwrap_bias
 from .formulas.common import FLOATS, HEAD_WORDS, attend
 from .formulas.mistakes import (
     LSE,
@@ -53,7 +43,8 @@ def reference(
 ) -> Any:
     """Scaled dot-product attention.
 
-    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention.
+    The first eight arguments are those of torch.nn.functional.scaled_dot_product_attention, with
+    its broadcasting, its CausalBias and its nested tensors; is_causal hides keys beside a mask too.
     window_left, window_right: number of keys left and right of the diagonal that are visible, -1
     for all.
     alibi_slopes: one slope per query head. softcap: cap * tanh(scores / cap), 0 for none.
@@ -173,6 +164,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     if mask not in (None, "bool", facts["dtype"]):
         raise InvalidCall.of("attention", Reason(
             Code.MASK_TYPE_INVALID, f"bool, or {facts['dtype']} like the query", mask, "attn_mask"))
+    # What kernels do not take, but `canonical` rewrites:
+    if mask is not None and facts["is_causal"]:
+        raise InvalidCall.of("attention", Reason(
+            Code.MASK_WITH_CAUSAL, "no kernel takes both"))
+    for name in ("head_dim", "head_dim_v"):
+        if facts[name] == 0:
+            raise InvalidCall.of("attention", Reason(Code.EMPTY_INPUT, ">= 1", 0, name))
     uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
         or facts["alibi_slopes.dtype"] is not None
     if uses_diagonal and facts["causal_align"] is None and facts["seq_q"] != facts["seq_k"]:
@@ -182,120 +180,6 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "wants causal_align='bottom_right'.",
             CausalAlignmentWarning)
 
-
-def canonical(values: dict[str, Any]) -> Redirect | None:
-    """Rewrites calls with nested tensors, no or several batch dimensions, or layout="auto"."""
-    query, key, value = values["query"], values["key"], values["value"]
-    if any(t.is_nested for t in (query, key, value)):
-        return _nested(values)
-    if values["layout"] == "auto":
-        layout = detect_layout(query, key, value)
-        return Redirect("attention", {**values, "layout": layout}, lambda result: result)
-    if (query.dim() == 4 or not query.dim() == key.dim() == value.dim() >= 2
-        or values["layout"] != "bhsd"):
-        return None
-    batch = query.shape[:-3]
-    if key.shape[:-3] != batch or value.shape[:-3] != batch:
-        return None
-    flat = {name: t.reshape(-1, *t.shape[-3:]) if t.dim() > 3
-            else t.reshape(1, *([1] * (3 - t.dim())), *t.shape)
-            for name, t in (("query", query), ("key", key), ("value", value))}
-    mask = values["attn_mask"]
-    if mask is not None and mask.dim() > 3 and len(batch) > 1:
-        mask_batch = mask.shape[:-3]
-        if (len(mask_batch) > len(batch)
-            or any(m not in (1, b) for m, b in zip(mask_batch[::-1], batch[::-1]))):
-            want = str((*query.shape[:-1], key.shape[-2]))
-            raise InvalidCall.of("attention", Reason(
-                Code.MASK_BROADCAST_INVALID, want, str(tuple(mask.shape)), "attn_mask"))
-        mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
-    lead = query.shape[:-1]
-
-    def restore(result: Any) -> Any:
-        if isinstance(result, tuple):
-            return result[0].reshape(*lead, value.shape[-1]), result[1].reshape(lead)
-        return result.reshape(*lead, value.shape[-1])
-
-    return Redirect("attention", {**values, **flat, "attn_mask": mask}, restore)
-
-
-def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Returns the layout by the shapes, or by the strides with a warning; raises InvalidCall if
-    neither decides."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() != 4:
-            raise InvalidCall.of("attention", Reason(Code.WRONG_NDIM, 4, t.dim(), name))
-
-    def fits(heads: int, seq: int) -> bool:
-        return (query.shape[heads] % max(key.shape[heads], 1) == 0
-                and key.shape[heads] == value.shape[heads]
-                and key.shape[seq] == value.shape[seq] and key.shape[heads] > 0)
-
-    as_bhsd, as_bshd = fits(1, 2), fits(2, 1)
-    if as_bhsd != as_bshd:
-        return "bhsd" if as_bhsd else "bshd"
-    orders = {_storage_order(t) for t in (query, key, value)}
-    shapes = tuple(str(tuple(t.shape)) for t in (query, key, value))
-    if as_bhsd and orders == {"swapped"}:
-        warn_caller(
-            f"lz.attention: layout='auto' took {shapes[0]} for 'bhsd' because its storage is a "
-              "transposed (batch, seq, heads, dim); pass layout= to be sure.",
-            AmbiguousLayoutWarning)
-        return "bhsd"
-    raise InvalidCall.of("attention", Reason(Code.LAYOUT_AMBIGUOUS, "an unambiguous shape",
-                                             " ".join(shapes), "layout"))
-
-
-def _storage_order(t: Tensor) -> str:
-    return "swapped" if t.stride(1) < t.stride(2) else "plain"
-
-
-def _nested(values: dict[str, Any]) -> Redirect:
-    """Rewrites a call with jagged nested tensors as one packed call of varlen_attention."""
-    query, key, value = values["query"], values["key"], values["value"]
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not t.is_nested or t.layout != torch.jagged or t.dim() != 4:
-            raise InvalidCall.of("attention", Reason(
-                Code.RAGGED_UNSUPPORTED,
-                "all dense, or all 4-D jagged nested (layout=torch.jagged)",
-                f"{name} of type {'nested' if t.is_nested else 'dense'} {t.layout}", name))
-    for name, default in (("attn_mask", None), ("alibi_slopes", None), ("return_lse", False)):
-        if values[name] is not default:
-            raise InvalidCall.of("attention", Reason(
-                Code.RAGGED_UNSUPPORTED, f"{name}={default} with nested", "a value", name))
-    axes = {"bhsd": (2,), "bshd": (1,), "auto": (1, 2)}[values["layout"]]
-    ragged = next(i for i, n in enumerate(query.shape) if isinstance(n, torch.SymInt))
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if (ragged not in axes or not isinstance(t.shape[ragged], torch.SymInt)
-            or t.lengths() is not None):
-            where = " or ".join(map(str, axes))
-            raise InvalidCall.of("attention", Reason(
-                Code.RAGGED_UNSUPPORTED, f"nested without holes, ragged in dimension {where} only",
-                f"{name} of shape "
-                f"{tuple(t.shape)}{' with holes' if t.lengths() is not None else ''}", name))
-    if not torch.equal(key.offsets(), value.offsets()):
-        raise InvalidCall.of("attention", Reason(
-            Code.DIM_MISMATCH, "the key's", str(value.offsets().diff().tolist()),
-            "lengths of the value's sequences"))
-
-    def pack(t: Tensor) -> Tensor:
-        return (t.transpose(1, 2) if ragged == 2 else t).values()  # type: ignore[no-untyped-call]
-
-    def restore(out: Tensor) -> Tensor:
-        nested = torch.nested.nested_tensor_from_jagged(out, query.offsets())
-        return nested.transpose(1, 2) if ragged == 2 else nested
-
-    offsets_q, offsets_k = query.offsets(), key.offsets()
-    lengths_q, lengths_k = offsets_q.diff(), offsets_k.diff()
-    return Redirect("varlen_attention", {
-        "query": pack(query), "key": pack(key), "value": pack(value),
-        "cu_seqlens_q": offsets_q.to(torch.int32), "cu_seqlens_k": offsets_k.to(torch.int32),
-        "max_seqlen_q": int(lengths_q.max()) if len(lengths_q) else 0,
-        "max_seqlen_k": int(lengths_k.max()) if len(lengths_k) else 0,
-        "is_causal": values["is_causal"], "scale": values["scale"],
-        "causal_align": values["causal_align"] or ("top_left" if values["is_causal"] else None),
-        "window_left": values["window_left"], "window_right": values["window_right"],
-        "softcap": values["softcap"], "dropout_p": values["dropout_p"]}, restore)
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},
@@ -390,8 +274,8 @@ OP = Op(
     requires=(
         dtypes(*FLOATS),
         equals("group_rest", 0, Code.HEADS_NOT_DIVISIBLE),
-        any_of(on("enable_gqa"), equals("heads", 0), equals("group", 1, Code.GQA_UNSUPPORTED)),
-        any_of(absent("attn_mask.dtype"), off("is_causal", Code.MASK_WITH_CAUSAL)),
+        any_of(on("enable_gqa"), equals("heads", 0), equals("kv_heads", 1),
+               equals("group", 1, Code.GQA_UNSUPPORTED)),
         one_of("attn_mask.dtype", None, "bool", *FLOATS, code=Code.MASK_TYPE_INVALID),
         at_least("window_left", -1, Code.VALUE_OUT_OF_RANGE),
         at_least("window_right", -1, Code.VALUE_OUT_OF_RANGE),
@@ -402,6 +286,6 @@ OP = Op(
     flops="2 * batch * heads * seq_q * seq_k * (head_dim + head_dim_v)",
     bytes="itemsize * batch * (head_dim + head_dim_v) * (heads * seq_q + kv_heads * seq_k)",
     differentiable=("query", "key", "value"), autocast="lower", canonical=canonical,
-    extra_check=extra_check,
+    unwrap=unwrap_bias, extra_check=extra_check,
     outputs="Tensor[]", nested=True, sdpa_switches=True,
 )

@@ -1,7 +1,8 @@
 """The error tree, drawn once. Every message says what was wanted, what came, and what to do.
 
     LayerZeroError
-    ├── InvalidCall                       the caller's mistake; trips nothing       (ValueError)
+    ├── InvalidCall                       the caller's mistake   (ValueError and RuntimeError)
+    │   └── InvalidArgumentType           an argument is of another type (TypeError as well)
     ├── NoKernelFoundError                nothing here can serve this call          (RuntimeError)
     │   └── NamedKernelRefused            the kernel asked for by name cannot
     │       └── BackendNotAvailableError  its library is missing or cannot be loaded
@@ -51,15 +52,24 @@ class LayerZeroError(Exception):
         return tuple(r.code for r in self.reasons)
 
 
-class InvalidCall(LayerZeroError, ValueError):
-    """The arguments do not fit the operation's contract."""
+class InvalidCall(LayerZeroError, ValueError, RuntimeError):
+    """The arguments do not fit the operation's contract.
+
+    It is a RuntimeError too, which is what torch raises for most of these mistakes.
+    """
 
     @classmethod
     def of(cls, op: str, *reasons: Reason) -> InvalidCall:
         lines = [f"lz.{op}: {r.message} [{r.code}]" for r in reasons]
         advice = [(r.code.remedy or "help(lz.<op>) has what it takes").replace("<op>", op)
                   for r in reasons]
-        return cls("\n".join(lines + [f"  hint: {a}" for a in dict.fromkeys(advice)]), reasons)
+        mistyped = any(r.code is Code.WRONG_TYPE for r in reasons)
+        error = InvalidArgumentType if mistyped else cls
+        return error("\n".join(lines + [f"  hint: {a}" for a in dict.fromkeys(advice)]), reasons)
+
+
+class InvalidArgumentType(InvalidCall, TypeError):
+    """An argument has not the type that the operation declares; torch raises TypeError for it."""
 
 
 class NoKernelFoundError(LayerZeroError, RuntimeError):

@@ -130,6 +130,8 @@ class Op:
     autocast: str = ""
     # rewrites unusual calls (3-D, nested)
     canonical: Callable[[dict[str, Any]], Redirect | None] | None = None
+    # says in plain arguments what a tensor subclass means, if it does; Dynamo traces it
+    unwrap: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     # what rules cannot express
     extra_check: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
     # casts what may be cast, such as a KV cache
@@ -301,7 +303,7 @@ class Op:
                       **code)
 
 
-_CALLABLES = ("reference", "meta", "inputs", "canonical", "extra_check", "adapt", "read")
+_CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
                               if f.name not in (*_CALLABLES, "alterations", "words")))
 

@@ -333,7 +333,7 @@ class Code(str, Enum):
     MIXED_DTYPES = ("MIXED_DTYPES", Category.CALLER, "{fact} must be {want}, got {got}",
                     "cast the tensors to one dtype, or set allow_adaptation: true")
     MASK_WITH_CAUSAL = (
-        "MASK_WITH_CAUSAL", Category.CALLER, "attn_mask and is_causal=True were both given",
+        "MASK_WITH_CAUSAL", Category.CALLER, "attn_mask and is_causal=True were both given: {want}",
         "fold the causal triangle into attn_mask, or drop one of the two")
     MASK_BROADCAST_INVALID = (
         "MASK_BROADCAST_INVALID", Category.CALLER, "attn_mask must broadcast to {want}, got {got}",

@@ -60,7 +60,7 @@ def test_grouped_heads(heads, kv_heads, causal):
           causal_align="bottom_right")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (3, 2), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (3, 2), (2, 4)])
 def test_heads_that_do_not_divide_are_named(heads, kv_heads):
     error = refused(*qkv(heads=heads, kv_heads=kv_heads))
     assert Code.HEADS_NOT_DIVISIBLE in error.codes
@@ -114,15 +114,6 @@ def test_a_mask_of_the_wrong_type_is_named(dtype):
     q, k, v = qkv()
     error = refused(q, k, v, torch.ones(8, 8, dtype=dtype))
     assert error.codes == (Code.MASK_TYPE_INVALID,)
-
-
-def test_mask_and_causal_are_refused_together():
-    q, k, v = qkv()
-    mask = torch.ones(8, 8, dtype=torch.bool)
-    check(q, k, v, mask)
-    check(q, k, v, is_causal=True)
-    error = refused(q, k, v, mask, is_causal=True)
-    assert error.codes == (Code.MASK_WITH_CAUSAL,) and "fold" in str(error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -303,8 +294,7 @@ def test_a_mask_that_does_not_fit_more_dimensions_is_named(mask):
 
 
 @pytest.mark.parametrize("shapes", [
-    [(8,), (8,), (8,)], [(), (), ()], [(2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)],
-    [(1, 2, 5, 8), (2, 5, 8), (2, 5, 8)], [(1, 2, 5, 8), (1, 2, 5, 8), (5, 8)]])
+    [(8,), (8,), (8,)], [(), (), ()], [(1, 2, 5, 8), (8,), (8,)], [(8,), (2, 5, 8), (2, 5, 8)]])
 def test_ranks_that_do_not_fit_are_named(shapes):
     error = refused(*(torch.randn(s) for s in shapes))
     assert error.codes == (Code.WRONG_NDIM,)
@@ -313,8 +303,8 @@ def test_ranks_that_do_not_fit_are_named(shapes):
 @pytest.mark.parametrize(("shapes", "named"), [
     ([(1, 2, 5, 8), (1, 2, 6, 9), (1, 2, 6, 8)], "key"),
     ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 7, 8)], "value"),
-    ([(1, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "key"),
-    ([(1, 2, 5, 8), (1, 2, 6, 8), (1, 1, 6, 8)], "value"),
+    ([(3, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)], "key"),
+    ([(1, 6, 5, 8), (1, 2, 6, 8), (1, 3, 6, 8)], "value"),
     ([(2, 1, 2, 5, 8), (3, 1, 2, 5, 8), (3, 1, 2, 5, 8)], "")])
 def test_sizes_that_do_not_fit_are_named(shapes, named):
     error = refused(*(torch.randn(s) for s in shapes))
@@ -570,7 +560,7 @@ def test_gradients_flow_through_jagged_inputs():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("case", [
-    "mask", "lse", "alibi", "dense key", "three dimensions", "strided nested", "ragged heads",
+    "mask", "lse", "alibi", "dense key", "three dimensions", "two layouts", "ragged heads",
     "ragged sequence called heads",
     "other batch", "value of other lengths", "with holes"])
 def test_nested_forms_that_are_refused(case):
@@ -583,7 +573,7 @@ def test_nested_forms_that_are_refused(case):
         "dense key": ((q, torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)), {}),
         "three dimensions": ((torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.jagged),)
                              * 3, {}),
-        "strided nested": ((torch.nested.nested_tensor([torch.randn(2, 3, 8)]),) * 3, {}),
+        "two layouts": ((torch.nested.nested_tensor([torch.randn(2, 3, 8)] * 2), q, q), {}),
         "ragged heads": ((base, base, base), {"layout": "bhsd"}),
         "ragged sequence called heads": ((q, q, q), {"layout": "bshd"}),
         "other batch": ((q, jagged((3, 5, 1))[0].transpose(1, 2),

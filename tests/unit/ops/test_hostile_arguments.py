@@ -80,7 +80,7 @@ NUMBERS = {
     "2**70": 2**70, "-2**70": -2**70, "2**63": 2**63, "-2**63 - 1": -2**63 - 1, "10**400": 10**400,
     "10**5000": 10**5000, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True,
     "numpy int": np.int64(1), "numpy float": np.float32(1.0), "text": "1", "complex": 1j,
-    "tensor": torch.tensor(1.0), "list": [1]}
+    "tensor": torch.ones(1), "list": [1]}
 
 
 def good_call(op: Op) -> dict[str, object]:

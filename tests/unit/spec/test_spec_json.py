@@ -198,7 +198,7 @@ def test_every_field_of_an_op_travels():
     full = small_op(
         family="attention", derived={"head_dim": "width", "seq_q": "rows", "seq_k": "rows"},
         exact=("width",), main="x", requires=(at_most("width", 64),), differentiable=("x",),
-        autocast="lower", canonical=read, extra_check=read,
+        autocast="lower", canonical=read, unwrap=read, extra_check=read,
         adapt=read, outputs="Tensor[]", same_dtype=("x", "weight"), dtypes=("float64",), read=read,
         reads=("length",), ranges={"gain": (0.0, 1.0)}, nested=True, sdpa_switches=True,
         in_place=("x",), stress=({"rows": 9000},), gradient_cases=({"rows": 2},),

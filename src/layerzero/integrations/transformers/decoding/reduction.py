@@ -28,5 +28,6 @@ class Reduce:
         make, args, state, *rest = kind.__reduce_ex__(model, protocol)
         if isinstance(state, dict):
             state = {name: value for name, value in state.items()
-                     if name not in (ACCELERATION, REDUCE) and not getattr(type(value), "is_decode_step", False)}
+                     if name not in (ACCELERATION, REDUCE)
+                     and not getattr(type(value), "is_decode_step", False)}
         return make, args, state, *rest

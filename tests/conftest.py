@@ -13,6 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair.
+settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("calm")
 
 # A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call
 # path is used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.

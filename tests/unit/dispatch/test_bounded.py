@@ -231,5 +231,5 @@ def test_a_fork_in_the_middle_of_all_that(small):
     finally:
         end.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert not trouble

@@ -4,6 +4,7 @@ of two folders.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import os
@@ -31,6 +32,17 @@ from layerzero.world import snapshot as worlds
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def frozen_heap():
+    """What is alive before the tests of a file is not looked at by their collections: after a model
+    library was imported each of them would take a second.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

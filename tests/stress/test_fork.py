@@ -233,7 +233,7 @@ def test_children_forked_in_the_middle_of_everything(path):
         assert dispatcher_of("rms_norm").world is worlds.current() and lz.stats().calls["rms_norm"]
 
     try:
-        for _ in range(25):
+        for _ in range(12):
             in_child(work)
     finally:
         stop.set()

@@ -20,7 +20,7 @@ from layerzero.spec.event import WorldPublished
 from layerzero.world import context, events, incidents
 from layerzero.world import snapshot as worlds
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 
 def remembered() -> int:

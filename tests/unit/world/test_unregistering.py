@@ -24,7 +24,7 @@ from layerzero.spec.reason import Code, Reason
 from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 
 def traces(fake: Fake) -> dict[str, weakref.ref]:

@@ -406,3 +406,25 @@ def test_the_ledger_counts_also_what_is_hit_after_it_was_dropped():
     held.clear()
     assert ledger.totals() == {"lib.k0": 265, "lib.k1": 250}
     assert ledger._open == []
+
+
+def test_a_count_that_is_read_while_its_entry_is_collected_is_not_lost():
+    """The garbage collector clears the references to a cycle first and ends its members then:
+    another thread may ask in between, as this finalizer does.
+    """
+    ledger, seen = Ledger(), []
+
+    class Asks:
+        def __del__(self):
+            seen.append(ledger.totals())
+
+    asks = Asks()                              # older than the entry: ended before it
+    made = ledger.add(entry("lib.k"))
+    made.native_hits += 2
+    assert ledger.totals() == {"lib.k": 3}
+    asks.entry, made.recordings = made, asks
+    reference = weakref.ref(made)
+    del asks, made
+    gc.collect()
+    assert reference() is None and seen == [{"lib.k": 3}] and ledger.totals() == {"lib.k": 3}
+    assert ledger._open == []

@@ -5,6 +5,7 @@ is no GPU.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -59,6 +60,14 @@ def _forget_measurements() -> None:
     worlds = sys.modules.get("layerzero.world.snapshot")
     if worlds is not None and worlds.exists() and worlds.current().perf:
         sys.modules["layerzero.world.measurements"].forget_measurements()
+
+
+def pytest_collection_finish() -> None:
+    """What is there when the tests are collected stays: a collection of garbage that looks at it
+    takes a second where a model library was imported.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -334,7 +334,8 @@ def test_hits_leak_nothing(locked, op):
         grown = tracemalloc.get_traced_memory()[0] - first
     finally:
         tracemalloc.stop()
-    assert [sys.getrefcount(t) for t in watched] == before and grown < 2000
+    # an object a call would be 80,000 bytes; what other threads do meanwhile is some thousands
+    assert [sys.getrefcount(t) for t in watched] == before and grown < 20_000
 
 
 def test_errors_leak_nothing(locked):

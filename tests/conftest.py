@@ -5,6 +5,7 @@ is no GPU.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -13,6 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair.
+settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("calm")
 
 # A developer's own LAYERZERO_DENY or LAYERZERO_POLICY must not decide a test. What says which call
 # path is used stays: LAYERZERO_NATIVE=0 runs the tests in pure Python.
@@ -54,6 +60,14 @@ def _forget_measurements() -> None:
     worlds = sys.modules.get("layerzero.world.snapshot")
     if worlds is not None and worlds.exists() and worlds.current().perf:
         sys.modules["layerzero.world.measurements"].forget_measurements()
+
+
+def pytest_collection_finish() -> None:
+    """What is there when the tests are collected stays: a collection of garbage that looks at it
+    takes a second where a model library was imported.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

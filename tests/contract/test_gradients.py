@@ -33,8 +33,8 @@ def test_backward(kernel: Kernel, case: dict[str, Any], dtype: str) -> None:
 
 def test_every_kernel_that_claims_a_backward_and_runs_here_was_asked_for_it() -> None:
     asked = {p.values[0].id for p in ROWS}
-    served = {k.id for k in KERNELS for case in k.op.cases
-              if not refusals(k, case_values(k.op, case, "float32"))}
-    claims = {k.id for k in KERNELS if k.differentiable and k.op.differentiable and k.id in served}
+    claims = {k.id for k in KERNELS
+              if k.differentiable and k.op.differentiable and k.id not in asked
+              and any(not refusals(k, case_values(k.op, case, "float32")) for case in k.op.cases)}
     # the rules refuse, or the first cases do not fit
-    assert claims - asked <= {"torch.flex", "torch.rope_complex"}
+    assert claims <= {"torch.flex", "torch.rope_complex"}

@@ -48,7 +48,7 @@ KERNELS = [kernel for name in BACKENDS
            if not kernel.jit and loading.availability(kernel) is None]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_a_right_kernel_passes_for_another_seed(kernel: Kernel, seed: int) -> None:
     """Some of the cases of each; the whole grid is in tests/contract, and all seeds in the test

@@ -78,7 +78,7 @@ def server():
     try:
         done = subprocess.run([folder / "initdb", "-D", home / "data", "-A", "trust", "-U", "lz",
                                "--no-sync"],
-                              user=user, cwd=home, capture_output=True, text=True, timeout=120)
+                              user=user, cwd=home, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         with open(home / "log", "w") as log:
             command = [folder / "postgres", "-D", home / "data", "-p", str(port), "-k", home, "-F",
@@ -89,7 +89,7 @@ def server():
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

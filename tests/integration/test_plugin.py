@@ -59,7 +59,7 @@ def run(code: str, *folders: Path) -> dict:
     env["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, SOURCES)))
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env,
                           capture_output=True, text=True,
-                          timeout=120)
+                          timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -62,13 +62,13 @@ def wait_for(what, seconds=60.0):
 def get(server, path, method="GET", **headers):
     try:
         with urlopen(Request(server.url + path, method=method, headers=headers),
-                     timeout=20) as answer:
+                     timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
     except HTTPError as e:
         return e.code, e.headers, e.read()
 
 
-def raw(server, sent: bytes, timeout=20.0) -> bytes:
+def raw(server, sent: bytes, timeout=60) -> bytes:
     with socket.create_connection((server.host, server.port), timeout=timeout) as connection:
         connection.sendall(sent)
         answer = b""
@@ -189,7 +189,7 @@ def test_paths_are_hidden_where_policy_says_so(serving):
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT",
                                     "get", "X" * 500])
 def test_only_get_and_head(server, method):
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
     connection.putrequest(method, "/ready", skip_accept_encoding=True)
     connection.endheaders()
     answer = connection.getresponse()
@@ -236,7 +236,7 @@ def test_what_is_no_request_hurts_nobody(server, sent, capfd):
     """A body of the answer, if any, is short and repeats nothing; the server goes on and prints
     nothing.
     """
-    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+    with socket.create_connection((server.host, server.port), timeout=60) as connection:
         try:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -251,7 +251,7 @@ def test_what_is_no_request_hurts_nobody(server, sent, capfd):
 def test_clients_that_send_a_byte_now_and_then_do_not_keep_it(server, monkeypatch):
     """All places are taken by clients that never finish; after a while they are free again."""
     monkeypatch.setattr(serve, "CONNECTION_SECONDS", 0.5)
-    slow = [socket.create_connection((server.host, server.port), timeout=20)
+    slow = [socket.create_connection((server.host, server.port), timeout=60)
             for _ in range(serve.MOST_CONNECTIONS + 8)]
     try:
         for connection in slow:
@@ -306,7 +306,7 @@ def test_closing_frees_the_port_and_stops_the_threads():
     server.close()                                                  # twice does no harm
     wait_for(lambda: threading.active_count() <= before)
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
     lz.serve_metrics(port).close()
 
 
@@ -345,7 +345,7 @@ def test_the_command_serves_until_it_is_told_to_stop(number, tmp_path):
 
         def ready():
             try:
-                with urlopen(f"{url}/ready", timeout=20) as answer:
+                with urlopen(f"{url}/ready", timeout=60) as answer:
                     return answer.status == 200
             except HTTPError:
                 return False

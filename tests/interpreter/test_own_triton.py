@@ -128,7 +128,7 @@ def test_a_plugin_declares_it_without_importing_triton(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lz-strange\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[layerzero.backends]\nstrange = lz_strange\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=240,
                           env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"package": "triton", "triton": False}

@@ -9,6 +9,7 @@ sequence is; in 16 bits wherever eager could not be mistaken.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -38,6 +39,7 @@ from torch import Tensor
 import layerzero as lz
 
 STEPS = 32
+FULL = os.environ.get("LZ_TEST_FULL") == "1"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The longest prompt is longer than the window, another ends just where it begins to hide keys.
 PROMPTS = {None: (70, 9, 33), 256: (300, 12, 257), 1024: (1100, 12, 40)}
@@ -140,6 +142,8 @@ def run_case(shape: str, memory: str, window: int | None, dtype: torch.dtype, de
 @pytest.mark.parametrize("shape", ["llama", "gpt", "moe", "mla"])
 def test_prefill_and_greedy_decode(shape: str, window: int | None, dtype: torch.dtype,
                                    memory: str) -> None:
+    if window == 1024 and dtype == torch.bfloat16 and shape != "llama" and not FULL:
+        pytest.skip("minutes where the CPU has no arithmetic in bfloat16; LZ_TEST_FULL=1 runs it")
     run_case(shape, memory, window, dtype)
 
 

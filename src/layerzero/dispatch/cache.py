@@ -24,15 +24,17 @@ from .binding import Binding
 class Count:
     """How often one entry was hit.
 
-    `tick` counts a hit without a lock; `native` holds the hits of the native path.
+    `tick` counts a hit without a lock; `native` holds the hits of the native path, as of when they
+    were last read. After `final` there are no more.
     """
 
-    __slots__ = ("_ticks", "native", "tick")
+    __slots__ = ("_ticks", "final", "native", "tick")
 
     def __init__(self) -> None:
         self._ticks = itertools.count()
         self.tick = self._ticks.__next__
         self.native = 0
+        self.final = False
 
     @property
     def total(self) -> int:
@@ -61,13 +63,16 @@ class Entry:
 
     @property
     def hits(self) -> int:
-        return self.count.total + self.native_hits
+        native = self.native_hits
+        if native > self.count.native:
+            self.count.native = native
+        return self.count.total
 
     def __del__(self) -> None:
         count = getattr(self, "count", None)   # None if an interrupt came inside __init__
         if count is not None:
-            hits, self.native_hits = self.native_hits, 0
-            count.native += hits               # the ledger keeps the count
+            count.native = self.native_hits    # the ledger keeps the count
+            count.final = True
 
 
 class Ledger:
@@ -97,8 +102,9 @@ class Ledger:
     def _finalize_dead(self) -> None:
         alive = []
         for record in self._open:
-            entry, kernel, count = record
-            if entry() is not None:
+            _, kernel, count = record
+            # the garbage collector clears the reference before it ends the entry
+            if not count.final:
                 alive.append(record)
             else:
                 self._final[kernel] = self._final.get(kernel, 0) + count.total

@@ -297,7 +297,7 @@ def test_without_its_libraries_it_says_what_to_install(library, command):
 
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "layerzero", "--version"], capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, f"layerzero {lz.__version__}\n")
 
 

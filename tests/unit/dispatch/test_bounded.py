@@ -20,7 +20,7 @@ from layerzero.spec.event import WorldPublished
 from layerzero.world import context, events, incidents
 from layerzero.world import snapshot as worlds
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 
 def remembered() -> int:
@@ -231,5 +231,5 @@ def test_a_fork_in_the_middle_of_all_that(small):
     finally:
         end.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert not trouble

@@ -520,36 +520,36 @@ def test_a_kernel_that_calls_the_very_same_call_while_it_loads_does_not_wait_for
     lz.register(lz.Kernel("fake.nested", RMS_NORM, load, prior=1e6, less_work="a test"))
     worker = threading.Thread(target=lambda: call(rows()), daemon=True)
     worker.start()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive() and depth == [1, 1]
 
 
 def test_a_kernel_taken_away_while_it_runs_finishes_its_call(call):
     entered, leave = threading.Event(), threading.Event()
-    fake = Fake(before=lambda: (entered.set(), leave.wait(10)))
+    fake = Fake(before=lambda: (entered.set(), leave.wait(60)))
     register(fake)
     x, out = rows(), []
     worker = threading.Thread(target=lambda: out.append(call(x)))
     worker.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     lz.unregister("fake.one")
     torch.testing.assert_close(call(x), normed(x))
     leave.set()
-    worker.join(10)
+    worker.join(60)
     torch.testing.assert_close(out[0], normed(x))
 
 
 def test_a_kernel_taken_away_while_it_fails_is_replaced_all_the_same(call):
     entered, leave = threading.Event(), threading.Event()
-    fake = Fake(fault=RuntimeError("boom"), before=lambda: (entered.set(), leave.wait(10)))
+    fake = Fake(fault=RuntimeError("boom"), before=lambda: (entered.set(), leave.wait(60)))
     register(fake)
     x, out = rows(), []
     worker = threading.Thread(target=lambda: out.append(call(x)))
     worker.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     lz.unregister("fake.one")
     leave.set()
-    worker.join(10)
+    worker.join(60)
     torch.testing.assert_close(out[0], normed(x))
     assert not worlds.current().health
 

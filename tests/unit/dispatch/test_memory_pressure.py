@@ -193,20 +193,29 @@ def test_repeated_out_of_memory_moves_the_choice(path, happened):
 
 
 def test_it_comes_back_and_stays_away_longer_each_time(path):
-    lz.configure(breaker_cooldown=0.2)
+    def readmit():                             # as if its time were up
+        now = time.monotonic()
+        for shortage in incidents._shortages.values():
+            shortage.ends_at = now
+        worlds.publish(
+            lambda w: w.replace(refused_until=dict.fromkeys(w.refused_until, now)), "test")
+
+    lz.configure(breaker_cooldown=60)
     greedy = Fake("fake.greedy", fault=MemoryError("no"))
     register(greedy)
     call, x = path_of(RMS_NORM, path), rows()
     for _ in range(5):
         call(x)
     assert greedy.calls == 3
+    readmit()
     wait_for(lambda: (call(x), greedy.calls)[1] == 4)              # back, and at once out again
     (shortage,) = incidents._shortages.values()
-    assert shortage.cooldown == pytest.approx(0.4)
+    assert shortage.cooldown == pytest.approx(120)
     for _ in range(5):
         call(x)
     assert greedy.calls == 4
     greedy.fault = None
+    readmit()
     wait_for(lambda: (call(x), greedy.calls)[1] > 10)              # it fits now, and stays
     assert not worlds.current().refused_until and not worlds.current().refused.get("fake.greedy")
 
@@ -276,18 +285,19 @@ def test_kinds_without_end_are_bounded(path, monkeypatch):
 
 def test_a_call_that_hangs_is_bounded_where_policy_says_so(path, happened):
     release = threading.Event()
-    hanging = Fake("fake.hanging", before=lambda: release.wait(30))
+    hanging = Fake("fake.hanging", before=lambda: release.wait(60))
     register(hanging)
     lz.configure(call_timeout=0.2)
-    call, x, began = path_of(RMS_NORM, path), rows(), time.monotonic()
+    call, x = path_of(RMS_NORM, path), rows()
     try:
         with pytest.raises(
                 lz.errors.KernelExecutionError,
                 match=r"fake\.hanging did not finish within 0\.2 s") as caught:
             call(x)
-        assert time.monotonic() - began < 15 and caught.value.codes == (Code.KERNEL_TIMEOUT,)
+        assert caught.value.codes == (Code.KERNEL_TIMEOUT,)
         # the next call does not wait again
         assert health_of("fake.hanging").state == "open"
+        lz.configure(call_timeout=60)          # torch's own may be slow today
         torch.testing.assert_close(call(x), RMS_NORM.reference(x))
         assert hanging.calls == 1
     finally:
@@ -316,11 +326,16 @@ def test_a_limit_changes_nothing_else(path):
 def test_the_kernel_that_is_tried_next_is_bounded_too(path):
     release = threading.Event()
     register(Fake("fake.broken", fault=RuntimeError("no"), prior=1e7),
-             Fake("fake.hanging", before=lambda: release.wait(30)))
+             Fake("fake.hanging", before=lambda: release.wait(60)))
     lz.configure(call_timeout=0.2)
     try:
-        with pytest.raises(lz.errors.KernelExecutionError, match=r"fake\.hanging did not finish"):
-            path_of(RMS_NORM, path)(rows())
+        for _ in range(20):                    # on a busy machine the broken one may need 0.2 s
+            with pytest.raises(lz.errors.KernelExecutionError, match="did not finish") as caught:
+                path_of(RMS_NORM, path)(rows())
+            if "fake.hanging" in str(caught.value):
+                break
+            worlds.publish(lambda w: w.replace(health={}), "test")
+        assert "fake.hanging did not finish" in str(caught.value)
     finally:
         release.set()
 

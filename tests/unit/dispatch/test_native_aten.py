@@ -256,28 +256,34 @@ def test_the_gil_is_free_while_an_operator_runs(locked):
     """
     x, weight = torch.randn(700, 1500), torch.randn(1500, 1500)
     found = locked("linear", x, weight)
-    want, got, started = F.linear(x, weight), [], threading.Event()
+    want, got = F.linear(x, weight), []
 
-    def work():
+    def work(started):
         started.set()
         got.append(found.public(x, weight))
 
-    before = [sys.getrefcount(t) for t in (x, weight)]
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)                # nobody is made to give the GIL up: it must be given
-    try:
-        thread = threading.Thread(target=work)
+    def count_meanwhile():
+        got.clear()
+        started, counted = threading.Event(), 0
+        thread = threading.Thread(target=work, args=(started,))
         thread.start()
         started.wait()
-        counted = 0
         while not got and thread.is_alive():
             lz.clear_cache()
             counted += 1
             time.sleep(0.001)                  # the other thread wants the GIL back
         thread.join()
+        assert torch.equal(got[0], want)
+        return counted
+
+    before = [sys.getrefcount(t) for t in (x, weight)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)                # nobody is made to give the GIL up: it must be given
+    try:
+        # in a busy machine this thread may sleep through an operator, but not through all
+        assert any(count_meanwhile() > 1 for _ in range(20))
     finally:
         sys.setswitchinterval(switch)
-    assert torch.equal(got[0], want) and counted > 1
     got.clear()
     assert [sys.getrefcount(t) for t in (x, weight)] == before
 
@@ -328,7 +334,8 @@ def test_hits_leak_nothing(locked, op):
         grown = tracemalloc.get_traced_memory()[0] - first
     finally:
         tracemalloc.stop()
-    assert [sys.getrefcount(t) for t in watched] == before and grown < 2000
+    # an object a call would be 80,000 bytes; what other threads do meanwhile is some thousands
+    assert [sys.getrefcount(t) for t in watched] == before and grown < 20_000
 
 
 def test_errors_leak_nothing(locked):

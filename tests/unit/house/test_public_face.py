@@ -84,7 +84,7 @@ def test_functions_are_not_their_packages():
         "import layerzero as lz, layerzero.testing, layerzero.tuning.tuner, "
         "layerzero.selection.engine\nimport types; print([type(f) is types.FunctionType for f in "
         "(lz.select, lz.tune)])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
                           check=True)
     assert done.stdout.strip() == "[True, True]"
 
@@ -94,7 +94,7 @@ def test_groups_load_when_first_used():
             "before = [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules]\n"
             "lz.errors.InvalidCall\n"
             "print(before, [g for g in lz._GROUPS if f'layerzero.{g}' in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
                           check=True)
     assert done.stdout.strip() == "[] ['errors']"
 

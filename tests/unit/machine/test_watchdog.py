@@ -5,7 +5,6 @@ knows why.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from layerzero.machine.watchdog import run_isolated
 from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.spec.launch import LaunchLimits, LaunchRefused, grid_problems
 from layerzero.verify.kernel.probing import probe, probe_unknown, run_in_subprocess
+from layerzero.world import snapshot as worlds
 
 FAULTS = Path(__file__).parents[2] / "faults"
 
@@ -44,10 +44,13 @@ def test_an_error_comes_back_in_words():
 
 def test_what_hangs_is_stopped_with_all_it_started(tmp_path):
     note = tmp_path / "pid"
-    started = time.monotonic()
-    outcome = run_isolated("os:system", f"sleep 300 & echo $! > {note}; wait", timeout=8.0)
-    assert outcome.status == "timeout" and outcome.reason.code is lz.Code.KERNEL_TIMEOUT
-    assert "8 s" in outcome.reason.message and time.monotonic() - started < 100
+    note.touch()
+    for seconds in (5.0, 20.0, 80.0):    # on a busy machine a process takes long to begin
+        outcome = run_isolated("os:system", f"sleep 300 & echo $! > {note}; wait", timeout=seconds)
+        assert outcome.status == "timeout" and outcome.reason.code is lz.Code.KERNEL_TIMEOUT
+        assert f" {seconds:g} s" in outcome.reason.message
+        if note.read_text():
+            break
     pid = int(note.read_text())
     assert (not Path(f"/proc/{pid}").exists()
             or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0])
@@ -61,14 +64,22 @@ def test_what_cannot_travel_is_refused_before_anything_starts():
 
 
 @pytest.mark.parametrize(("how", "code", "word"), [
-    ("hanging", lz.Code.KERNEL_TIMEOUT, "8 s"), ("crashing", lz.Code.KERNEL_FAILED, "SIGSEGV"),
+    ("hanging", lz.Code.KERNEL_TIMEOUT, " s"), ("crashing", lz.Code.KERNEL_FAILED, "SIGSEGV"),
     ("exiting", lz.Code.KERNEL_FAILED, "ended with 7"),
     ("failing", lz.Code.DEVICE_FAULT, "illegal memory access")])
-def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened):
+def test_a_hostile_kernel_is_caught_and_taken_out(how, code, word, happened, tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    monkeypatch.setenv("HOSTILE_KERNEL_BEGUN", str(begun))
     kernel = hostile(how)
     lz.register(kernel)
-    reason = probe(kernel, timeout=8.0 if how == "hanging" else 120.0)
-    assert reason.code is code and word in reason.message
+    for seconds in (5.0, 20.0, 80.0) if how == "hanging" else (240.0,):
+        worlds.publish(lambda w: w.replace(health={}), "test")
+        happened.clear()
+        reason = probe(kernel, timeout=seconds)
+        assert reason.code is code and word in reason.message
+        if begun.exists():                     # else the machine is busy: it was still loading
+            break
+    assert begun.exists()
     assert health_of(kernel.id).state == "disabled"
     assert [e.kernel for e in of(HealthChanged, happened)] == [kernel.id]
     x = rows()

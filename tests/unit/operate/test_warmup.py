@@ -60,7 +60,7 @@ class Compiler(Fake):
         self.seen.append(self.got["x"].shape[0])
         self.threads[threading.current_thread().name] += 1
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +297,7 @@ def test_whole_numbers_are_not_made_more_of():
 # order, background, time
 
 def test_critical_calls_come_first(compiler):
-    warmup([norm(40), norm(70)], critical=[norm(200), norm(400)]).wait(20)
+    warmup([norm(40), norm(70)], critical=[norm(200), norm(400)]).wait(60)
     firsts = [n for i, n in enumerate(compiler.seen) if n not in compiler.seen[:i]
               and n in (40, 70, 200, 400)]
     assert firsts == [200, 400, 40, 70]
@@ -305,16 +305,16 @@ def test_critical_calls_come_first(compiler):
 
 def test_the_rest_is_done_in_the_background(compiler, happened):
     report = warmup([norm(40)], critical=[])
-    assert report.wait(20) and report.ok and which() == compiler.id
+    assert report.wait(60) and report.ok and which() == compiler.id
     compiler.gate.clear()
     compiler.entered.clear()
     report = warmup([norm(70)], critical=[])
-    assert compiler.entered.wait(20) and len(report.waiting) == 1
+    assert compiler.entered.wait(60) and len(report.waiting) == 1
     served = lz.rms_norm(rows(70))             # not waiting for it
     torch.testing.assert_close(served, normed(rows(70)))
     assert which(70) != compiler.id
     compiler.gate.set()
-    assert report.wait(20) and which(70) == compiler.id
+    assert report.wait(60) and which(70) == compiler.id
 
 
 def test_without_background_everything_is_waited_for(compiler):
@@ -332,7 +332,7 @@ def test_after_the_timeout_another_kernel_serves_and_the_compiled_one_later(comp
     torch.testing.assert_close(lz.rms_norm(rows(40)), normed(rows(40)))
     assert not report.wait(0.01)
     compiler.gate.set()
-    assert report.wait(20) and report.ok and which() == compiler.id
+    assert report.wait(60) and report.ok and which() == compiler.id
 
 
 def test_a_slow_library_does_not_keep_others_from_loading(compiler):
@@ -340,30 +340,30 @@ def test_a_slow_library_does_not_keep_others_from_loading(compiler):
 
     def load():
         loading.set()
-        assert release.wait(20)
+        assert release.wait(60)
         return RMS_NORM.reference
 
     lz.register(lz.Kernel("slow.jit", RMS_NORM, load, jit=True, prior=1e9, less_work="a test"))
     report = warmup([norm(40)], timeout=0)
-    assert loading.wait(20)
+    assert loading.wait(60)
     other = Fake("fake.other", prior=1e12)
     register(other)
     lz.rms_norm(rows(40))
     assert other.calls == 1
     release.set()
-    assert report.wait(20)
+    assert report.wait(60)
 
 
 def test_the_queue_is_bounded_and_what_does_not_fit_is_told(compiler, happened):
     compiler.gate.clear()
     busy = warmup([norm(40)], critical=[])
-    assert compiler.entered.wait(20)
+    assert compiler.entered.wait(60)
     report = warmup([norm(n) for n in (70, 100, 200, 400)], critical=[], most_waiting=2)
     assert [o.call.name for o in report.skipped] == ["200 rows", "400 rows"]
     assert "2 calls wait already" in report.skipped[0].why
     assert [e.op for e in of(WarmupSkipped, happened)] == ["rms_norm", "rms_norm"]
     compiler.gate.set()
-    assert busy.wait(20) and report.wait(20)
+    assert busy.wait(60) and report.wait(60)
     assert len(report.ready) == 2 and which(200) != compiler.id == which(100)
 
 
@@ -378,7 +378,7 @@ def test_an_interrupt_ends_the_waiting_and_begins_nothing_more(compiler, request
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, was))
     compiler.gate.clear()
     timer = threading.Thread(target=lambda: (
-        compiler.entered.wait(20),
+        compiler.entered.wait(60),
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)))
     timer.start()
     reports: list[warming.WarmupReport] = []
@@ -392,7 +392,7 @@ def test_an_interrupt_ends_the_waiting_and_begins_nothing_more(compiler, request
         timer.join()
     assert [o.state for o in reports[0].outcomes] == ["waiting", "skipped"]
     compiler.gate.set()
-    assert reports[0].wait(20) and which() == compiler.id and which(70) != compiler.id
+    assert reports[0].wait(60) and which() == compiler.id and which(70) != compiler.id
 
 
 def test_requests_never_compile_while_others_warm_up(compiler):
@@ -425,7 +425,7 @@ def test_requests_never_compile_while_others_warm_up(compiler):
         t.start()
     try:
         report = warmup([norm(70), norm(200), norm(400)], critical=[norm(40)])
-        assert report.wait(20) and report.ok
+        assert report.wait(60) and report.ok
     finally:
         stop.set()
         for t in threads:
@@ -563,7 +563,7 @@ def test_without_a_folder_to_lock_in_it_goes_on(compiler, monkeypatch, tmp_path,
 def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
     compiler.gate.clear()
     report = warmup([norm(70)], critical=[])
-    assert compiler.entered.wait(20)
+    assert compiler.entered.wait(60)
     patience, compiling.FORK_SECONDS = compiling.FORK_SECONDS, 0.05
     try:
         child = os.fork()
@@ -575,12 +575,12 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
             compiler.gate = threading.Event()
             compiler.gate.set()
             gone = report.wait(0) and report.skipped[0].why == "left to the parent process"
-            code = 0 if gone and warmup([norm(40)], timeout=20).ok and which() == compiler.id else 2
+            code = 0 if gone and warmup([norm(40)], timeout=60).ok and which() == compiler.id else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     compiler.gate.set()
-    assert report.wait(20) and report.ok
+    assert report.wait(60) and report.ok
 
 
 # lz warmup

@@ -212,7 +212,7 @@ def test_many_threads_may_ask_a_view(store):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(30)
+        t.join(60)
     assert wrong == []
 
 

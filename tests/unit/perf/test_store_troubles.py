@@ -274,7 +274,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
         for version in itertools.cycle((99, 3)):
             if done.is_set() and version == 99:
                 return
-            other = sqlite3.connect(path, timeout=30)
+            other = sqlite3.connect(path, timeout=60)
             with other:
                 other.execute(f"PRAGMA user_version = {version}")
             other.close()
@@ -291,7 +291,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
     for thread in workers:
         thread.join(120)
     done.set()
-    spoiler.join(30)
+    spoiler.join(60)
     measurements.retry_save()
     assert {m.sizes for m in kept(path)} == {
         f"rows={n} hidden=64"

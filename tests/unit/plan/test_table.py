@@ -531,7 +531,7 @@ def test_a_table_says_what_the_engine_chooses(op, world):
     their order.
     """
     rng, world = random.Random(3), worlds.current()
-    calls = [c for c in (described(op, *MAKERS[op](rng)) for _ in range(200)) if c is not None]
+    calls = [c for c in (described(op, *MAKERS[op](rng)) for _ in range(80)) if c is not None]
     decided = 0
     for call in calls:
         target, facts = facts_of(call, world, "cpu")
@@ -540,7 +540,7 @@ def test_a_table_says_what_the_engine_chooses(op, world):
         assert [[c.kernel for c in row.choices]
                 for row in rows] == [[s.kernel for s in steps]] * bool(steps)
         decided += len(rows)
-    assert decided > 40
+    assert decided > 15
 
 
 @given(rows=st.integers(0, 5000), hidden=st.sampled_from([1, 63, 64, 65]), half=st.booleans(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -37,6 +38,7 @@ from layerzero.world.catalog import Catalog
 
 __all__ = ["happened", "world"]
 ROOT = Path(__file__).parents[3]
+FULL = os.environ.get("LZ_TEST_FULL") == "1"
 
 
 def right() -> Callable[..., Any]:
@@ -50,8 +52,12 @@ def findings(op: Op = rms_norm, **declared: Any) -> list[str]:
     return [f"{f.check}: {f}" for checked in static_checks(only) for f in checked.findings]
 
 
-def test_every_declaration_of_the_library_passes() -> None:
-    every = list(static_checks(worlds.current().catalog))
+def test_the_declarations_of_the_library_pass() -> None:
+    """All operations and a ninth of the kernels: tests/contract asks each for its rules, and so
+    does the nightly gate.
+    """
+    found = worlds.current().catalog
+    every = list(static_checks(found if FULL else Catalog(found.ops, found.kernels[::9])))
     assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules",
                                        "claims"]
     assert [str(f) for c in every for f in c.findings] == []

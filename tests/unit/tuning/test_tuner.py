@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from layerzero.spec.call import Call, TensorSpec, write_calls
 from layerzero.spec.errors import ConfigError, DeviceLost
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous
-from layerzero.tuning import tuner
+from layerzero.tuning import contest, harness, tuner
 from layerzero.tuning.contest import (
     FIRST_ROUNDS,
     MIN_ROUNDS,
@@ -468,11 +469,15 @@ def test_when_the_time_is_up_the_rest_is_left(script):
     assert "2 left (out of time)" in str(report)
 
 
-def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_stays(script):
+def test_a_first_call_that_takes_all_the_time_is_the_last_and_what_was_measured_stays(
+        script, monkeypatch):
     quick, slow = script.fake("fake.quick", 10.0, prior=90.0), script.fake("fake.slow", 10.0,
                                                                            prior=50.0)
-    never, mark = script.fake("fake.never", 10.0), slow.before
-    slow.before = lambda: (mark(), time.sleep(1.0))
+    never, mark, now = script.fake("fake.never", 10.0), slow.before, [0.0]
+    clock = SimpleNamespace(**{**vars(time), "perf_counter": lambda: now[0]})
+    for module in (tuner, contest, harness):
+        monkeypatch.setattr(module, "time", clock)
+    slow.before = lambda: (mark(), now.append(now.pop() + 1.0))
     serve(quick, slow, never)
     report = tune([norm()], seconds=1.0)
     assert (slow.calls, never.calls) == (1, 0)

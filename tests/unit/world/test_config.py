@@ -243,7 +243,7 @@ def test_yaml_is_imported_only_to_read_a_file():
     code = ("import sys, layerzero.world.config as c; c.environment_layer({}); assert 'yaml' not "
             "in sys.modules")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=240).returncode == 0
 
 
 def test_time_boxed_rules(load):

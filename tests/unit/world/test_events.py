@@ -112,7 +112,7 @@ def test_a_subscriber_that_waits_for_another_thread_does_not_hold_up_the_world()
             other = threading.Thread(target=lambda: (lz.configure(strict_mode=True),
                                                      done.append(1)))
             other.start()
-            other.join(5)
+            other.join(60)
 
     stop = lz.subscribe(wait_for_another)
     lz.clear_cache()
@@ -134,7 +134,7 @@ def test_the_counters_count_by_event_op_and_kernel():
 
 def test_no_event_is_lost_among_threads():
     events.reset()
-    gate = threading.Barrier(20, timeout=30)
+    gate = threading.Barrier(20, timeout=60)
 
     def work():
         gate.wait()
@@ -145,7 +145,7 @@ def test_no_event_is_lost_among_threads():
     for w in workers:
         w.start()
     for w in workers:
-        w.join(30)
+        w.join(60)
     assert events.counts()["evicted", "op", ""] == 4000
 
 

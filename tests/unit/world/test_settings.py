@@ -250,12 +250,12 @@ def test_a_block_is_for_its_thread(path):
 
     worker = threading.Thread(target=elsewhere)
     worker.start()
-    assert started.wait(10)
+    assert started.wait(60)
     with lz.prefer("fake.inside"):
         for _ in range(50):
             call(rows())
     stop.set()
-    worker.join(10)
+    worker.join(60)
     assert inside.calls == 50                              # none of the other thread's
 
 
@@ -265,7 +265,7 @@ def test_a_block_goes_where_its_context_is_carried():
     out = []
     worker = threading.Thread(target=lambda: out.append(context.run(served)))
     worker.start()
-    worker.join(10)
+    worker.join(60)
     assert out == [REFERENCE] and served() != REFERENCE
 
 
@@ -319,36 +319,50 @@ def test_what_is_configured_for_a_time_ends_by_itself(path):
     call, fake = path_of(RMS_NORM, path), Fake()
     register(fake)
     lz.configure(memory_headroom=10**9)
-    lz.configure(disabled=True, memory_headroom=5, seconds=0.2)
+    lz.configure(disabled=True, memory_headroom=5, seconds=600)
     call(rows())
     assert fake.calls == 0 and settings("memory_headroom")[0] == 5
-    wait_for(lambda: not settings("disabled")[0])
+    worlds.apply_deadlines(time.monotonic() + 600)
     # what held before holds again
+    assert not settings("disabled")[0]
     assert settings("memory_headroom") == (10**9, "programmatic")
     call(rows())
     assert fake.calls == 1
+    lz.configure(disabled=True, seconds=0.05)
+    wait_for(lambda: not settings("disabled")[0])          # by the clock
+    call(rows())
+    assert fake.calls == 2
 
 
 def test_a_lock_for_a_time_ends_by_itself(path):
     call, fake = path_of(RMS_NORM, path), Fake()
     register(fake)
-    lz.lock("rms_norm", REFERENCE, seconds=0.2)
+    lz.lock("rms_norm", REFERENCE, seconds=600)
     call(rows())
     assert fake.calls == 0
-    wait_for(lambda: not lz.get_locks())
+    worlds.apply_deadlines(time.monotonic() + 600)
+    assert not lz.get_locks()
     call(rows())
     assert fake.calls == 1
+    lz.lock("rms_norm", REFERENCE, seconds=0.05)
+    wait_for(lambda: not lz.get_locks())                   # by the clock
 
 
 def test_a_preference_for_a_time_ends_inside_its_block(path):
     call, fake = path_of(RMS_NORM, path), Fake(prior=0.001)
     register(fake)
-    with lz.prefer("fake.one", seconds=0.3):
+    with lz.prefer("fake.one", seconds=600):
         call(rows()), call(rows())
         assert fake.calls == 2
-        time.sleep(0.4)
+
+    def served():
+        before = fake.calls
         call(rows())
-        assert fake.calls == 2
+        return fake.calls > before
+
+    with lz.prefer("fake.one", seconds=0.05):
+        wait_for(lambda: not served())
+        assert not served()
 
 
 def test_to_take_back_locks_keeps_what_was_said_before_a_time_boxed_change():
@@ -382,8 +396,10 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
     lz.load_config(file)
-    file.write_text(
+    bad = tmp_path / "new.yaml"                # whole or not at all: an empty file is a policy too
+    bad.write_text(
         "settings: {policy_poll: 0.02, strict_mod: true}\nrules:\n  - denny: fake.one\n")
+    bad.replace(file)
     wait_for(lambda: of(PolicyRejected, happened))
     time.sleep(0.1)
     (event,) = of(PolicyRejected, happened)

@@ -24,7 +24,7 @@ from layerzero.spec.reason import Code, Reason
 from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 
-pytestmark = pytest.mark.usefixtures("world")
+pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 
 def traces(fake: Fake) -> dict[str, weakref.ref]:
@@ -167,11 +167,11 @@ def test_what_was_learned_about_is_freed(tmp_path):
         only("fake.first", "fake.second")
         for _ in range(20):
             lz.rms_norm(rows())
-        assert learning.flush(30)
+        assert learning.flush(60)
         assert learning._kinds
         found = traces(first)
         lz.unregister("fake.first")
-        assert learning.flush(30)
+        assert learning.flush(60)
         del first
         assert_gone(found)
         assert remembers("fake.first") == []
@@ -183,7 +183,7 @@ def test_what_was_learned_about_is_freed(tmp_path):
 def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     go, begun = threading.Event(), threading.Event()
     monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set()
-                        or (go.wait(30) and None))
+                        or (go.wait(60) and None))
     found = dispatcher_of("rms_norm")
     blocking, waiting = Fake("fake.blocks", jit=True), Fake("fake.waits", jit=True)
     register(blocking, waiting)
@@ -193,7 +193,7 @@ def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     steps = {s.kernel: s for s in plan.steps}
     for fake in (blocking, waiting):
         compiling.request(found, fake.kernel, steps[fake.id], plan.facts, values)
-    assert begun.wait(10)
+    assert begun.wait(60)
     traced = traces(waiting)
     lz.unregister("fake.waits")
     assert remembers("fake.waits") == []
@@ -201,7 +201,7 @@ def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     del waiting, fake
     assert_gone(traced)
     go.set()
-    assert compiling.wait(10)
+    assert compiling.wait(60)
 
 
 def test_refusals_and_warm_ups_are_forgotten():

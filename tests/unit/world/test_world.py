@@ -63,7 +63,7 @@ def test_a_change_that_fails_changes_nothing(happened):
 
 def test_two_threads_that_change_different_things_lose_nothing():
     names = [f"fake.k{i}" for i in range(24)]
-    gate = threading.Barrier(len(names), timeout=30)
+    gate = threading.Barrier(len(names), timeout=60)
     epoch = worlds.current().epoch
 
     def work(name):
@@ -75,7 +75,7 @@ def test_two_threads_that_change_different_things_lose_nothing():
     for w in workers:
         w.start()
     for w in workers:
-        w.join(30)
+        w.join(60)
     assert set(names) <= set(worlds.current().catalog.by_id)
     assert worlds.current().epoch == epoch + len(names)
 
@@ -121,7 +121,7 @@ def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
     monkeypatch.setattr(found, "install", interrupted)
     found.world = None                                     # as if it had never been used
     lz.layer_norm(rows(5, 40))
-    publisher.join(10)
+    publisher.join(60)
     lz.layer_norm(rows(5, 40))
     assert found.world is worlds.current()
 
@@ -154,7 +154,7 @@ def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):
     stop.wait(1.0)
     stop.set()
     for w in workers:
-        w.join(30)
+        w.join(60)
     assert errors == []
 
 

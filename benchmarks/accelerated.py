@@ -178,8 +178,7 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
 
 def seeded(name: str) -> Any:
     """A small model of an architecture, its weights large enough that tokens and not rounding
-    decide what it says.
-    """
+    decide what it says."""
     import transformers
 
     prefix, config = ARCHITECTURES[name]

@@ -114,8 +114,7 @@ def prepare(device: str) -> Setting:
 
 def _settle(op: str, by_hand: dict[str, tuple[str, str]], notes: list[str], *args: Any) -> str:
     """The kernel that serves the call: one that can be called by hand, or there is nothing to
-    compare with.
-    """
+    compare with."""
     chosen = lz.which(op, *args)
     if chosen in by_hand:
         return chosen
@@ -194,8 +193,7 @@ def _rms_norm(s: Setting) -> Iterator[Contestant]:
 def beside_functions(device: str, dtype: torch.dtype, effort: Effort,
                      s: Setting) -> list[dict[str, Any]]:
     """LayerZero beside the functions one would write in its place, each op locked to the operator
-    behind both.
-    """
+    behind both."""
     found = functions.pairs(device, dtype)
     with contextlib.ExitStack() as locked:
         for pair in found:
@@ -209,8 +207,7 @@ def beside_functions(device: str, dtype: torch.dtype, effort: Effort,
 
 def misses(s: Setting, effort: Effort) -> list[dict[str, Any]]:
     """What the first call of its kind costs, with the kernels as they are and with `CANDIDATES`
-    that may serve.
-    """
+    that may serve."""
     found = [_misses(s, effort)]
     viable = _viable(s)
     models = [viable[i % len(viable)] for i in range(CANDIDATES - len(viable))]

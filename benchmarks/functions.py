@@ -21,8 +21,7 @@ import layerzero as lz
 @dataclass(frozen=True)
 class Pair:
     """`function` written as `by_torch`, and the same as `by_lz`; both call `f` with the names of
-    `scope`.
-    """
+    `scope`."""
 
     op: str
     kernel: str
@@ -64,8 +63,7 @@ def pairs(device: str, dtype: torch.dtype) -> list[Pair]:
 
 def contestants(found: list[Pair]) -> Iterator[Contestant]:
     """Of each pair: torch's function, LayerZero's, and LayerZero's with the kernel named in the
-    call.
-    """
+    call."""
     for pair in found:
         function = getattr(F, pair.function.removeprefix("F."))
         ours = getattr(lz, pair.op)

@@ -202,8 +202,7 @@ def _in_one_piece(values: Mapping[str, Any]) -> Way:
 
 def _expanded(batch: int) -> dict[str, Any]:
     """K/V that the caller has expanded to all query heads, as strides show: a group dimension of
-    stride 0.
-    """
+    stride 0."""
     q, k, v = (torch.randn(batch, heads, seq, 128, device="cuda").to(torch.bfloat16)
                for heads, seq in ((32, 1), (8, 4096), (8, 4096)))
     grouped = [q.unflatten(1, (8, 4)), *(t[:, :, None].expand(-1, -1, 4, -1, -1) for t in (k, v))]
@@ -227,8 +226,7 @@ def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _prefill(name: str, sizes: Mapping[str, Any], slow: frozenset[str]) -> dict[str, Any]:
     """What is chosen after tuning, in turns with all that could be; beside it those that are
-    declared untested.
-    """
+    declared untested."""
     wanted = f"<= {NEAR} x the best"
     values = case_values(lz.op("attention"), sizes, "bfloat16", "cuda")
     calls = calls_for("attention", arguments=values)
@@ -274,8 +272,7 @@ def _summarised(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _dispatch() -> dict[str, Any]:
     """What it takes to find the kernel of a call that was seen before; beside it the whole call,
     above the same kernel by hand. A launch takes a hundred times as long as the lookup, and varies
-    by more than that.
-    """
+    by more than that."""
     wanted = f"<= {MOST_DISPATCH_US:g} us native"
     try:
         setting = dispatch.prepare("cuda")

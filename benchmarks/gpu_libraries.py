@@ -294,8 +294,7 @@ def race(only: set[str], good: set[str]) -> list[dict[str, Any]]:
 
 def own_samplers() -> list[dict[str, Any]]:
     """FlashInfer's own samplers, which draw by random numbers of their own and so are no kernels of
-    lz.sample.
-    """
+    lz.sample."""
     try:
         from flashinfer import sampling
         rows = []

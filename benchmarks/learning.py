@@ -199,8 +199,7 @@ def learn(traffic: Traffic,
 
 def in_turns(traffic: Traffic, found: PerfView, seconds: float) -> dict[str, list[float]]:
     """Microseconds per call of the same stream: with what was learned, with nothing measured, and
-    torch's own.
-    """
+    torch's own."""
     ways = {"learned": (found, {}), "learn off": (PerfView(), {}),
             "torch's own": (PerfView(), {"disabled": True})}
     took: dict[str, list[float]] = {name: [] for name in ways}

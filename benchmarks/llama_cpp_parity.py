@@ -36,8 +36,7 @@ TEXTS = (
 
 def ask_llama_cpp(model: str, request: str, out: str) -> None:
     """In llama.cpp's Python: the log probabilities of the whole vocabulary after every prefix of
-    every text.
-    """
+    every text."""
     import numpy
     import xllamacpp
     params = xllamacpp.CommonParams()

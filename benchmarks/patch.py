@@ -38,8 +38,7 @@ PROMPT, STEPS = 32, 8
 
 def now(device: torch.device) -> float:
     """Seconds, once the device has done what it was asked to; of one CPU thread, those it was
-    really running.
-    """
+    really running."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1

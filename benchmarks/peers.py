@@ -95,8 +95,7 @@ def _diffusers(tiny: Tiny, keep: contextlib.ExitStack) -> Iterator[Contestant]:
 
 def _flashinfer_bench(tiny: Tiny, keep: contextlib.ExitStack) -> Iterator[Contestant]:
     """A trace set of one definition with one solution in Python, which won for this very shape: a
-    hit.
-    """
+    hit."""
     os.environ["FIB_CACHE_PATH"] = keep.enter_context(tempfile.TemporaryDirectory())
     import flashinfer_bench as theirs  # type: ignore[import-untyped, import-not-found]
     from flashinfer_bench.apply import ApplyRuntime  # type: ignore[import-untyped, import-not-found]

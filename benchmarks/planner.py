@@ -32,8 +32,7 @@ STEPS = {"prefill 128": (128, 0), "prefill 512": (512, 0), "decode at 1024": (1,
 
 def residual_norms(count: int) -> Block:
     """Where branches are added and normed again and again, as between the experts or adapters of a
-    layer.
-    """
+    layer."""
     parts: list[Part] = []
     for i in range(count):
         total, normed = f"t{i + 1}", f"n{i + 1}"

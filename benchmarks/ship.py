@@ -44,8 +44,7 @@ TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
 
 def gpu_calls() -> Iterator[Call]:
     """What models of 1 to 70 billion parameters ask of one GPU: decoding, verifying drafts,
-    prefill.
-    """
+    prefill."""
     def bf16(*shape: int) -> TensorSpec:
         return TensorSpec(shape, "bfloat16")
 

@@ -86,8 +86,7 @@ def sizes_of(function: Any, facts: dict[str, Any]) -> list[Any]:
 
 def crowded(table: lz.tables.Table, facts: dict[str, Any]) -> lz.tables.Table:
     """A table as it would be if every bucket had another winner: the row of this call, cut into
-    many.
-    """
+    many."""
     row = table.find("attention", facts)
     assert row is not None
     edges = sorted({bucket_top(n) for n in SEQS})

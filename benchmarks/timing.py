@@ -70,8 +70,7 @@ class Spread:
 @dataclass
 class Race:
     """Nanoseconds per call, one number per round: of each contestant, and what it adds to its
-    target.
-    """
+    target."""
 
     samples: dict[str, list[float]]
     added: dict[str, list[float]] = field(default_factory=dict)

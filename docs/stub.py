@@ -81,8 +81,7 @@ def results(op: Op) -> list[tuple[Mapping[str, Any], str]]:
 def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
                                                                             dict[str, str]] | None:
     """The parameter that decides what is returned: its annotation -> the type; None where there is
-    none.
-    """
+    none."""
     for param in op.params:
         types: dict[str, set[str]] = {}
         for values, returned in typed:
@@ -96,8 +95,7 @@ def decided_by(op: Op, typed: list[tuple[Mapping[str, Any], str]]) -> tuple[str,
 
 def example(name: str, decided: Mapping[str, str] = {}) -> str:
     """The lines that show how a name is used; of an operation, made from a case that fits what an
-    overload decides.
-    """
+    overload decides."""
     if name in EXAMPLES:
         return textwrap.dedent(EXAMPLES[name]).strip()
     if name not in CATALOG:
@@ -118,8 +116,7 @@ def example(name: str, decided: Mapping[str, str] = {}) -> str:
 
 def simplest(op: Op, decided: Mapping[str, str]) -> Mapping[str, Any]:
     """The inputs of the case with the fewest arguments, then the fewest numbers; better none with a
-    size of 0 or 1.
-    """
+    size of 0 or 1."""
     def size(values: Mapping[str, Any]) -> tuple[bool, int, int]:
         shapes = [v.shape for v in values.values() if isinstance(v, torch.Tensor)]
         return (any(n < 2 for shape in shapes for n in shape),
@@ -304,8 +301,7 @@ def imported(module: str, name: str, local: str) -> str:
 
 def definition(module: ModuleType, name: str) -> tuple[str, str]:
     """The module in which a name is defined that this one may import, also under TYPE_CHECKING, and
-    its name there.
-    """
+    its name there."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if not isinstance(node, ast.ImportFrom):
             continue

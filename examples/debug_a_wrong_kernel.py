@@ -43,8 +43,7 @@ PLANTED = lz.Kernel("example.diagonal", lz.op("attention"), load, variants=("bhs
 
 def ladder() -> Any:
     """A whole layer at a time: every stage against plain torch in float64, with a prompt and with
-    single tokens.
-    """
+    single tokens."""
     return next(iter(climb(2, configs=[("gqa", CONFIGS["gqa"])], dtypes=["float32"])))
 
 

@@ -75,8 +75,7 @@ def _file(content: bytes, name: str) -> Path:
 
 def _json(content: bytes) -> Any:
     """What the bytes say, None if they are no JSON: then only the reader of the file is of
-    interest.
-    """
+    interest."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -281,8 +280,7 @@ def device(content: bytes) -> None:
 @target
 def expression(content: bytes) -> None:
     """Arithmetic over facts, as declarations and capabilities have it, and over the sizes of a
-    definition.
-    """
+    definition."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

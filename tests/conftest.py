@@ -64,8 +64,7 @@ def _forget_measurements() -> None:
 
 def pytest_collection_finish() -> None:
     """What is there when the tests are collected stays: a collection of garbage that looks at it
-    takes a second where a model library was imported.
-    """
+    takes a second where a model library was imported."""
     gc.collect()
     gc.freeze()
 

@@ -37,8 +37,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def frozen_heap():
     """What is alive before the tests of a file is not looked at by their collections, as in
-    conftest.py: what was imported since is frozen too.
-    """
+    conftest.py: what was imported since is frozen too."""
     gc.collect()
     gc.freeze()
 

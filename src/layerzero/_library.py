@@ -48,8 +48,7 @@ def register(item: Op | Kernel) -> Any:
 
 def unregister(name: str) -> None:
     """Remove an operation, a kernel, all kernels of a backend, or all that a plugin brought, by
-    name.
-    """
+    name."""
     worlds.unregister(name)
 
 

@@ -49,8 +49,7 @@ def is_numeric(leaf: Rule) -> bool:
 
 def isolated(rule: Condition, leaf: Rule, facts: dict[str, Any]) -> Iterator[Rule]:
     """Set `facts` so that the verdict of `rule` hangs on `leaf` alone; yields `leaf` if that can be
-    done.
-    """
+    done."""
     if rule is leaf:
         yield leaf
     elif isinstance(rule, When):

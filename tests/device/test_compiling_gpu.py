@@ -44,8 +44,7 @@ def test_our_kernels_take_over_when_they_are_compiled(happened, kernel):
 
 def test_a_capture_in_another_thread_is_not_spoilt(happened):
     """Compiling allocates memory, loads modules and waits for its stream, none of which a capture
-    may see.
-    """
+    may see."""
     stop, captured, errors = threading.Event(), [], []
     x = torch.randn(64, 64, device="cuda")
 

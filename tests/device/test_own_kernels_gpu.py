@@ -28,8 +28,7 @@ def loaded(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", ["triton.attention_decode", "cuda.attention_decode"])
 def test_captured_calls_do_not_disturb_each_other(name: str) -> None:
     """Two graphs with several split calls each, replayed at the same time on two streams, again and
-    again.
-    """
+    again."""
     attention_decode = loaded(name)
 
     def inputs(seed: int) -> tuple[torch.Tensor, ...]:

@@ -132,8 +132,7 @@ def tensors(case: Case, device: str) -> dict[str, object]:
 def refusals(given: dict[str, object], backend: str,
              device: dict[str, object]) -> list[tuple[str, tuple]]:
     """Every kernel that is this implementation on CUDA, with the reasons its rules have against the
-    call.
-    """
+    call."""
     facts = {**device, **call_facts(ATTENTION, **given)}
     every = [k for k in worlds.current().kernels("attention")
              if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")]

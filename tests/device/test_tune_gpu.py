@@ -63,8 +63,7 @@ def test_the_host_is_in_the_sample_where_it_is_what_takes_long():
 
 def test_a_graph_that_becomes_garbage_meanwhile_does_not_spoil_a_capture():
     """CUDA allows no graph to be destroyed while another is captured, and the collector may run at
-    any time.
-    """
+    any time."""
     x, old = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(old):
         x.add_(1)

@@ -90,8 +90,7 @@ def test_any_configuration_computes_the_same(made: planes.Config) -> None:
 
 def test_a_long_row_is_shared_by_a_cluster() -> None:
     """And so is one of few rows of the weight, of which no multiprocessor should go without its
-    part.
-    """
+    part."""
     values = values_of(8448, 17)
     assert planes.config(planes.Shape(17, 8448, 128, False), compiler.Machine()).split > 1
     assert_as_exact_as_eager(values, run(values))

@@ -58,7 +58,6 @@ def test_there_is_one_for_each_purpose():
 
 def test_a_wrong_result_is_an_exit_code(tmp_path):
     """An example that could not fail would prove nothing: with its own kernel denied, nobody serves
-    by that name.
-    """
+    by that name."""
     done = run(ROOT / "examples" / "bring_your_own_kernel.py", tmp_path, LAYERZERO_DENY="example.*")
     assert done.returncode != 0

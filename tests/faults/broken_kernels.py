@@ -42,8 +42,7 @@ FAULTS: list[Fault] = []
 def fault(op: str, *kinds: str, **declared: Any) -> Callable[[Callable[..., Any]],
                                                              Callable[..., Any]]:
     """Register `wrong(right, **values)`, which is called with every argument by name; or a class
-    that makes one.
-    """
+    that makes one."""
     def register(wrong: Any) -> Any:
         contract = lz.op(op)
         signature = inspect.signature(contract.reference)

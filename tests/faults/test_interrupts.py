@@ -40,8 +40,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 class Interrupt:
     """Raises KeyboardInterrupt at the Nth instruction of this thread in those rooms; with N = 0 it
-    only counts.
-    """
+    only counts."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.where = at, 0, ""

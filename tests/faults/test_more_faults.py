@@ -72,8 +72,7 @@ def log_probabilities_before_temperature(right, **v):
 @fault("speculative_verify", "distribution")
 def accepts_one_too_many(right, **v):
     """The test is u < p / q; this one forgets that p may exceed q only up to one, and takes u < 2 p
-    / q.
-    """
+    / q."""
     if v["draft_probs"] is None:
         return right(**v)
     return right(**{**v, "draft_probs": v["draft_probs"] * 0.5})

@@ -52,8 +52,7 @@ KERNELS = [kernel for name in BACKENDS
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_a_right_kernel_passes_for_another_seed(kernel: Kernel, seed: int) -> None:
     """Some of the cases of each; the whole grid is in tests/contract, and all seeds in the test
-    below.
-    """
+    below."""
     op = kernel.op
     dtypes = ("float32", "bfloat16") if "bfloat16" in op.dtypes else op.dtypes[:1]
     cells = [(case, dtype) for dtype in dtypes for case in op.cases[seed % 3::3]]

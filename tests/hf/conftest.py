@@ -15,8 +15,7 @@ register()
 @pytest.fixture
 def calls(monkeypatch):
     """The arguments of every call of lz.attention that comes from transformers, which serves it as
-    ever.
-    """
+    ever."""
     from layerzero.integrations.transformers import attention as ours
 
     seen: list[dict] = []

@@ -207,8 +207,7 @@ def test_a_window_in_a_cache_that_keeps_everything():
 
 def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
     """Tokens by the step and by the model in turns, in one cache whose buffer is used up again and
-    again.
-    """
+    again."""
     monkeypatch.setattr(growing_cache, "LEAST_ROOM", 3)
     model, ids = build("mistral"), models.tokens(1, 27)
 

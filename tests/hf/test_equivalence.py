@@ -35,8 +35,7 @@ def model(family: str, implementation: str, dtype: torch.dtype):
 
 def given(family: str, side: str | None) -> dict[str, torch.Tensor]:
     """A batch of seven as transformers tests it: the last row has two tokens of padding; None for
-    no mask at all.
-    """
+    no mask at all."""
     made = inputs(family, batch=7, length=10)
     name = "decoder_attention_mask" if family in ENCODER_DECODER else "attention_mask"
     words = made["decoder_input_ids" if family in ENCODER_DECODER else "input_ids"]

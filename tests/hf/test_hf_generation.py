@@ -61,8 +61,7 @@ def test_encoder_decoders(family):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_a_sliding_window_cache_and_a_plain_one(family):
     """Past the window: a cache that knows it keeps just the window, one that does not keeps
-    everything.
-    """
+    everything."""
     stock, mine = pair(family)
     given = {"input_ids": tokens(2, 9)}
     want = generated(stock, given, new=14)
@@ -141,8 +140,7 @@ def test_text_generation_pipeline():
 
 def test_text_to_text():
     """transformers 5 has no text2text pipeline any more: what it did is to encode, generate and
-    decode.
-    """
+    decode."""
     texts = ["w5 w9 w11 w30", "w7 w8"]
     tokenizer = word_tokenizer()
     said = []
@@ -192,8 +190,7 @@ def test_on_a_gpu_half_precision_is_as_close_as_stock(family):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_on_a_gpu_the_same_tokens(family):
     """Greedy in fp32, with padding, with growing and static caches, the last of them compiled by
-    generate itself.
-    """
+    generate itself."""
     stock, mine = (model.cuda() for model in pair(family))
     given = {k: v.cuda() for k, v in padded(pads=(0, 5)).items()}
     want = generated(stock, given, new=12)

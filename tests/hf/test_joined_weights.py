@@ -211,8 +211,7 @@ def test_load_state_dict(pair, assign):
 
 def test_a_wrapper_that_keeps_the_weights_in_one_flat_tensor(pair):
     """As FSDP does: each parameter becomes a view of it, and is updated by writing to it; undoing
-    leaves that alone.
-    """
+    leaves that alone."""
     flats = []
     for model in pair:
         flat = parameters_to_vector(model.parameters()).detach().clone()

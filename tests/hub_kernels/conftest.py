@@ -36,8 +36,7 @@ def compiled(libraries, tmp_path_factory, own_cache, monkeypatch) -> dict[int, P
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch) -> Path:
     """A cache folder of LayerZero for one test, so that its copies and certificates are its own;
-    not what is built.
-    """
+    not what is built."""
     built, own = Path(os.environ["LAYERZERO_CACHE_DIR"],
                       "native"), tmp_path_factory.mktemp("layerzero")
     (own / "native").symlink_to(built.resolve())

@@ -67,8 +67,7 @@ def commit_of(text: str) -> str:
 
 def in_cache(cache: Path, repository: Path, name: str, version: int) -> str:
     """Put a repository into a download cache as version `version`: blobs, links to them, and a
-    reference.
-    """
+    reference."""
     home = cache / f"kernels--{name.replace('/', '--')}"
     commit = commit_of(f"{name} {version}")
     for path in sorted(p for p in repository.rglob("*") if p.is_file()):

@@ -186,8 +186,7 @@ def test_two_compiled_versions_side_by_side(tmp_path, compiled):
 
 def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled):
     """To load it would end the process: torch refuses a second library of a namespace while it is
-    being loaded.
-    """
+    being loaded."""
     folder = native_build(tmp_path / "r", compiled, 1)
     text = (folder / "metadata.json").read_text()
     (folder / "metadata.json").write_text(text.replace(native_id(1), "_another_id"))

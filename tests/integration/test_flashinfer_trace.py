@@ -52,8 +52,7 @@ def of(op_type: str) -> list[Definition]:
 
 def runnable(op_type: str) -> list[Definition]:
     """Those that run in a moment: not the widest products, and of each kind of sampling one
-    vocabulary.
-    """
+    vocabulary."""
     found = of(op_type)
     if op_type == "gemm":
         found = [d for d in found if math.prod(d.const_axes.values()) <= ELEMENTS]

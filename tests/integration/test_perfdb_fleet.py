@@ -245,8 +245,7 @@ for batch in range(20):
 
 def test_machines_that_write_at_once_lose_nothing(url):
     """All of them begin with an empty database, and all write some rows in common, in opposite
-    order.
-    """
+    order."""
     others = [subprocess.Popen([sys.executable, "-c", WRITER, url, str(who)],
                                stderr=subprocess.PIPE, text=True)
               for who in range(4)]

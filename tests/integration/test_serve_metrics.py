@@ -234,8 +234,7 @@ def test_a_request_has_no_body(server, sent):
     b"\x16\x03\x01\x02\x00", b"GET /ready HTTP/1.1\r\nHost", b""])
 def test_what_is_no_request_hurts_nobody(server, sent, capfd):
     """A body of the answer, if any, is short and repeats nothing; the server goes on and prints
-    nothing.
-    """
+    nothing."""
     with socket.create_connection((server.host, server.port), timeout=60) as connection:
         try:
             connection.sendall(sent)

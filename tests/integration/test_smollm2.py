@@ -100,8 +100,7 @@ def test_parity_with_transformers(model, stages, level):
 
 def test_sixteen_bits_are_as_good_as_eager(model):
     """All of it where the CPU computes in bfloat16; else, where torch takes a hundred times as
-    long, its beginning.
-    """
+    long, its beginning."""
     whole = described(model)
     if not probe("cpu").supports_bf16:
         whole = described(model, layers=2)._replace(tokens=whole.tokens[:, :4])
@@ -111,8 +110,7 @@ def test_sixteen_bits_are_as_good_as_eager(model):
 
 def test_the_rope_case_study_on_real_weights(model, stages):
     """Rows in the order of GGUF want the interleaved rope; turned in halves they are nonsense, and
-    it is said why.
-    """
+    it is said why."""
     c = model.config
     rows = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
     stored = dict(model.weights)

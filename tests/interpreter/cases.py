@@ -76,8 +76,7 @@ def contract(name: str, dtype: str, every: str) -> None:
 
 def crowded() -> None:
     """More ties than the last step can list: it must go through the whole row, and find the same
-    token.
-    """
+    token."""
     from layerzero.backends.triton.sampling import sample
     from layerzero.backends.triton.sampling_search import MAX_LISTED
     from layerzero.ops.sample import reference

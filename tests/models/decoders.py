@@ -430,8 +430,7 @@ class Cached(Memory):
 
 class Latent(Cached):
     """What latent attention compresses to, in the pages of lz.kv_cache: one entry for all heads,
-    and no window.
-    """
+    and no window."""
 
     def entry(self) -> dict[str, int]:
         assert self.config.window is None, "lz.mla_paged_attention has no window"

@@ -69,8 +69,7 @@ class T5Shape:
 
 def t5_weights(shape: T5Shape, seed: int = 44) -> Weights:
     """Each token has a successor that the model tends to, so that no choice of a token is a close
-    one.
-    """
+    one."""
     make = _Maker(seed)
     joint = shape.heads * shape.head_dim
     make.matrix("shared.weight", shape.vocab, shape.width, gain=3 * math.sqrt(shape.width))
@@ -188,8 +187,7 @@ class LzT5:
 
     def caches(self, kind: str, memory: Tensor, lengths: Sequence[int], **sizes: Any) -> list[Any]:
         """One for each layer of the decoder, with one sequence for each row and the encoder's side
-        filled.
-        """
+        filled."""
         caches = []
         rows = torch.cat([row[:n] for row, n in zip(memory, lengths)])
         for i in range(self.shape.layers):

@@ -88,8 +88,7 @@ def model_of(config: Config, dtype: torch.dtype, device: str = "cpu") -> Decoder
 def expected(config: Config, dtype: torch.dtype, device: str,
              tokens: tuple[int, ...]) -> tuple[Tensor, float]:
     """The logits in float64, of the weights as `dtype` holds them, and how far eager torch is off
-    in `dtype`.
-    """
+    in `dtype`."""
     weights = make_weights(config, dtype, device)
     truth = plain(config, {name: t.double() for name, t in weights.items()}, tokens)
     return truth, float((plain(config, weights, tokens).double() - truth).abs().max())
@@ -218,8 +217,7 @@ def test_one_key_more_or_less_in_the_window_would_be_noticed(window: int) -> Non
 
 def test_a_wrong_model_is_found() -> None:
     """The checks themselves: a head that is off by a few roundings, and one token that is not the
-    best.
-    """
+    best."""
     model, prompts = model_of(SHAPES["llama"], torch.float32), prompts_of((40, 7))
     run = generate(model, prompts, Padded(model, [72, 72]), STEPS)
     check(model, prompts, run)

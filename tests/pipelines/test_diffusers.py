@@ -493,8 +493,7 @@ def test_only_the_parts_asked_for():
 
 def test_a_hook_is_not_walked_around():
     """Offloading and LoRA change a layer by a hook or another class: such a layer must still do its
-    own thing.
-    """
+    own thing."""
     torch.manual_seed(0)
     layer, x = FeedForward(16).eval(), torch.randn(3, 16)
     patch_diffusers(layer)

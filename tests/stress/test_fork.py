@@ -33,8 +33,7 @@ def same(got, want):
 
 def in_child(work, seconds=60.0):
     """Run `work` in a forked child; the child's error is the test's, and a child that hangs is
-    killed.
-    """
+    killed."""
     pid = os.fork()
     if pid == 0:
         status = 1

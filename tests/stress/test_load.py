@@ -230,8 +230,7 @@ def test_only_one_call_at_a_time_probes_a_broken_kernel(path):
 
 def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
     """Each call is of a kind never seen before: the first dimension is bucketed, the last one is
-    exact.
-    """
+    exact."""
     call, size = path_of(RMS_NORM, path), 512
     lz.register(lz.Kernel("fake.cheap", RMS_NORM, lambda: lambda x: torch.empty_like(x), prior=1e6,
                           less_work="a test"))

@@ -181,8 +181,7 @@ def synthetic_op(rng: Any) -> Call:
 
 def synthetic_sweeps() -> Iterator[Call]:
     """Calls of the awkward op that differ from one another in one or two things only, all else
-    equal.
-    """
+    equal."""
     edges = (1, 4, 17, 24, 31, 40, 48, 64, 77, 96, 100, 333, 500, 700)
     sizes = sorted({n for e in edges for n in (e - 1, e, e + 1)})
 
@@ -239,8 +238,7 @@ MAKERS: dict[str, Callable[[Any], Call]] = {
 
 def neighbour(rng: Any, call: Call) -> Call:
     """The same call with one thing changed a little: a size by one, a dtype, a stride, a number, a
-    flag.
-    """
+    flag."""
     args, kwargs = list(call[0]), dict(call[1])
     what = rng.choice(("size", "size", "again", "grad", "number", "drop"))
     # the last axis but one is a sequence, in the plain layout

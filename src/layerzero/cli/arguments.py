@@ -94,8 +94,7 @@ def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torc
 
 def _declared_dtype(op: Op, name: str, default_dtype: torch.dtype) -> torch.dtype:
     """Return `default_dtype`, unless the op's cases have integers or booleans there, such as int32
-    offsets.
-    """
+    offsets."""
     for case in op.cases:
         tensor = op.inputs(**case).get(name)
         if tensor is not None:

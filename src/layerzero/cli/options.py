@@ -141,8 +141,7 @@ class Source:
 
     def check(self, command: str, *more: str, needed: bool = True) -> Source:
         """Return self if one source is given that can be read; `more` are others than OP, --calls
-        and --model.
-        """
+        and --model."""
         known = {"OP": self.op, "--calls": self.calls, "--model": self.model,
                  "--program": self.program, "--table": self.table}
         given = [name for name, value in known.items() if value is not None]

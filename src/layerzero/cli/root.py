@@ -29,8 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class PanelGroup(TyperGroup):
     """A group whose help lists its commands by panel, in plain text, and whose interrupt is an exit
-    code.
-    """
+    code."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, Any]]] = {}

@@ -77,8 +77,7 @@ def piece(part: str) -> None:
 @contextmanager
 def spinner(description: str) -> Iterator[Callable[[str], None]]:
     """Yield a function that prints a line; on a terminal a spinner and a clock stay below the
-    lines.
-    """
+    lines."""
     out = console()
     if not out.is_terminal:
         yield lambda line: print(line, flush=True)

@@ -130,8 +130,7 @@ class Ledger:
 
     def reassign(self, kernel: str, to: str) -> None:
         """Count a call for `to` that was counted for `kernel`; for nobody if `to` is "", which
-        counts by itself.
-        """
+        counts by itself."""
         with self._lock:
             self._final[kernel] = self._final.get(kernel, 0) - 1
             if to:

@@ -44,8 +44,7 @@ def autocast(op: Op, named: dict[str, Any], first: Tensor | None) -> dict[str, A
 def adapt(op: Op, named: dict[str, Any], error: InvalidCall,
           override: Override | None) -> Adaptation | None:
     """Cast mixed dtypes to the first tensor's, or a KV cache as its op declares; None where policy
-    forbids it.
-    """
+    forbids it."""
     codes = set(error.codes)
     if (codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH}
                                           or op.adapt is None)):

@@ -79,8 +79,7 @@ def dispatcher_named(name: str) -> Dispatcher:
 
 class Dispatcher:
     """All that belongs to one op: its public function, its generated code, its cache in the current
-    world.
-    """
+    world."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -124,8 +123,7 @@ class Dispatcher:
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
         """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary
-        one.
-        """
+        one."""
         values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
                                                                          for name in hotpath.EXTRAS)
         self.ensure_world()
@@ -151,8 +149,7 @@ class Dispatcher:
 
     def obtain(self, key: Any, values: tuple[Any, ...], override: Override | None) -> Entry:
         """Return the entry for `key`, made by one thread while others that miss the same key wait
-        for it.
-        """
+        for it."""
         world, cache = self._world_and_cache()
         if key is None or key[0] != world.program(self.op).id:
             key = self.key_of(*values)          # the key was made by code of an older world
@@ -166,8 +163,7 @@ class Dispatcher:
 
     def facts(self, values: tuple[Any, ...], world: World | None = None) -> dict[str, Any]:
         """Return the facts of a call that `world` needs; raise InvalidCall for a call that breaks
-        the contract.
-        """
+        the contract."""
         program = (world or self.ensure_world()).program(self.op)
         owner, facts_of = self.reader
         facts: dict[str, Any] | None = facts_of(*values) if program is owner else None
@@ -265,8 +261,7 @@ class Dispatcher:
     def _wrap(self, world: World, plan: Plan, kernel: Kernel, binding: Binding,
               override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
         """Return what the entry runs, the same without its guard, and a place for recorded launches
-        or None.
-        """
+        or None."""
         facts, step = plan.facts, plan.steps[0]
         breaker = world.health.get(kernel.health)
         run = (binding.run if breaker is None
@@ -346,8 +341,7 @@ class Dispatcher:
                    world: World | None = None, override: Override | None = None,
                    clean_calls: int = 1) -> Callable[..., Any]:
         """Guard the first `clean_calls` calls of `run`, or all of them where policy says so
-        (protection.py).
-        """
+        (protection.py)."""
         facts = plan.facts
         always = (world is not None
                   and world.surroundings(facts["device"],
@@ -362,8 +356,7 @@ class Dispatcher:
 
     def with_backend(self, kernel: str) -> Callable[..., Any]:
         """Return the public function with `backend=kernel`, of values in the order of the op's
-        parameters.
-        """
+        parameters."""
         params, public = self.op.params, self.public
         split = next((i for i, p in enumerate(params) if p.keyword_only), len(params))
         names = tuple(p.name for p in params[split:])
@@ -422,8 +415,7 @@ class Dispatcher:
     def serve_adapted(self, values: tuple[Any, ...], error: InvalidCall, override: Override | None,
                       backend: str | None = None, policy: Any = None) -> Any:
         """Serve the call rewritten, or with its dtypes cast to fit, where policy allows that; raise
-        `error` where neither can be.
-        """
+        `error` where neither can be."""
         named = dict(zip(self.names, values))
         if self.op.canonical is not None and self.op.canonical(named) is not None:
             return self.slow(values, backend, policy)
@@ -435,8 +427,7 @@ class Dispatcher:
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
         """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it
-        is inlined.
-        """
+        is inlined."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -451,8 +442,7 @@ class Dispatcher:
 
     def _serves_captures(self, world: World, entry: Entry, override: Override | None) -> bool:
         """Would the same kernel serve while a CUDA graph is captured? False for entries that change
-        who serves.
-        """
+        who serves."""
         facts, step = entry.plan.facts, entry.plan.steps[0]
         kernel = world.catalog.by_id.get(step.kernel)      # None: the entry is of a newer world
         if (facts["device"] != "cuda" or kernel is None or kernel.jit
@@ -512,8 +502,7 @@ class Dispatcher:
 
     def ensure_world(self) -> World:
         """Return the world this dispatcher is in, after installing one if it has none and after
-        what is due now.
-        """
+        what is due now."""
         now = time.monotonic()
         if clock.due(now):
             worlds.apply_deadlines(now)

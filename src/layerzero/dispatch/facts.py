@@ -100,8 +100,7 @@ def _read(op: Op, values: Mapping[str, Any], needed: Collection[str] | None) -> 
 
 def unwrap_numbers(op: Op, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments with plain numbers for those in tensors without dimensions, as torch
-    takes them for its own functions: not such as need a gradient.
-    """
+    takes them for its own functions: not such as need a gradient."""
     if not any(isinstance(v, Tensor) and p.kind in ("int", "float")
                for p, v in zip(op.params, values)):
         return values
@@ -117,8 +116,7 @@ def _is_number(value: Any, kind: str) -> bool:
 
 def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among the arguments; raise InvalidCall for one that has not its declared
-    type or range.
-    """
+    type or range."""
     tensors: dict[str, Tensor] = {}
     for p in op.params:
         value = values[p.name]
@@ -156,8 +154,7 @@ def check_types(op: Op, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def overrides_comparison(cls: type) -> bool:
     """Does a subclass of int, float or str define comparison in Python? In a key, other calls would
-    run that.
-    """
+    run that."""
     bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "enum")]
     return any(isinstance(vars(base).get(name), FunctionType) for base in bases
                for name in _COMPARISONS)
@@ -177,8 +174,7 @@ def number_text(value: float) -> str:
 
 def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
     """Refuse sparse, nested and blocked layouts, which have no sizes and strides that a kernel
-    knows.
-    """
+    knows."""
     for name, t in tensors.items():
         if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
             continue
@@ -241,8 +237,7 @@ def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping
 def _broadcast_axes(op: Op, name: str, tokens: tuple[str, ...], tensor: Tensor,
                     dims: Mapping[str, Any]) -> str:
     """Return the named axes that the tensor is broadcast over, comma separated; "" if it has them
-    all.
-    """
+    all."""
     shape = tuple(tensor.shape)
     full_shape = tuple(dims[t[1:]] for t in tokens)
     repeated = [t[1:] for t in tokens[:len(tokens) - len(shape)]]
@@ -286,8 +281,7 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
 
 def stride_last(t: Tensor) -> Any:
     """Return the last stride; 1 also where it has no effect, because the axis or the tensor has one
-    element or none.
-    """
+    element or none."""
     if t.dim() == 0 or t.layout != torch.strided:
         return 1
     last = t.stride(-1)
@@ -296,8 +290,7 @@ def stride_last(t: Tensor) -> Any:
 
 def alignment(t: Tensor) -> int | None:
     """Return the largest power of two up to 128 that divides the address and every outer stride in
-    bytes.
-    """
+    bytes."""
     if type(t) not in PLAIN_TYPES or t.device.type == "meta":
         return None
     try:

@@ -72,8 +72,7 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
 
 def generate_stub(op: Op) -> str:
     """Return the text of `call` as it is until the op is first used, and of `values_of`, which
-    orders arguments.
-    """
+    orders arguments."""
     names = ", ".join(p.name for p in op.params)
     declared = _declaration(op)
     return "\n".join([
@@ -172,8 +171,7 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
 
 def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
     """The lines that return what facts.read returns for an ordinary call, from the same locals as
-    the key.
-    """
+    the key."""
     op = program.op
     end = body.index("except NOT_PLAIN: break")
     in_key = {f.fact for f in program.fields if f.fact in op.derived}
@@ -215,8 +213,7 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
 
 def _scalar_checks(op: Op) -> list[str]:
     """The lines that check the types and ranges of plain values: True == 1, so a key alone would
-    mix them up.
-    """
+    mix them up."""
     lines = []
     for kind in ("bool", "int", "float", "str"):
         params = [p for p in op.params if p.kind == kind]
@@ -249,8 +246,7 @@ def _out_of_range(p: Param, low: float, high: float) -> str:
 
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
     """The lines that assign _z_<first tensor>: True if all are contiguous, else the strides of
-    each.
-    """
+    each."""
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
     # an mkldnn tensor calls itself contiguous
     lines = [f"if {n}.layout is not STRIDED: break" for n in names]
@@ -452,8 +448,7 @@ def _with_local_names(text: str, op: Op) -> str:
 
 def broadcast_flags(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
     """How `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated; None if it
-    does not.
-    """
+    does not."""
     gap = len(full) - len(shape)
     if gap < 0:
         return None
@@ -480,8 +475,7 @@ def _are_numbers(*values: Any) -> bool:
 
 def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
     """The names of the axes that a tensor is broadcast over, as facts.read has them, from its
-    `broadcast_flags`.
-    """
+    `broadcast_flags`."""
     missing = axes[:len(axes) - flags[0]]
     return ",".join([*missing, *(axis for axis, repeated in zip(axes[len(missing):], flags[1:])
                                  if repeated)])
@@ -490,8 +484,7 @@ def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
 def generated_globals(override: Callable[[], Any], for_call: Callable[[str | None, Any], Any],
                       faults: tuple[type[BaseException], ...]) -> dict[str, Any]:
     """Return the globals of a generated function; the dispatcher adds TABLE, MISS, SLOW and
-    RECOVER.
-    """
+    RECOVER."""
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
     return {
         "TENSOR": Tensor, "PARAMETER": torch.nn.Parameter, "BUCKETS": BUCKETS, "BUCKET": bucket,

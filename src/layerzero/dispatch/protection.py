@@ -49,8 +49,7 @@ def is_ours(kernel: Kernel) -> bool:
 
 class InputState:
     """The versions of a call's inputs, and with `max_bytes` > 0 checksums of that many bytes of
-    each.
-    """
+    each."""
 
     def __init__(self, values: Sequence[Any], max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -120,8 +119,7 @@ def _sample(t: Tensor, max_bytes: int) -> Tensor:
 
 def wrong_result(op: Op, values: Mapping[str, Any], out: Any) -> WrongResult | None:
     """Return how a result differs from what the op describes; None if it does not, or if the op
-    cannot say.
-    """
+    cannot say."""
     expected = None if op.read is not None else _expected_result(op, values)
     if out is None:
         return WrongResult("a result" if expected is None
@@ -249,8 +247,7 @@ def _is_final(fault: BaseException) -> bool:
 
 def watch_versions(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `run` so that a fault says if it came after a write into an input, as far as torch
-    counts writes.
-    """
+    counts writes."""
     make = _watchers.get(op)
     if make is None:
         make = _watchers[op] = _generate_watcher(op)
@@ -263,8 +260,7 @@ _watchers: WeakKeyDictionary[Op, Callable[..., Any]] = WeakKeyDictionary()
 
 def _generate_watcher(op: Op) -> Callable[..., Any]:
     """Generate the wrapper for the parameters of an op: a loop would cost more than reading the
-    versions.
-    """
+    versions."""
     names = ", ".join(p.name for p in op.params)
     tensors = [p.name for p in op.params if p.kind == "tensor"]
 
@@ -292,7 +288,6 @@ def without_guard(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def unguard_later(run: Callable[..., Any], owner: Any, name: str) -> None:
     """If `run` is a guard, have it set `owner.name` to the unguarded kernel after its last clean
-    call.
-    """
+    call."""
     if isinstance(run, Guard):
         run.unguard_later(owner, name)

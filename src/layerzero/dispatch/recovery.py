@@ -115,8 +115,7 @@ def _count_faults(dispatcher: Dispatcher, failures: list[Failure]) -> None:
 def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
                    fault: InputsChanged) -> InputDamaged:
     """Return the error for a call whose inputs were changed; its kernel is no longer asked for such
-    calls.
-    """
+    calls."""
     name, reason, op = (entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason,
                         dispatcher.op)
     if kernel is not None:
@@ -134,8 +133,7 @@ def _input_damaged(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
 def _timed_out(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
                fault: Hung) -> SelectionTimeoutError:
     """Return the error for a call that took too long; the breaker opens at once, so that the next
-    call cannot hang.
-    """
+    call cannot hang."""
     name, reason = entry.plan.steps[0].kernel if kernel is None else kernel.id, fault.reason
     if kernel is not None:
         now, cooldown = time.monotonic(), worlds.current().policy.setting("breaker_cooldown")

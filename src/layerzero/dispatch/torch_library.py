@@ -154,8 +154,7 @@ def _load_all() -> None:
 
 def install(names: Sequence[str], load: Callable[[str], Any]) -> None:
     """Make the ops available; `load(name)`, which calls `define`, is called when an op is first
-    needed.
-    """
+    needed."""
     _loaders.update(dict.fromkeys(names, load))
     setattr(torch.ops, "layerzero", _Namespace("layerzero"))  # noqa: B010 torch does not declare the attribute
     if "torch._dynamo" in sys.modules:

@@ -41,8 +41,7 @@ def hinted_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | None,
            opaque: bool = False) -> tuple[Step, Kernel] | None:
     """Return the best kernel that can be traced, or None; with `opaque`, also one that torch cannot
-    trace into.
-    """
+    trace into."""
     for step in world.plan(op, hinted_facts(facts), override).steps:
         kernel = world.catalog.by_id[step.kernel]
         if (opaque or kernel.traceable) and _rules_hold(kernel, facts, step):
@@ -52,8 +51,7 @@ def choose(world: World, op: Op, facts: Mapping[str, Any], override: Override | 
 
 def _rules_hold(kernel: Kernel, facts: Mapping[str, Any], step: Step) -> bool:
     """Check the rules on the symbols, which guards on the answers; not those that a transform
-    repairs.
-    """
+    repairs."""
     repaired = {t.target for t in step.transforms}
     return all(rule.check(facts) is None for rule in kernel.requires
                if not (rule.repair and getattr(rule, "fact", "").partition(".")[0] in repaired)

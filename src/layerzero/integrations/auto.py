@@ -153,8 +153,7 @@ def _switch(on: bool) -> None:
 
 class _Finder(MetaPathFinder):
     """Finds the modules of LOADERS by the other finders, and wraps their classes when they are
-    there.
-    """
+    there."""
 
     def find_spec(self, name: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> ModuleSpec | None:

@@ -78,15 +78,13 @@ class DiffusersReport(Displayed):
 
 def patch_diffusers(target: Any, parts: Iterable[str] = PARTS) -> DiffusersReport:
     """Patch the attention, norms, feed-forward and linear layers of a pipeline or model;
-    idempotent.
-    """
+    idempotent."""
     return _patch(target, parts)[0]
 
 
 def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStack]:
     """Patches all of it, or nothing where an error comes; closing the stack undoes what this call
-    did.
-    """
+    did."""
     parts = _checked_parts(parts)
     register_diffusers()
     components = _components(target, "patch_diffusers")
@@ -118,8 +116,7 @@ def _patch(target: Any, parts: Iterable[str]) -> tuple[DiffusersReport, ExitStac
 
 def unpatch_diffusers(target: Any) -> None:
     """Undo patch_diffusers: the same processors and classes as before; later replacements by others
-    stay.
-    """
+    stay."""
     for model in _components(target, "unpatch_diffusers").values():
         unpatch(model)
         for module in list(model.modules()):
@@ -405,8 +402,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 def _mlp_arguments(layer: Any) -> dict[str, Any] | None:
     """Return weights and activation for lz.mlp, on every call: a LoRA or a hook may have been
-    added.
-    """
+    added."""
     if len(layer.net) not in (3, 4) or hooked_everywhere():
         return None
     first, down = layer.net[0], layer.net[2]

@@ -58,8 +58,7 @@ def attend(
     _parallel_config: Any = None,
 ) -> Any:
     """Serve the backend: tensors are (batch, seq, heads, dim); a mask of (batch, keys) marks
-    padding.
-    """
+    padding."""
     if _parallel_config is not None:
         raise ConfigError(NO_CONTEXT_PARALLEL)
     if (attn_mask is not None and attn_mask.ndim == 2

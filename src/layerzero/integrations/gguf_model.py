@@ -252,8 +252,7 @@ class PublicCalls:
 @dataclass
 class TextGeneration:
     """Generates one text: iterate over `steps()` for ids or `pieces()` for text; `watch` fills
-    `kernels`.
-    """
+    `kernels`."""
 
     model: GGUFModel
     prompt: Sequence[int]

@@ -44,8 +44,7 @@ _PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
 
 def tokenizer_for(source: Any) -> TokenizerHandle:
     """Return the tokenizer of a model, config, pipeline or tokenizer object, of a folder, or of a
-    GGUF file.
-    """
+    GGUF file."""
     if isinstance(source, TokenizerHandle):
         return source
     if isinstance(source, GGUFModel):
@@ -185,8 +184,7 @@ def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:
 
 def patch_tokenizer(target: Any) -> tuple[str, ...]:
     """Let the tokenizers of a pipeline, or a single one, encode through lz.tokenize; returns their
-    names.
-    """
+    names."""
     tokenizers = dict(_tokenizers(target, "patch_tokenizer"))
     for tokenizer in tokenizers.values():
         if not hasattr(type(tokenizer), _STOCK):
@@ -294,8 +292,7 @@ def _served_class(stock: Any) -> Any:
 
 class _Encodings(Sequence[Any]):
     """The encodings behind .tokens(), .char_to_token() and the like, made by the tokenizer on first
-    use.
-    """
+    use."""
 
     def __init__(self, encode: Callable[[], Sequence[Any]]) -> None:
         self._encode, self._encodings = encode, None

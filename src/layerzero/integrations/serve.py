@@ -223,8 +223,7 @@ class _Http(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Close overdue connections; called several times a second, so a slow client keeps no
-        thread.
-        """
+        thread."""
         end = time.monotonic() - CONNECTION_SECONDS
         with self._guard:
             late = [request for request, since in self._open.items() if since < end]

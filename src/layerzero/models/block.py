@@ -43,8 +43,7 @@ class Glue:
 @dataclass(frozen=True)
 class Either:
     """Several ways to the same results, such as a fused op and its parts; the first is the plain
-    one.
-    """
+    one."""
 
     ways: tuple[tuple[Part, ...], ...]
 

@@ -43,8 +43,7 @@ Calls = Mapping[str, Mapping[str, int]]        # op -> kernel -> how often
 @dataclass(frozen=True)
 class GraphKernelDisabled(HealthChanged):
     """A kernel that a live CUDA graph was captured with has been taken out of service; the graph
-    still runs it.
-    """
+    still runs it."""
 
     name: ClassVar[str] = "graph_kernel_disabled"
     graph: str = ""
@@ -142,8 +141,7 @@ def hold(held: HeldGraph, calls: Calls) -> None:
 @contextmanager
 def capturing(cuda_graph: Any, **options: Any) -> Iterator[None]:
     """Capture as torch.cuda.graph, which after a failure leaves its stream, generator and allocator
-    capturing.
-    """
+    capturing."""
     index = torch.cuda.current_device()
     generator = torch.cuda.default_generators[index]
     pool = options.pop("pool", None) or torch.cuda.graph_pool_handle()
@@ -288,8 +286,7 @@ def _memory() -> tuple[int, int, dict[int, Any]]:
 
 def first_cause(error: BaseException) -> BaseException:
     """Return the first error of a chain: ending a failed capture raises another over the one that
-    says why.
-    """
+    says why."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error

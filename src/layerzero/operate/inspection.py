@@ -49,8 +49,7 @@ def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:
 
 def generated_code(op: str | Callable[..., Any], /) -> str:
     """Return the generated Python text that calls of an operation run through, as a debugger shows
-    it.
-    """
+    it."""
     dispatcher = dispatcher_of(op)
     dispatcher.ensure_world()
     code = dispatcher.python_call.__code__
@@ -156,8 +155,7 @@ def which(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
 def validate(op: str | Callable[..., Any], kernel: str, /, *args: Any,
              **kwargs: Any) -> tuple[Reason, ...]:
     """Return why `kernel` may not serve this call, empty if it may; mistakes of the caller are
-    reasons too.
-    """
+    reasons too."""
     kernels = worlds.current().catalog.by_id
     if kernel not in kernels:
         kernel = find_kernel(kernel, worlds.current().catalog.op_of_kernel,
@@ -189,8 +187,7 @@ class KernelInfo(Record):
 
 def list_kernels(op: str | None = None, device: str | None = None) -> list[KernelInfo]:
     """Return every kernel with its status on this machine's device (the first accelerator, else the
-    CPU).
-    """
+    CPU)."""
     world = worlds.current()
     if op is not None:
         dispatcher_of(op)
@@ -339,8 +336,7 @@ def _version() -> str:
 @dataclass(frozen=True, repr=False)
 class Stats(Displayed, Record):
     """Calls by op and kernel; events by name; what was learned while serving; what compiles in the
-    background.
-    """
+    background."""
 
     calls: Mapping[str, Mapping[str, int]]
     events: Mapping[str, int]

@@ -61,8 +61,7 @@ class ReadinessCheck(Record):
     def of(cls, name: str, want: str, findings: Iterable[ReadinessFinding],
            otherwise: str) -> ReadinessCheck:
         """Return the verdict over all findings; without any it is ok, and `otherwise` says what is
-        there.
-        """
+        there."""
         ordered = sorted(dict.fromkeys(findings), key=lambda f: f.state != FAIL)
         if not ordered:
             return cls(name, OK, want, otherwise)

@@ -105,8 +105,7 @@ class Recorder:
 
     def after_fork(self) -> None:
         """In the child: a recording to a folder goes on in a file of its own, one to a file is the
-        parent's.
-        """
+        parent's."""
         self._begin(None)
 
     @property
@@ -324,8 +323,7 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
 
 def from_environment() -> Recorder | None:
     """Start the recording that LAYERZERO_RECORD asks for: a file per process in that folder, until
-    it ends.
-    """
+    it ends."""
     folder = os.environ.get(VARIABLE, "").strip()
     if not folder or any(isinstance(r, Recorder) and r.folder is not None for r in _observers):
         return None

@@ -49,8 +49,7 @@ class TritonCompiled(WarmedUp):
 @dataclass(frozen=True)
 class TritonCache:
     """Counts of one kernel in this process: launches without compiling, compiles, and finds on
-    disk.
-    """
+    disk."""
 
     kernel: str
     hits: int
@@ -96,8 +95,7 @@ def triton_kernels(id: str, op: Op, fn: Any, *, configs: Sequence[Mapping[str, A
                    launch: Callable[..., Any], grid: Grid, meta: Mapping[str, Any] | None = None,
                    **more: Any) -> tuple[Kernel, ...]:
     """Make one kernel for each configuration, named `id` and its settings: lz.tune times them, the
-    fastest serves.
-    """
+    fastest serves."""
     named: dict[str, Kernel] = {}
     for config in configs:
         parts = [re.sub(r"[^a-z0-9]+", "_", f"{name}{value}".lower())

@@ -155,8 +155,7 @@ class _Job:
 @dataclass(eq=False)
 class _Settling:
     """Comes after the critical calls: calls each once more, so that the newest world remembers its
-    choice.
-    """
+    choice."""
 
     jobs: Sequence[_Job]
     epoch: int                                 # of the world before the warm-up
@@ -311,8 +310,7 @@ def _emit_late(jobs: Iterable[_Job], timeout: float | None) -> None:
 
 def _make_call(job: _Job) -> tuple[Dispatcher, tuple[Any, ...]]:
     """Return the dispatcher of the call and its arguments in order; an unusual call is made
-    canonical first.
-    """
+    canonical first."""
     dispatcher = dispatcher_of(job.call.op)
     values = make_values(dispatcher.op, job.call, job.device)
     while (dispatcher.op.canonical is not None
@@ -361,8 +359,7 @@ def _warm(job: _Job) -> WarmupOutcome:
 
 def _serve_now(dispatcher: Dispatcher, values: tuple[Any, ...]) -> str:
     """Call it as requests do until the better kernel is ready, so that what serves now is loaded at
-    once.
-    """
+    once."""
     world = worlds.current()
     kernel = world.plan(dispatcher.op, dispatcher.facts(values, world),
                         context.current.get()).kernel
@@ -386,8 +383,7 @@ def _choice(dispatcher: Dispatcher, facts: Mapping[str, Any],
 
 def _close() -> None:
     """The process ends: start nothing new, and give the current compile, which cannot be stopped,
-    some time.
-    """
+    some time."""
     global _closing
     with _lock:
         _closing = True

@@ -24,8 +24,7 @@ from .formulas.mistakes import NORM, drop_argument, replace_argument
 def reference(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
               eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias; mean and var over each group of channels and
-    all pixels.
-    """
+    all pixels."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     parts = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     inner = tuple(range(2, parts.dim()))

@@ -62,8 +62,7 @@ def inputs(
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of
-    the batch.
-    """
+    the batch."""
     gen = torch.Generator("cpu").manual_seed(seed)
 
     def tensor(heads: int) -> Tensor:

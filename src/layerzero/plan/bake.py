@@ -138,8 +138,7 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
 def specialize(op: Op, kernel: Kernel, step: Step, facts: Mapping[str, Any],
                named: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a function of the tensors in `named` that calls the kernel with all other arguments
-    fixed.
-    """
+    fixed."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and named[p.name] is not None]
     fixed = {n: v for n, v in named.items() if n not in tensors}
     binding = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant
@@ -358,8 +357,7 @@ def _kernel_node(graph: torch.fx.Graph, op: Op, kernel: Kernel, step: Step,
                  facts: Mapping[str, Any],
                  values: Mapping[str, Any], nodes: Mapping[str, Any]) -> torch.fx.Node:
     """Add the kernel to the graph: its own function where the graph can hold all arguments, else a
-    wrapper.
-    """
+    wrapper."""
     tensors = [p.name for p in op.params if p.kind == "tensor" and nodes[p.name] is not None]
     fixed = {n: v for n, v in values.items() if n not in tensors}
     call = bind_step(op, kernel, loaded(kernel), step.transforms, facts[op.variant] if op.variant

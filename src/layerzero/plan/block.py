@@ -303,8 +303,7 @@ def _is_view(tensor: Tensor, of: Sequence[Any]) -> bool:
 
 class _Conversion:
     """Views the inputs of a stage in another layout and dtype, and its results in the block's own
-    again.
-    """
+    again."""
 
     def __init__(self, op: Op, arguments: Mapping[str, Any], layout: str,
                  dtype: torch.dtype) -> None:

@@ -59,8 +59,7 @@ class Pin(Record, json="package version build certificate", omit="certificate"):
 
 def certificate_of(kernel: Kernel, device: Device) -> str:
     """Return a digest of the kernel's certificate on this device (build, contract, cases); "" if it
-    has none.
-    """
+    has none."""
     certificate = certificates.statuses([kernel], device)[kernel.id]
     if not isinstance(certificate, certificates.Certificate):
         return ""

@@ -64,8 +64,7 @@ def module(table: Table) -> dict[str, Any]:
 
 def _check_names(table: Table) -> None:
     """Names of the table become names of the module: one that is no identifier would be code of its
-    file.
-    """
+    file."""
     for op, rows in table.by_op.items():
         names = {op, *(identifier(n) for _, row in rows for n, _ in row.sizes)}
         unusable = sorted(n for n in names if not n.isidentifier() or iskeyword(n))

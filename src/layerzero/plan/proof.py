@@ -23,8 +23,7 @@ Known = Mapping[str, Union[Span, Any]]         # of a fact: its value, or the sp
 
 def proven(op: Op, kernel: Kernel, choice: Choice, known: Known) -> bool:
     """Do all rules of the kernel hold? `known` has the facts common to all calls and the spans of
-    the sizes.
-    """
+    the sizes."""
     fixed = {target for kind, target in choice.transforms if kind == "contiguous"}
     cast = any(kind == "cast" for kind, _ in choice.transforms)
 

@@ -272,8 +272,7 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
 
 def _stale(world: World, kind: str) -> int:
     """Count the rows of this device that are void; 0 where the database cannot be read, which
-    another check says.
-    """
+    another check says."""
     from ..perf import snapshot
     from ..perf.interface import StoreError
     where = perf_loading.location(world.policy)

@@ -140,8 +140,7 @@ class _Solver:
 
     def _keep_proven(self, family: _Family, row: Row) -> Row | None:
         """Return the row with the kernels whose rules hold all over it; None if those of the first
-        kernel do not.
-        """
+        kernel do not."""
         known: Known = facts_of_row(family.op, row, self._device)
         fit = tuple(c for c in row.choices if proven(family.op, self.world.catalog.by_id[c.kernel],
                                                      c, known))
@@ -151,8 +150,7 @@ class _Solver:
 
     def _fill_in(self, family: _Family) -> Iterator[dict[str, Any]]:
         """Yield facts for sizes between those of the calls: one for each combination of buckets and
-        divisors.
-        """
+        divisors."""
         axes: list[list[int]] = []
         for name in family.axes:
             sizes_seen = sorted({facts[name] for facts in family.seen})
@@ -266,8 +264,7 @@ def _with_tests(f: NumberField, leaves: Sequence[Rule], whole: bool) -> NumberFi
 def conditions(world: World, op: Op, facts: Facts,
                fields: Mapping[str, NumberField]) -> tuple[tuple[str, Scalar], ...]:
     """Return the facts that must be equal: all that a key keeps, except numbers that may be in a
-    range.
-    """
+    range."""
     program = world.program(op)
     names = [*_ALWAYS, *(p.name for p in op.params if p.kind in ("bool", "str")), *op.reads]
     names += [f"{t}.{f}" for t, f in program.tensor_facts if f in TENSOR_READERS
@@ -383,8 +380,7 @@ def _sort_key(span: Span) -> tuple[Any, ...]:
 
 def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
     """Yield sizes from the bucket of `first` to that of `last`: the ends of each span that the
-    tests tell apart.
-    """
+    tests tell apart."""
     at, end = bucket_bottom(first), bucket_top(last)
     while at <= end:
         top = bucket_top(at)

@@ -112,8 +112,7 @@ def load_report(path: Path) -> dict[str, Any]:
 
 def combine(paths: Sequence[Path], required: Sequence[str]) -> dict[str, Any]:
     """Accepted: every required target has a report that passed with every stage, and no report
-    failed.
-    """
+    failed."""
     for name in required:
         if name not in KNOWN:
             raise ConfigError(f"--require: there is no target {name!r}{suggest(name, KNOWN)}")

@@ -48,8 +48,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 @dataclass(frozen=True)
 class MeasuredSpeed(Record):
     """How many times faster than torch, and between which ratios the true one lies with 95 %
-    confidence.
-    """
+    confidence."""
 
     ratio: Positive
     low: Positive
@@ -97,8 +96,7 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True,
 def make_baseline(target: str, device: str, seconds: float = SECONDS,
                   again: Timer | None = None) -> Baseline:
     """Time every call now, in several processes: where memory lies differs between them by more
-    than within one.
-    """
+    than within one."""
     timer = again or in_new_process
     runs = [timer(tuple(CALLS), device, seconds) for _ in range(PROCESSES)]
     return Baseline(target, hardware.probe(device).name, str(torch.__version__),
@@ -163,8 +161,7 @@ def compare(path: Path, target: str, device: str, seconds: float = SECONDS,
 
 def merged(runs: Sequence[MeasuredSpeed]) -> MeasuredSpeed:
     """Merge the timings of several processes: their medians, and an interval that holds all their
-    intervals.
-    """
+    intervals."""
     def middle(values: Iterable[float]) -> float:
         return statistics.median(values)
 
@@ -221,8 +218,7 @@ def time_call(make: Callable[[str], Ways], device: str, seconds: float) -> Measu
 @contextmanager
 def _conditions(device: str) -> Iterator[None]:
     """One thread of a CPU, and no measurements but those that come with the package: as on a
-    machine just set up.
-    """
+    machine just set up."""
     before, threads = worlds.current().policy, torch.get_num_threads()
     configure(perfdb="off", learn=False)
     if device == "cpu":

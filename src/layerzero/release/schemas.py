@@ -50,8 +50,7 @@ _BY_NAME = "*"
 @dataclass(frozen=True)
 class FileKind:
     """A kind of file: its version, how one is written, how it is read, and where its names are
-    data.
-    """
+    data."""
 
     version: str
     write: Callable[[Path], None]

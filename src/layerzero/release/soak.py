@@ -277,8 +277,7 @@ def _note(part: SoakPart, tally: Tally, seconds: float, disturbances: Disturbanc
 @contextmanager
 def _own_world() -> Iterator[None]:
     """Measurements go to a store of the soak's own, and settings are after it what they were
-    before.
-    """
+    before."""
     before = worlds.current().policy
     with tempfile.TemporaryDirectory(prefix="layerzero-soak-",
                                      ignore_cleanup_errors=True) as folder:
@@ -294,8 +293,7 @@ def _own_world() -> Iterator[None]:
 @contextmanager
 def _counting(tally: Tally) -> Iterator[None]:
     """Events are counted by their kind: a soak in which nothing was learned or fell back tested
-    less than it says.
-    """
+    less than it says."""
     stop = events.subscribe(lambda event: tally.add(f"event {type(event).__name__}"))
     try:
         yield

@@ -167,8 +167,7 @@ def call_and_check(case: Case, tally: Tally, how: str = "") -> None:
 
 def new_size(chance: random.Random, tally: Tally) -> None:
     """A call of a size that hardly came before: choices are made, remembered and forgotten all the
-    time.
-    """
+    time."""
     x = torch.randn(chance.randrange(1, 9), chance.randrange(8, 1024))
     public = dispatcher_of("rms_norm").public
     try:
@@ -333,8 +332,7 @@ class Disturbances:
 
     def quiet(self) -> None:
         """The policy that was in force before the soak, with this soak's own kernels still
-        registered.
-        """
+        registered."""
         worlds.publish(lambda world: world.replace(policy=self._policy), "soak")
 
     def end(self) -> None:
@@ -376,8 +374,7 @@ class Disturbances:
 
     def _learning(self, i: int) -> None:
         """Kinds of call are learned from here to the end of the cycle, in a store of the soak's
-        own.
-        """
+        own."""
         configure(learn=True)
         self._changed()
 

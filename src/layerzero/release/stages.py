@@ -88,8 +88,7 @@ class ModelChecked(Checked):
 
 def _correctness(options: GateOptions) -> Iterator[Checked]:
     """Check that every kernel that can run here keeps its contract: by a valid certificate, or
-    verified now.
-    """
+    verified now."""
     able = [k for k in worlds.current().catalog.kernels if _can_run(k, options.device)]
     if options.lane == "quick":
         yield _few_cases([k for k in able if not k.jit], options, sum(k.jit for k in able))

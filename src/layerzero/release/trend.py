@@ -24,8 +24,7 @@ MOST_SAMPLES = 1500
 @dataclass(frozen=True)
 class Trend(Record):
     """The slope of a series per hour, and between which slopes the true one lies with 95 %
-    confidence.
-    """
+    confidence."""
 
     per_hour: float
     low: float

@@ -294,8 +294,7 @@ class Demands(NamedTuple):
 
     def unproven(self, kernel: Kernel) -> bool:
         """Whether it lacks a certificate; the reference, with which others are compared, needs
-        none.
-        """
+        none."""
         return (self.certified is not None and kernel.backend != "reference"
                 and kernel.id not in self.certified)
 
@@ -447,8 +446,7 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, aro
 def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
              roofline: float, default: Kernel | None) -> CandidateTimings:
     """The timings of the best source that has the default: measured here, shipped, in a graph where
-    that makes no difference, neighbours.
-    """
+    that makes no difference, neighbours."""
     if not around.perf and not around.shipped.view:
         return CandidateTimings()
     kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
@@ -479,8 +477,7 @@ def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around:
 def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
                 place: str) -> dict[str, Timing]:
     """The times in a graph, if torch's own kernel keeps the device busy for so long that launching
-    it makes no difference; {} otherwise.
-    """
+    it makes no difference; {} otherwise."""
     own = view.get(default, kind.bucket, place, CAPTURED) if view else None
     if own is None or own.median_us < LONG_CALL_US:
         return {}

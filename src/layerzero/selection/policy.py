@@ -262,8 +262,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
 
     def check(self, ops: Mapping[str, Collection[str]]) -> None:
         """Raise for an op pattern or a fact that matches none of `ops` (name -> facts), a likely
-        typo.
-        """
+        typo."""
         for pattern in self.ops:
             if not any(fnmatchcase(op, pattern) for op in ops):
                 raise PolicyValidationError(

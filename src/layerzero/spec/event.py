@@ -72,8 +72,7 @@ class WarmupSkipped(Event):
 @dataclass(frozen=True)
 class LearningStarted(Event):
     """Calls of a new kind are served by these candidates in turn and timed, to learn which is
-    fastest.
-    """
+    fastest."""
 
     name: ClassVar[str] = "learning_started"
     kind: str = ""
@@ -96,8 +95,7 @@ class Learned(Event):
 @dataclass(frozen=True)
 class PlanMissed(Event):
     """The dispatch table in force has no answer for a kind of call; `kernel` was selected at run
-    time.
-    """
+    time."""
 
     name: ClassVar[str] = "plan_missed"
     reason: Reason | None = None

@@ -53,8 +53,7 @@ def mode_facts(mode: str) -> dict[str, bool]:
 
 def eligible_plan(world: World, op: Op, facts: Mapping[str, Any], compile: bool = True) -> Plan:
     """Return the plan as if every kernel were compiled, which tuning does, and no dispatch table
-    were in use.
-    """
+    were in use."""
     jit_kernels = frozenset(k.id for k in world.kernels(op.name) if k.jit and compile)
     free = world.replace(warmed=world.warmed | jit_kernels, table=None)
     plan = free.plan(op, facts, context.current.get(), thorough=True)
@@ -167,8 +166,7 @@ class Contest:
 
     def _find_same(self) -> None:
         """Find the kernels that run the same torch functions as another: torch's default, if that
-        does, else the one that selection prefers.
-        """
+        does, else the one that selection prefers."""
         by_id, first = self.world.catalog.by_id, dict[Functions, str]()
         names = sorted((name for name in self.torch_calls if name in self.race.running),
                        key=lambda name: not by_id[name].baseline)

@@ -134,8 +134,7 @@ class ColdWatch:
 class GraphWatch:
     """Replays of CUDA graphs, as in a captured decode step: each contestant is captured once, and
     its replay timed after a read of more than the L2 cache. The host's time is not in it. One that
-    cannot be captured raises.
-    """
+    cannot be captured raises."""
 
     max_calls = MAX_COLD_CALLS
     margin = GRAPH_MARGIN
@@ -178,8 +177,7 @@ class GraphWatch:
 
 def stopwatch(device: str, mode: str = EAGER, cold: bool = False) -> Watch:
     """Return the watch for calls in this mode; with `cold`, eager calls are timed with the last
-    cache overwritten.
-    """
+    cache overwritten."""
     if device == "cuda" and mode == CAPTURED:
         return GraphWatch()
     if device == "cuda" and cold:
@@ -274,8 +272,7 @@ class Ratio(Record, json="median low high verdict"):
 @dataclass(frozen=True)
 class Timings:
     """Microseconds per call of each contestant, one number per round; a dropped one has its first
-    rounds only.
-    """
+    rounds only."""
 
     rounds: Mapping[str, list[float]]
 
@@ -293,8 +290,7 @@ class Timings:
 
     def beats(self, one: str, other: str, margin: float = MARGIN) -> float:
         """Return the confidence, from 0 to 1, that `one` is faster than `other` by more than the
-        margin.
-        """
+        margin."""
         return float((self._gaps(one, other) > math.log1p(margin)).double().mean())
 
     def even(self, one: str, other: str, margin: float = MARGIN) -> float:
@@ -303,8 +299,7 @@ class Timings:
 
     def _gaps(self, one: str, other: str) -> torch.Tensor:
         """Return the median of log(other / one) over resampled rounds, with the same seed every
-        time.
-        """
+        time."""
         gaps = torch.tensor([math.log(b / a) for a, b in zip(self.rounds[one], self.rounds[other])],
                             dtype=torch.float64, device="cpu")
         draws = torch.randint(len(gaps), (RESAMPLES, len(gaps)), device="cpu",
@@ -366,8 +361,7 @@ class Race:
 
     def replace(self, name: str, contestant: Contestant) -> float | None:
         """Call a contestant in another way from now on; return microseconds of one such call, None
-        if it failed.
-        """
+        if it failed."""
         self._sample(name, contestant, 1)      # loads and compiles what it needs
         after = self._sample(name, contestant, 1) if name in self._running else None
         if after is not None:
@@ -382,8 +376,7 @@ class Race:
 
     def run(self, rounds: int = 1, only: str = "") -> None:
         """Run this many rounds, or fewer if the time is up: one that had no turn then keeps its
-        time on entry.
-        """
+        time on entry."""
         with no_collection():
             for _ in range(rounds):
                 turn = [entry for entry in self._running.items() if entry[0] == (only or entry[0])]
@@ -409,8 +402,7 @@ class Race:
 def in_turns(contestants: Mapping[str, Contestant], seconds: float, device: str,
              deadline: float = math.inf) -> Timings:
     """Run rounds for about `seconds`, with warm caches, of the contestants that could be called
-    twice in time.
-    """
+    twice in time."""
     race = Race(stopwatch(device), deadline=deadline)
     for name, contestant in contestants.items():
         race.enter(name, contestant)

@@ -21,8 +21,7 @@ PAGE = 64                                      # tokens in one page of a latent 
 @dataclass(frozen=True)
 class Level:
     """One resolution of a UNet: its image tokens, its width, and how many transformer blocks work
-    there.
-    """
+    there."""
 
     tokens: int
     channels: int
@@ -205,8 +204,7 @@ def _scale(model: Model, scale: float) -> Model:
 
 class _Step:
     """Collects the calls of one step: `tokens` new tokens in each row of the batch, which attend to
-    `seen` in all.
-    """
+    `seen` in all."""
 
     def __init__(self, model: Model, dtype: str, batch: int, tokens: int, seen: int, phase: str,
                  prompt: int = 0) -> None:
@@ -233,8 +231,7 @@ class _Step:
 
     def heads(self, heads: int, tokens: int, dim: int, transposed: bool) -> TensorSpec:
         """Return (batch, heads, tokens, dim); `transposed`: a view of a projection's (batch,
-        tokens, heads, dim).
-        """
+        tokens, heads, dim)."""
         shape, strides = (self.batch, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim,
                                                             1)
         return TensorSpec(shape, self.dtype, strides if transposed and heads > 1 and tokens > 1
@@ -259,8 +256,7 @@ class _Step:
 
     def norms(self) -> None:
         """Add the norms of all layers and the last one; after the first, fused with the residual
-        add if possible.
-        """
+        add if possible."""
         m, count = self.model, self.model.norms * self.model.layers
         if m.norm == "layer" or m.norms != 2:
             self.norm(count + 1, m.hidden)
@@ -369,8 +365,7 @@ def _decoder(s: _Step) -> tuple[Call, ...]:
 
 def _latent_attention(s: _Step) -> None:
     """Prefill rebuilds keys and values from the latent; decoding attends to the latent itself, in
-    pages.
-    """
+    pages."""
     m, plain = s.model, s.model.head_dim - s.model.rope_dim
     if m.q_rank:
         s.linear(m.layers, m.hidden, m.q_rank)
@@ -450,8 +445,7 @@ def _groups(channels: int) -> int:
 
 def _dit(s: _Step) -> tuple[Call, ...]:
     """Image and text have weights of their own and attend to each other; then come the shared
-    layers, if any.
-    """
+    layers, if any."""
     m, width = s.model, s.model.heads * s.model.head_dim
     both = s.tokens + m.text_tokens
     for tokens in filter(None, (s.tokens, m.text_tokens)):

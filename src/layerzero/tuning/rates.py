@@ -39,8 +39,7 @@ def measure_rates(device: str, seconds: float = 1.5) -> Reading:
 
 def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
     """Return the dtypes to time: 16-bit on a GPU; on a CPU float32 and, if it supports it,
-    bfloat16.
-    """
+    bfloat16."""
     bf16 = hardware.probe(device).supports_bf16
     if device == "cpu":
         return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
@@ -49,8 +48,7 @@ def matmul_dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 def _bandwidth(watch: Watch, device: str, end: float, spreads: list[float]) -> float:
     """Measure bytes per microsecond: the better of reading memory and copying half of it to the
-    other half.
-    """
+    other half."""
     size = min(max(256 << 20, 2 * cache_bytes(device)), free_bytes(device) // 8)
     memory = torch.ones(max(size // 8, 1 << 16) * 2, dtype=torch.float32, device=device)
     source, target = memory.chunk(2)

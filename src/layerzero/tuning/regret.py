@@ -49,8 +49,7 @@ Rounds = Mapping[str, Sequence[float]]         # kernel -> microseconds, one num
 
 def ratio(rounds: Rounds, over: str, of: str, part: Sequence[int] | None = None) -> float:
     """Return how many times as long `over` takes as `of`: the median of the ratios within each
-    round of the part.
-    """
+    round of the part."""
     part = range(len(rounds[of])) if part is None else part
     return statistics.median([rounds[over][i] / rounds[of][i] for i in part])
 
@@ -95,8 +94,7 @@ def quantile(values: Sequence[float], share: float,
 @dataclass(frozen=True)
 class Replayed:
     """One call: the chosen kernel, what torch would run, and the rounds of all that could have
-    served.
-    """
+    served."""
 
     call: Call
     label: str
@@ -283,8 +281,7 @@ def replay_one(call: Call, seconds: float, device: str, seed: int, watch: Watch,
 
 def _run(race: Race, seconds: float, never_dropped: set[str]) -> dict[str, float]:
     """Run rounds for about `seconds`; return the medians of those that were dropped after the first
-    few.
-    """
+    few."""
     end = time.perf_counter() + seconds
     race.run(FIRST_ROUNDS)
     medians = {name: statistics.median(race.rounds[name]) for name in race.running}

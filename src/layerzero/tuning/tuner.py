@@ -195,8 +195,7 @@ def _job(call: Call, device: str) -> Job:
 
 def resolve(op: Op, arguments: Mapping[str, Any]) -> tuple[Dispatcher, tuple[Any, ...]]:
     """Return the dispatcher of the call and its arguments in order; an unusual call is made
-    canonical first.
-    """
+    canonical first."""
     values = dict(arguments)
     while op.canonical is not None and (redirect := op.canonical(values)) is not None:
         op = worlds.current().catalog.ops[redirect.op]
@@ -281,8 +280,7 @@ class Tuner:
 
     def _inputs(self, job: Job) -> tuple[Dispatcher, tuple[Any, ...]]:
         """Make the inputs once for all modes of a call: making large ones takes longer than timing
-        it.
-        """
+        it."""
         call, dispatcher, values = self._last_inputs
         if call is not job.call or dispatcher is None:
             self._last_inputs = None, None, ()         # free their memory before allocating more

@@ -74,8 +74,7 @@ def cases_of(op: Op, dtype: str = "float32") -> tuple[Call, ...]:
 
 def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
     """Merge the calls of each kind: the first stands for all, the counts add up, the names are
-    joined.
-    """
+    joined."""
     by_kind: dict[Any, Call] = {}
     for call in calls:
         key = kind_key(call)
@@ -88,8 +87,7 @@ def merge(calls: Iterable[Call]) -> tuple[Call, ...]:
 
 def kind_key(call: Call) -> tuple[Any, ...]:
     """Return a key that two calls share if measurements cannot tell them apart and their strides
-    are alike.
-    """
+    are alike."""
     op = dispatcher_of(call.op).op
     facts = _facts(op, call)
     strided = tuple(n for n, v in call.arguments.items() if isinstance(v, TensorSpec)

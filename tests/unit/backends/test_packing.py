@@ -116,8 +116,7 @@ def test_new_memory_behind_a_parameter(cache):
 
 def test_an_address_that_was_given_up_and_taken_by_another(cache):
     """A storage that is resized leaves its address; another tensor of like shape and version may
-    get it.
-    """
+    get it."""
     pack, first = Counting(), torch.randn(64, 64)
     address = first.data_ptr()
     cache.get("a", pack, first)

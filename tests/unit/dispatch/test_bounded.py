@@ -50,8 +50,7 @@ def small(monkeypatch):
 
 def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
     """How many objects there are after each round of ever new numbers; the first rounds fill the
-    tables.
-    """
+    tables."""
     numbers = iter(range(10**9))
     found = []
     for _ in range(rounds):
@@ -185,8 +184,7 @@ def test_events_of_many_kinds_are_bounded():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_fork_in_the_middle_of_all_that(small):
     """Threads call with ever new policies, register, fail and configure; children are forked
-    meanwhile.
-    """
+    meanwhile."""
     x, end, trouble = rows(), threading.Event(), []
     register(Fake("fake.flaky", fault=RuntimeError("boom")), Fake("fake.good", prior=1e5))
     lz.configure(breaker_cooldown=0.01, breaker_threshold=2)

@@ -410,8 +410,7 @@ def test_the_ledger_counts_also_what_is_hit_after_it_was_dropped():
 
 def test_a_count_that_is_read_while_its_entry_is_collected_is_not_lost():
     """The garbage collector clears the references to a cycle first and ends its members then:
-    another thread may ask in between, as this finalizer does.
-    """
+    another thread may ask in between, as this finalizer does."""
     ledger, seen = Ledger(), []
 
     class Asks:

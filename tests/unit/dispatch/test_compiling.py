@@ -38,8 +38,7 @@ IDS = itertools.count()
 
 class Slow(Fake):
     """A kernel that compiles on first use of each size, on the thread that calls it, for as long as
-    the test wants.
-    """
+    the test wants."""
 
     def __init__(self, **more):
         super().__init__(f"slow.k{next(IDS)}", jit=True, **more)

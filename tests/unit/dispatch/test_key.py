@@ -151,8 +151,7 @@ def test_any_number_of_thresholds(world, rng, limits):
 
 def test_the_generated_reader_says_what_the_careful_one_says(op):
     """The facts of an ordinary call come from generated code; they must be those of facts.read,
-    mistakes included.
-    """
+    mistakes included."""
     found, rng = dispatcher_of(op), random.Random(8)
     found.ensure_world()
     ordinary = 0

@@ -252,8 +252,7 @@ def test_a_trace_records_sizes_as_before(locked):
 
 def test_the_gil_is_free_while_an_operator_runs(locked):
     """The other thread counts, and publishes new worlds: the entry that runs is dropped from the
-    table meanwhile.
-    """
+    table meanwhile."""
     x, weight = torch.randn(700, 1500), torch.randn(1500, 1500)
     found = locked("linear", x, weight)
     want, got = F.linear(x, weight), []

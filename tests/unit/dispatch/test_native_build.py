@@ -235,8 +235,7 @@ def test_a_library_of_another_source_is_not_looked_at(tmp_path, monkeypatch):
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_real_build(tmp_path):
     """Compiles for the installed torch (some 20 seconds), then a new process uses it. With less
-    optimization: `make build` and the tests of the native path are of the real options.
-    """
+    optimization: `make build` and the tests of the native path are of the real options."""
     cxx = script(tmp_path / "cxx", f"""
 for a in "$@"; do
   shift

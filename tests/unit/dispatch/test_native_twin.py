@@ -36,8 +36,7 @@ def keys_of(found, call):
 
 def shuffled(rng, found, call):
     """The same call with its arguments given otherwise: by position, by name, at their defaults, in
-    another order.
-    """
+    another order."""
     values = found.order_arguments(*call)
     params = found.op.params
     positional = rng.randrange(1 + sum(not p.keyword_only for p in params))

@@ -154,8 +154,7 @@ def missing(need: str) -> bool:
 
 def examples(page: Path, language: str) -> list[tuple[int, str]]:
     """The line at which each block of code begins, and its text; without those for what is not
-    here.
-    """
+    here."""
     text = page.read_text("utf-8")
     found = re.finditer(rf"^(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)^```", text,
                         re.MULTILINE | re.DOTALL)
@@ -198,8 +197,7 @@ def test_the_examples_of_a_page_run(page, world, monkeypatch, tmp_path, capsys):
 ])
 def test_a_plugin_made_as_the_page_says_is_found(page, check, tmp_path):
     """The file of the page in a package, entry points as an installer writes them, a process that
-    imports only lz.
-    """
+    imports only lz."""
     (_, source), *_ = examples(DOCS / f"{page}.md", "python")
     (_, toml), *_ = examples(DOCS / f"{page}.md", "toml")
     module = tmp_path / source.splitlines()[0].removeprefix("# ")

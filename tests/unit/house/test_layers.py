@@ -90,8 +90,7 @@ def test_imports_point_down(path):
 
 def imported_modules(path: Path) -> Iterator[str]:
     """Modules of ours that a file imports anywhere but for its types, by their names below the
-    package.
-    """
+    package."""
     class Visitor(ast.NodeVisitor):
         found: tuple[ast.ImportFrom, ...] = ()
 

@@ -163,8 +163,7 @@ follow_imports = skip
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> Path:
     """A folder with good.py, bad.py (a mistake in each line from the fourth on), the pages and the
-    examples.
-    """
+    examples."""
     folder = tmp_path_factory.mktemp("checked")
     (folder / "good.py").write_text(GOOD)
     (folder / "bad.py").write_text(

@@ -24,8 +24,7 @@ _serial = itertools.count()
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """Write an importable package, with metadata if a version is given; returns its name, never
-    used before.
-    """
+    used before."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))        # for processes of their own
     made: list[str] = []

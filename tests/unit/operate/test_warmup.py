@@ -44,8 +44,7 @@ def norm(n: int = 40, hidden: int = 16, **more) -> Call:
 
 class Compiler(Fake):
     """A kernel that compiles on first use, as we see it: it notes which sizes and threads it was
-    called for.
-    """
+    called for."""
 
     def __init__(self, id: str = "fake.jit", **declared) -> None:
         # while it is closed, the first call of each size is not done

@@ -61,8 +61,7 @@ def test_attention_with_the_bias_is_attention_with_the_slopes():
 
 def test_after_a_causal_softmax_it_is_blooms():
     """Bloom's bias is slope * key position: each row differs from ours by a constant, which a
-    softmax does not see.
-    """
+    softmax does not see."""
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     scores = torch.randn(6, 9, 9, generator=torch.Generator().manual_seed(0))
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)

@@ -24,8 +24,7 @@ SETTINGS = [{"reduction": r, "label_smoothing": s, "ignore_index": i}
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Three rows of eleven classes at a time, so that small inputs take several turns and the last
-    is not full.
-    """
+    is not full."""
     monkeypatch.setattr(torch_loss, "CPU_CHUNK_BYTES", 3 * 11 * 4)
     monkeypatch.setattr(torch_loss, "CHUNK_BYTES", 3 * 11 * 4)
 
@@ -216,8 +215,7 @@ def test_rows_of_any_shape():
 
 class _Made(TorchDispatchMode):
     """The number of elements of each tensor that an operation makes, views of what there is not
-    counted.
-    """
+    counted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -90,8 +90,7 @@ def good_call(op: Op) -> dict[str, object]:
 
 def attempt(function, given: dict[str, object]) -> BaseException | None:
     """The error of a call, which must be one of ours, or what a hostile subclass itself raised
-    while it was read.
-    """
+    while it was read."""
     try:
         function(**given)
     except (LayerZeroError, ArithmeticError, LookupError) as error:
@@ -286,8 +285,7 @@ HOSTILE = {
 @pytest.mark.parametrize("op", list(worlds.current().catalog.ops.values()), ids=lambda op: op.name)
 def test_objects_that_raise_when_they_are_asked(op, path):
     """Also of the operations that read objects; and often: what is remembered of one must not hurt
-    the next.
-    """
+    the next."""
     function = path_of(op, path) if op.tensors else dispatcher_of(op.name).public
     given = good_call(op)
     function(**given)

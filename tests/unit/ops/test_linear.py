@@ -38,8 +38,7 @@ def test_is_torchs_linear_layer(activation, dtype):
 @pytest.mark.skipif(not INTEL, reason="torch.linear_prepacked needs AVX-512")
 def test_who_may_serve_which_layer():
     """Torch's own is the default; what goes before it was measured, or does less work on this
-    processor.
-    """
+    processor."""
     def others(rows, dtype, **kwargs):
         x, weight = torch.empty(rows, 576, dtype=dtype), torch.empty(1536, 576, dtype=dtype)
         plan = lz.explain("linear", x, weight.requires_grad_(kwargs.get("grad", False)))

@@ -127,8 +127,7 @@ def test_a_wrong_argument_is_named(change, code, name):
 @pytest.mark.skipif(not INTEL, reason="torch.mlp_prepacked needs AVX-512")
 def test_who_may_serve_which_layer():
     """Torch's own is the default; what goes before it was measured, or does less work on this
-    processor.
-    """
+    processor."""
     for rows, dtype in ((1, torch.float32), (32, torch.float32), (512, torch.float32),
                         (1, torch.bfloat16)):
         plan = lz.explain("mlp", torch.empty(rows, 576, dtype=dtype),

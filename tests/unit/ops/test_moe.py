@@ -186,8 +186,7 @@ def test_a_mixture_says_which_argument_is_wrong(change, name):
 
 def test_fp8_block_scales_by_way_of_dequantize():
     """DeepSeek's layer: fp8 activations by 1 x 128, weights by 128 x 128, up before gate, half of
-    the experts here.
-    """
+    the experts here."""
     gen = torch.Generator().manual_seed(6)
     tokens, hidden, inner, all_experts, offset, here = 7, 256, 128, 8, 4, 4
     x = torch.randn(tokens, hidden, generator=gen)

@@ -216,8 +216,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[Any]) -> None:
     """Also where the same kind of call was served before, so that nothing is looked up again; no
-    kernel is blamed.
-    """
+    kernel is blamed."""
     change, code, word = BAD[name]
     run = path_of(PAGED, path)
     given = values(lengths_q=(3, 1, 4), hq=10)
@@ -466,8 +465,7 @@ def test_mla_gradients() -> None:
 @pytest.mark.parametrize("lengths_q", [(), (12, 1, 70)], ids=["decode", "mixed"])
 def test_absorbed_mla_is_attention_with_the_projections_undone(lengths_q: tuple[int, ...]) -> None:
     """Keys W_k ckv and values W_v ckv per head: folding W_k into the query and W_v into the output
-    changes nothing.
-    """
+    changes nothing."""
     heads, dim, ckv, kpe = 3, 10, 24, 8
     context = (30, 5, 70)
     given = values(MLA, context=context, lengths_q=lengths_q, heads=heads, ckv=ckv, kpe=kpe,

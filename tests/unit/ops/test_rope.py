@@ -53,8 +53,7 @@ def test_interleaved_is_what_gptj_does():
 
 def test_packed_tokens_with_a_partial_table_in_bfloat16():
     """The published workload rope_with_cos_sin_cache_neox_style_d128_rd64, answered by its own
-    formula.
-    """
+    formula."""
     q, k = rand(37, 6, 128, dtype=torch.bfloat16), rand(37, 2, 128, seed=1, dtype=torch.bfloat16)
     cos_sin_cache = torch.cat(rope_tables(128, 512, rotary_dim=64), -1)
     positions = torch.randint(0, 512, (37,), generator=torch.Generator().manual_seed(3))

@@ -32,8 +32,7 @@ ROW = (2.0, 1.0, 1.0, 0.5, 0.0, -1.0, -2.0, -30.0)
 
 def chi_square_fits(counts: Tensor, probs: list[float]) -> bool:
     """Whether counts may come from probs, at one in a million; what has no probability must have no
-    count.
-    """
+    count."""
     counts = counts.double()
     expected = torch.tensor(probs, dtype=torch.float64) * counts.sum()
     if bool((counts[expected == 0] > 0).any()):
@@ -313,8 +312,7 @@ def test_a_seed_gives_the_same_tokens_in_any_split_of_the_batch(given: dict[str,
 
 def test_no_row_draws_at_one_step_what_another_draws_at_a_later_one() -> None:
     """Rows and steps are told apart: with `offset` as the step, every number of a generation is a
-    new one.
-    """
+    new one."""
     rows, steps = 8, 40
     drawn = torch.cat([random_numbers(rows, 2, torch.device("cpu"), None, 5, None, step,
                                       None).flatten()

@@ -41,8 +41,7 @@ def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
 def drafted_chain(length: int, runs: int = RUNS, draft: Tensor = DRAFT,
                   seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Draft tokens, the draft's distributions and the target's, each row on its own path from
-    START.
-    """
+    START."""
     generator = torch.Generator().manual_seed(seed)
     at, tokens, qs, ps = torch.full((runs,), START), [], [], []
     for _ in range(length):
@@ -56,8 +55,7 @@ def drafted_chain(length: int, runs: int = RUNS, draft: Tensor = DRAFT,
 
 def follows_the_target(sequences: Tensor, lengths: Tensor) -> bool:
     """Each token, given the one before it, has the target's distribution; wherever a sequence goes
-    that far.
-    """
+    that far."""
     before = torch.full((len(sequences),), START)
     for i in range(sequences.shape[1]):
         for a in range(VOCAB):
@@ -233,8 +231,7 @@ def test_a_tree_comes_out_as_the_target_speaks(shape: str, how: str) -> None:
 
 def test_the_wrong_rule_for_siblings_would_show() -> None:
     """Children drawn without replacement, verified as if drawn independently: the check must see
-    it.
-    """
+    it."""
     parents = SHAPES["fan"]
     tokens, q, p = drafted_tree(parents, without_replacement=True)
     found = speculative.verify_tree(tokens, torch.tensor(parents), q, p, seed=6,

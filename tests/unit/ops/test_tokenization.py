@@ -658,8 +658,7 @@ def test_a_tokenizer_that_draws_is_not_cached() -> None:
 
 def test_without_the_libraries(tmp_path: Any) -> None:
     """A process in which they cannot be imported: the formula serves what it covers, else their
-    absence is named.
-    """
+    absence is named."""
     hugging("byte_level").save(str(tmp_path / "tokenizer.json"))
     hugging("word_piece").save(str(tmp_path / "bert.json"))
     (tmp_path / "spiece.model").write_bytes(model_proto("bpe"))

@@ -203,8 +203,7 @@ def _killed_at(steps: Iterator[int], last: int, _statement: str = "") -> int:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(folder, monkeypatch):
     """At every statement and between their steps: whose the file is must be clear from its first
-    byte.
-    """
+    byte."""
     path, connect = folder / "perf.sqlite", SqliteStore._connect
     kinds, alive = set(), 0
     moments = [("trace", n) for n in range(1, 30)] + [("progress", n) for n in range(1, 900, 40)]

@@ -216,8 +216,7 @@ def test_a_call_outside_is_selected_at_run_time_and_recorded(table, happened, pa
 
 def test_the_key_tells_the_ends_of_a_range_apart(table, happened, path):
     """A range that ends inside a bucket: the remembered choice of one side is not given to the
-    other.
-    """
+    other."""
     cut = tuple(replace(r, sizes=tuple((n, s._replace(high=110) if n == "rows" else s)
                                        for n, s in r.sizes))
                 for r in table.rows)
@@ -397,8 +396,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(table, spoil, told):
 @settings(max_examples=150, deadline=None)
 def test_a_file_with_anything_missing_or_extra_is_a_data_error(data):
     """Whatever is taken away from a file or put into it: one error that names the place, or the
-    same table.
-    """
+    same table."""
     whole = small().to_json()
     at = whole
     while True:
@@ -463,8 +461,7 @@ def test_the_lowered_form_stands_alone(table, tmp_path):
 @pytest.mark.filterwarnings("ignore::layerzero.errors.CausalAlignmentWarning")
 def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     """Thousands of random shapes: the lowered form says what the table says, and that is a kernel
-    whose rules hold.
-    """
+    whose rules hold."""
     if op == "synthetic":
         random_calls.register_synthetic()
     make, rng = MAKERS[op], random.Random(7)
@@ -528,8 +525,7 @@ def described(op: str, args: tuple, kwargs: dict) -> Call | None:
 @pytest.mark.parametrize("op", ["attention", "rms_norm", "varlen_attention"])
 def test_a_table_says_what_the_engine_chooses(op, world):
     """Calls that share no key: each is a row's own, and its row has the kernels of its plan in
-    their order.
-    """
+    their order."""
     rng, world = random.Random(3), worlds.current()
     calls = [c for c in (described(op, *MAKERS[op](rng)) for _ in range(80)) if c is not None]
     decided = 0

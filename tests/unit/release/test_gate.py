@@ -54,8 +54,7 @@ def findings(op: Op = rms_norm, **declared: Any) -> list[str]:
 
 def test_the_declarations_of_the_library_pass() -> None:
     """All operations and a ninth of the kernels: tests/contract asks each for its rules, and so
-    does the nightly gate.
-    """
+    does the nightly gate."""
     found = worlds.current().catalog
     every = list(static_checks(found if FULL else Catalog(found.ops, found.kernels[::9])))
     assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules",

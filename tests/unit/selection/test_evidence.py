@@ -144,8 +144,7 @@ def test_a_neighbour_must_be_ahead_by_more_than_it_may_be_wrong(gain, kernel):
 
 def test_what_is_known_only_where_it_is_fast_does_not_look_fast_everywhere():
     """At the farther neighbour it is as fast as torch's own; nobody kept how slow it was at the
-    nearer one.
-    """
+    nearer one."""
     near, far = facts(seq_k=1024), facts(seq_k=8192)
     perf = times(near, torch_own=10.0).including(times(far, torch_own=400.0, lib_praised=100.0))
     assert plan_of([PRAISED, OWN], facts(seq_k=1536), perf=perf).kernel == "torch.own"

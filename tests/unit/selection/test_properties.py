@@ -46,8 +46,7 @@ said = st.fixed_dictionaries({}, optional={
        leaves_by=st.integers(0, 2))
 def test_a_context_holds_inside_and_what_was_before_holds_again(world, blocks, leaves_by):
     """However blocks are nested, and however they are left: at their end, by an error, or by
-    several at once.
-    """
+    several at once."""
     before = context.current.get()
     expected: dict[str, Any] = {}
 
@@ -186,8 +185,7 @@ def test_a_rule_from_json_decides_alike(test, limit, got):
        fact=st.sampled_from(["batch", "rows"]))
 def test_calls_that_get_different_answers_have_different_keys(world, op, rng, limit, fact):
     """Under any policy: the key holds whatever the decision read, also what only the policy asked
-    for.
-    """
+    for."""
     if fact not in lz.op(op).fact_names:
         fact = "head_dim" if op == "attention" else "hidden"
     with lz.prefer("reference", op=op, when={fact: f"<= {limit}"}):

@@ -194,8 +194,7 @@ def test_exploring_costs_a_share_of_the_time_and_an_allowance():
 @pytest.mark.parametrize("slow", [1.5, 2.5, 9.0])
 def test_the_budget_holds_over_a_stream_of_many_kinds(slow):
     """Ten kinds, each with a slower candidate: what exploring costs stays within its share, and all
-    are settled.
-    """
+    are settled."""
     budget = Budget(share=0.015, allowance_us=500.0)
     kinds = [trial_of("a", a=10.0 * slow) for _ in range(10)]
     chance = random.Random(0)

@@ -57,8 +57,7 @@ def store(root) -> SealedFolder:
 @pytest.fixture
 def library(root, monkeypatch) -> Iterator[Path]:
     """A real compiled module, sealed where the fast path would be; loading it leaves a trace in
-    sys.modules only.
-    """
+    sys.modules only."""
     kept = SealedFolder.of(native.library_path())
     kept[0].write(_some_module().read_bytes(), *kept[1])
     native.module.cache_clear()
@@ -317,8 +316,7 @@ def test_links_in_the_places_of_files_are_replaced_and_never_written_through(sto
 
 def test_temporary_names_of_certificates_cannot_be_planted(root, tmp_path, world):
     """The name of a draft was made of the process's number: a link there led to any file of the
-    user.
-    """
+    user."""
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     kernel, home = torch_rms_norm(), certificates.folder(HERE)
@@ -390,8 +388,7 @@ def test_readers_see_the_old_or_the_new_file_while_others_replace_it(store):
 
 def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch):
     """The path is given another file between check and load: the checked one is loaded all the
-    same.
-    """
+    same."""
     store, parts = SealedFolder.of(library)
     opened = SealedFolder.open
 

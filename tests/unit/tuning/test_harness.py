@@ -40,8 +40,7 @@ class Clock:
 
 class Scripted:
     """A watch that runs the way once and gives the next number of its script; the last one for
-    ever.
-    """
+    ever."""
 
     def __init__(self, **scripts) -> None:
         self.scripts, self.ran, self.max_calls = {k: list(v) for k, v in scripts.items()}, [], 1000

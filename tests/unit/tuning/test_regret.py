@@ -57,8 +57,7 @@ def test_a_slow_machine_falls_on_all_and_does_not_count():
 
 def test_being_the_luckiest_of_many_equals_is_no_merit():
     """The fastest median of twenty equal kernels looks several percent faster than the chosen one;
-    it is not.
-    """
+    it is not."""
     honest, naive = [], []
     for trial in range(30):
         rounds = {f"k{i}": noisy(10.0, 100 * trial + i) for i in range(20)}

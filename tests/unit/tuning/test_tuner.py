@@ -52,8 +52,7 @@ def attention(*shape: int, **more) -> Call:
 
 class Script:
     """A watch that gives scripted microseconds for the kernel that ran last; the last number for
-    ever.
-    """
+    ever."""
 
     max_calls, margin, seconds = 4, MARGIN, 5e-4
 
@@ -73,8 +72,7 @@ class Script:
 @pytest.fixture
 def script(world, monkeypatch):
     """Only fakes serve, by scripted times; the device's rates are known and nothing is kept on
-    disk.
-    """
+    disk."""
     lz.configure(perfdb="off")
     place = worlds.current().place("cpu")
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")

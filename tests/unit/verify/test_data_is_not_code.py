@@ -68,8 +68,7 @@ def test_a_text_becomes_a_docstring_and_nothing_else(text, tmp_path):
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_descriptions_names_and_types_are_written_as_literals(text, tmp_path):
     """The code that is written has the same form as that for a harmless definition; only texts in
-    it differ.
-    """
+    it differ."""
     text = text.format(proof=str(tmp_path / "proof"))
     named = text.replace("/", "").replace("\\", "").replace("\0", "") or "x"
     hostile = plain_definition(description=text, name=named, op_type=named)
@@ -81,8 +80,7 @@ def test_descriptions_names_and_types_are_written_as_literals(text, tmp_path):
 
 def _form(tree: ast.AST) -> list[str]:
     """The tree without its texts and without the title of its class, which is made of letters and
-    digits alone.
-    """
+    digits alone."""
     form = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

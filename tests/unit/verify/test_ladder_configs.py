@@ -26,8 +26,7 @@ RELU = "hidden=40,heads=5,kv_heads=1,head_dim=24,window=5,rope_style=interleaved
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_gradient_with_jumps_is_no_fault(seed: int) -> None:
     """Rounding puts a few gates on the other side of zero: which ones is luck, in plain torch as
-    well.
-    """
+    well."""
     for rung in climb(2, configs=[parse_config(RELU)], dtypes=["bfloat16"], seed=seed):
         assert rung.passed, rung.worst
 

@@ -333,8 +333,7 @@ def test_a_lower_limit_in_the_file_changes_the_choice_without_a_change_of_code(t
 @pytest.mark.usefixtures("world")
 def test_no_remembered_choice_survives_a_new_descriptor():
     """The descriptor is part of the world a choice was made in, so its hash need not be part of the
-    key.
-    """
+    key."""
     served = []
 
     def traced_load() -> Any:

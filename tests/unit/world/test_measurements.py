@@ -248,8 +248,7 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
 
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
     """Else a process that loaded one module more would find neither its measurements nor its
-    proofs.
-    """
+    proofs."""
     told = python("""
         import importlib, json, pkgutil
         import layerzero as lz

@@ -29,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("frozen_heap", "world")
 
 def traces(fake: Fake) -> dict[str, weakref.ref]:
     """Weak references to the kernel, to the function that was loaded for it, and to what both hold
-    on to.
-    """
+    on to."""
     return {"kernel": weakref.ref(fake.kernel), "run": weakref.ref(incidents.loaded(fake.kernel)),
             "fake": weakref.ref(fake)}
 

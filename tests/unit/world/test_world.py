@@ -107,8 +107,7 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
 
 def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
     """An op that was never used takes over the world in force; one that is published just then
-    comes after it.
-    """
+    comes after it."""
     found = dispatcher_of("layer_norm")
     install, publisher = found.install, threading.Thread(target=lz.clear_cache)
 

@@ -13,8 +13,7 @@ from .workload import record_calls
 
 def init(folder: Path, command: Sequence[str], calls: Path | None, as_json: bool) -> int:
     """Write the files; returns 1 if the command fails or makes no lz call, and then writes the
-    others.
-    """
+    others."""
     code, workload = 0, tuple[Call, ...]()
     if command:
         code, workload = record_calls(command)

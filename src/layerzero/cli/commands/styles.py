@@ -25,8 +25,7 @@ OPS = ("rms_norm", "attention", "add_rms_norm")        # what the styles do diff
 @dataclass
 class Style:
     """The `do` of a Decoder: runs its own version of three operations, and plain torch for the
-    others.
-    """
+    others."""
 
     own: Mapping[str, Callable[..., Any]]
     kernel: str = ""

@@ -66,8 +66,7 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
 
 def match_kernels(backend: str = "", kernel: str = "", op: str = "") -> list[Kernel]:
     """Return kernels by library, id (with * and ?) and operation; a pattern that matches none is an
-    error.
-    """
+    error."""
     catalog = worlds.current().catalog
     if op and not any(fnmatchcase(name, op) for name in catalog.ops):
         raise ConfigError(f"OP: there is no {op!r}{suggest(op, catalog.ops)}")

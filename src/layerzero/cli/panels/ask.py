@@ -30,8 +30,7 @@ def explain(op: o.OpName, words: o.OneCall = None, dtype: o.Dtype = "bfloat16",
                 "--code", help="print the generated call path of the op")] = False,
             as_json: o.Json = False) -> None:
     """The whole decision for a call: every kernel, accepted or rejected, every reason. Runs
-    nothing.
-    """
+    nothing."""
     if not words and not code:
         raise ConfigError(f"lz explain wants a call, such as {CALL}; or --code for the generated "
                           "call path of the op")

@@ -32,8 +32,7 @@ def demo(seconds: Annotated[float, typer.Option(
              min=0.0, help="the time for all of it; what does not fit is left out")] = 45.0,
          device: o.DeviceKind = None, as_json: o.Json = False) -> None:
     """A decoder block through lz and through plain torch: who serves, why, is it equal, what is
-    gained.
-    """
+    gained."""
     from ..commands.demo import demo as run
     raise typer.Exit(run(device, seconds, as_json))
 
@@ -173,8 +172,7 @@ def prune(kernel: KernelPattern = "*",
               "--dry-run", help="say what would go, and remove nothing")] = False,
           as_json: o.Json = False) -> None:
     """Remove what does not count any more: other builds, drivers or toolkits of this machine, what
-    expired.
-    """
+    expired."""
     from ..commands import perf as commands
     raise typer.Exit(commands.prune(kernel, older_than, everything, dry_run, as_json))
 

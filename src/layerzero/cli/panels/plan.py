@@ -20,8 +20,7 @@ def dry_run(
     batch: o.Batch = 1, prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
     """Which kernel would serve each call, without running any. Exit code 1 if nothing can serve
-    one.
-    """
+    one."""
     source = o.Source(op, words or (), calls, model, program, None, dtype, batch, prompt,
                       context).check(
         "lz dry-run", "--program")

@@ -65,8 +65,7 @@ def bundle(
     device: o.DeviceKind = None, as_json: o.Json = False,
 ) -> None:
     """Write capabilities, table, measurements, lockfile, environment, events and readiness,
-    redacted, to one file.
-    """
+    redacted, to one file."""
     o.check_file("--calls", calls, "lz record -- python app.py writes one")
     from ..commands.bundle import bundle as run
     raise typer.Exit(run(out, table, lock, calls, log, force, device, as_json))

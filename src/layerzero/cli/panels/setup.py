@@ -110,8 +110,7 @@ def explain(name: Name, folder: Folders = None, allow: Allow = None, lock: HubLo
             cache: Cache = None,
             portable: Portable = False, signed: Signed = False, as_json: o.Json = False) -> None:
     """Every check and every build with its verdict. Runs nothing of it. Exit code 1 if it would be
-    refused.
-    """
+    refused."""
     _check_folders(folder)
     from ..commands import hub as commands
     raise typer.Exit(commands.explain(name, folder, allow, lock, cache, portable, signed, as_json))
@@ -132,8 +131,7 @@ def lock(names: Names, out: Annotated[Path, typer.Option(
     help="the file to write")] = Path("hub.lock"),
          folder: Folders = None, cache: Cache = None, as_json: o.Json = False) -> None:
     """Pin what is here now: the commit, and the hash of every file of every build. To name it is to
-    allow it.
-    """
+    allow it."""
     _check_folders(folder)
     o.check_out("--out", out)
     from ..commands import hub as commands

@@ -158,8 +158,7 @@ def _lock_name(kernel: Kernel, kind: str) -> str:
 
 def was_compiled(kernel: Kernel, facts: Mapping[str, Any]) -> bool:
     """Has a process of this machine compiled the kernel for such calls, and are there caches that
-    may hold it?
-    """
+    may hold it?"""
     if not lock_path(_lock_name(kernel, kind_to_compile(kernel.op, facts))).exists():
         return False
     ours = config.cache_dir()
@@ -248,8 +247,7 @@ def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Overr
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
     """Is the evidence worth seconds of CPU? A guess is not, nor is less work by construction
-    through Inductor.
-    """
+    through Inductor."""
     return step.score.source in (MEASURED, INTERPOLATED, SHIPPED, POLICY) or (
         step.score.source == LESS_WORK and bool(kernel.package))
 
@@ -364,8 +362,7 @@ def status() -> CompileStatus:
 
 def wait(timeout: float | None = None) -> bool:
     """Wait until nothing is compiled in the background; return False if that took longer than
-    `timeout`.
-    """
+    `timeout`."""
     end = None if timeout is None else time.monotonic() + timeout
     while (thread := _thread) is not None and thread.is_alive():
         thread.join(None if end is None else max(end - time.monotonic(), 0))
@@ -378,8 +375,7 @@ def wait(timeout: float | None = None) -> bool:
 
 def _close() -> None:
     """The process ends: start nothing new, and give the current compile, which cannot be stopped,
-    some time.
-    """
+    some time."""
     global _closing
     with _queue_lock:
         _closing = True

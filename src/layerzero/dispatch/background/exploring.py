@@ -240,8 +240,7 @@ class LearnedKind:
 
             def kernel_us(us: float, score: Any = score, behind: float = behind) -> float:
                 """The time of the kernel alone: transforms of inputs are counted apart, and
-                estimated.
-                """
+                estimated."""
                 total = us * behind * score.boost
                 return max(total - score.transform_us, 0.05 * total)
 
@@ -380,8 +379,7 @@ class Exploring:
                  fault: BaseException,
                  ticket: Ticket | None) -> Any:
         """Drop the kernel for this kind; whose fault it was and who serves is decided as for any
-        other call.
-        """
+        other call."""
         to_drop = "" if isinstance(fault, faults.PASSED_ON) else kernel
         self.kind.failed.append((ticket, to_drop, f"it failed: {type(fault).__name__}"))
         if (not candidates[kernel].named or kernel == self.base

@@ -66,8 +66,7 @@ _learned = _unclear = 0
 def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[..., Any],
             override: Override | None) -> Callable[..., Any]:
     """Return what the entry of this plan runs: `run`, or an Exploring if its kind of call is to be
-    learned.
-    """
+    learned."""
     if not _is_learnable(dispatcher.op, world, plan, override):
         return run
     key = _key(dispatcher.op, world, plan)
@@ -320,8 +319,7 @@ class Worker:
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until nothing is left to load or to write; return False if that took longer than
-        `seconds`.
-        """
+        `seconds`."""
         end = time.monotonic() + seconds
         with self._wake:
             while self._at_work() and time.monotonic() < end:
@@ -348,8 +346,7 @@ flush = _worker.flush
 
 def publish(kinds: list[LearnedKind]) -> None:
     """Write the results of these kinds and publish one new world, in which their entries no longer
-    explore.
-    """
+    explore."""
     global _learned, _unclear
     world, rows = worlds.current(), []
     for kind in kinds:

@@ -37,8 +37,7 @@ class Caller(Protocol):
 def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[Any, ...],
                    kind: str) -> Iterator[tuple[Any, ...]]:
     """Yield the call at the smallest and at the largest sizes of its kind, where its tensors can be
-    resized.
-    """
+    resized."""
     op, named = dispatcher.op, dict(zip(dispatcher.names, values))
     patterns = op.patterns[facts[op.variant] if op.variant else ""]
     axes = {name: _axes(op, patterns[name], t) for name, t in named.items()
@@ -65,8 +64,7 @@ def at_bucket_ends(dispatcher: Caller, facts: Mapping[str, Any], values: tuple[A
 
 def _axes(op: Op, tokens: tuple[str, ...], t: Tensor) -> dict[int, str]:
     """Return axis -> the name of its size, for the axes whose size differs between calls of the
-    kind.
-    """
+    kind."""
     if tokens and tokens[0].startswith("*") and t.dim() != len(tokens):
         tokens = ("", *tokens[1:])             # several dimensions under one name
     offset = t.dim() - len(tokens)

@@ -248,8 +248,7 @@ def make_dispatcher(op: Op, miss: Callable[..., Any],
 
 def _weak_callback(op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method without keeping its owner alive: the garbage collector does not see into native
-    code.
-    """
+    code."""
     name, reference = op.name, weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -319,8 +318,7 @@ def encode(program: KeyProgram) -> tuple[Any, ...]:
 
 def _limits(op: Op, p: Param) -> tuple[float, float]:
     """Return the range of an int or float parameter; seeds beyond 64 signed bits are left to
-    Python.
-    """
+    Python."""
     low, high = op.limits.get(p.name, (0, 0))
     return (low, min(high, INT64[1])) if p.kind == "int" else (low, high)
 

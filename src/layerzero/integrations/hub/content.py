@@ -118,8 +118,7 @@ def copy_home(folder: Path, content: Content) -> Path:
 
 def private_copy(folder: Path, root: Path, content: Content) -> Path:
     """Copy the files to where only this user writes, so that the checked files are the imported
-    ones.
-    """
+    ones."""
     home = copy_home(folder, content)
     copy = home / folder.name
     if _is_intact(copy, content):
@@ -189,8 +188,7 @@ def _drop_bytecode(folder: Path) -> None:
 
 def unpack(archive: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
     """Unpack a repository from .zip or .tar(.gz), all of it or, if a member leads out of `into`,
-    nothing.
-    """
+    nothing."""
     source, target = Path(archive), Path(into)
     if target.exists() and any(target.iterdir()):
         raise HubError(

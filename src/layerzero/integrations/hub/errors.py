@@ -19,8 +19,7 @@ from ...spec.errors import DataError
 
 class HubError(DataError):
     """A kernel from a repository was refused; none of its code ran, or nothing of it was
-    registered.
-    """
+    registered."""
 
 
 class NotHere(HubError):

@@ -253,8 +253,7 @@ class Hub:
 
     def load(self, name: str, *, version: int | None = None, revision: str | None = None) -> Loaded:
         """Import a repository's build for this machine; raises the first error that explain
-        reports.
-        """
+        reports."""
         return self._load(name, sources.check_version(version, revision))
 
     def _load(self, name: str, version: str) -> Loaded:
@@ -269,8 +268,7 @@ class Hub:
 
     def _copy(self, name: str, version: str) -> tuple[HubExplanation, _CheckedBuild]:
         """Return a private copy that passed every check; checks that read files are repeated on the
-        copy.
-        """
+        copy."""
         explanation, build = self._check(name, version)
         if explanation.errors:
             raise explanation.errors[0]
@@ -283,8 +281,7 @@ class Hub:
 
     def _dependencies(self, build: _CheckedBuild, parents: tuple[str, ...]) -> dict[str, Path]:
         """Return the builds of the kernels it depends on, and of their dependencies, each checked
-        too.
-        """
+        too."""
         builds: dict[str, Path] = {}
         path = (*parents, build.place.name)
         for dependency in build.metadata.kernel_depends:

@@ -64,8 +64,7 @@ def import_build(build: Path, dependencies: dict[str, Path],
 
 def _import(build: Path, dependencies: dict[str, Path], backend: str | None) -> ModuleType:
     """Import through kernels, with its checks of the metadata; only checked dependencies are
-    resolved.
-    """
+    resolved."""
     from kernels._rust import KernelDependency, KernelVersion
     from kernels.hf_hub import _get_hf_api
     from kernels.load import get_kernel_with_resolver
@@ -178,8 +177,7 @@ def _operations() -> set[str]:
 
 def namespaces_since(before: set[str]) -> set[str]:
     """Return the namespaces with new operations, without those that torch registers as it imports
-    parts.
-    """
+    parts."""
     return {name.partition("::")[0] for name in _operations() - before if not _is_of_torch(name)}
 
 
@@ -218,8 +216,7 @@ def report(build: str, dependencies: dict[str, str], backend: str | None) -> dic
 def _trial_import(build: Path, dependencies: dict[str, Path],
                   backend: str | None) -> dict[str, Any]:
     """Import in a child process, once per torch and Python; returns the new namespaces, or the
-    error.
-    """
+    error."""
     record = build.parent / f"seen-{torch.__version__}-{sys.implementation.cache_tag}.json"
     try:
         trial = read_json(record, "what an import in a process of its own has shown")

@@ -374,8 +374,7 @@ class _Trial:
 
     def _decoding(self, decoder: Any) -> Callable[[], Any]:
         """One token, and the cache as it was again; which a cache that is longer than its window
-        could not be.
-        """
+        could not be."""
         windows = ([at.window for at in self.report._step.parts.layers if at.window]
                    if self.report._step else [])
         before = max(1, min(self.context, *(w - 2 for w in windows)) if windows else self.context)

@@ -71,8 +71,7 @@ def attention_forward(
 
 def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
-    weights, or dropout.
-    """
+    weights, or dropout."""
     parameters = eager_parameters(stock)
 
     @functools.wraps(stock)
@@ -164,8 +163,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
 def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Lets a query that sees no key take the mean of all values, as eager attention has it: every
     score is the same lowest number there. In float16 that number is too near to the scores for
-    kernels that add in float32.
-    """
+    kernels that add in float32."""
     if mask.dtype != torch.float16:
         return query, mask
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True)
@@ -174,8 +172,7 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse +
-    e^sink).
-    """
+    e^sink)."""
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
     return (out * kept.unsqueeze(-1)).to(out.dtype)
 
@@ -201,8 +198,7 @@ def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     """Arguments that change the result and are not served: an error, where ignoring them would be a
-    wrong answer.
-    """
+    wrong answer."""
     for name in ("block_indices", "cache"):
         if kwargs.get(name) is not None:
             raise ConfigError(

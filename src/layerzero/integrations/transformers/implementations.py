@@ -57,8 +57,7 @@ class Implementations:
 
     def refused(self, module: Any) -> str:
         """Returns why lz leaves the attention of this module alone, or "" where it knows what is
-        computed.
-        """
+        computed."""
         forward = asking(module)
         if forward is None:
             # it calls torch's attention by itself, or nothing that lz computes
@@ -91,8 +90,7 @@ class Implementations:
 
 def eager_name(forward: FunctionType) -> str:
     """Returns the global by which a forward finds its eager attention; "" where there is no single
-    one.
-    """
+    one."""
     names = [n for n in forward.__code__.co_names if "eager" in n
              and callable(forward.__globals__.get(n))]
     return names[0] if len(names) == 1 else ""

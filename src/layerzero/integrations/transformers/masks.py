@@ -23,8 +23,7 @@ _VALUES = "_layerzero_values"
 
 class Pattern(NamedTuple):
     """What a mask says: keys [first, last) are seen, the last query on the last of them; windows as
-    lz.attention's.
-    """
+    lz.attention's."""
 
     first: int
     last: int
@@ -53,8 +52,7 @@ def attention_mask(**given: Any) -> Tensor | None:
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
     """The pattern of a mask for so many queries and keys, if it has one and was not overwritten
-    since.
-    """
+    since."""
     found = getattr(mask, _ATTRIBUTE, None)
     if found is None or found[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
@@ -63,8 +61,7 @@ def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
 
 def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:
     """Returns the pattern that the values of an additive mask follow, if any; looked up once for
-    all layers.
-    """
+    all layers."""
     if not mask.is_floating_point() or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
         return None
     if (masking_utils.is_tracing(mask)
@@ -132,16 +129,14 @@ def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
 
 def _tracing(given: dict[str, Any]) -> bool:
     """Whether values cannot be looked at: then the mask is computed in the graph, as transformers
-    does it.
-    """
+    does it."""
     return masking_utils.is_tracing(given["attention_mask"]) or (
         isinstance(given["q_offset"], Tensor) and masking_utils.is_tracing(given["q_offset"]))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
     """What a mask function is made of: the code of it and of those it calls, and the values they
-    hold.
-    """
+    hold."""
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)

@@ -13,8 +13,7 @@ OWNED = "_layerzero_config"
 def is_uncapped(module: nn.Module) -> bool:
     """Does it ask for a softcap that its own attention leaves out? transformers' sdpa knows none,
     and some releases run it all the same. A model that is patched goes on without: its results stay
-    what they were.
-    """
+    what they were."""
     if not getattr(module, "attn_logit_softcapping", None):
         return False
     owned: Any = getattr(module, OWNED, None)

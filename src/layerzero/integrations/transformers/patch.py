@@ -61,8 +61,7 @@ class _Owned:
 @dataclass
 class Changes:
     """What lz.patch did to modules: the class that each one had, and those that got a configuration
-    of their own.
-    """
+    of their own."""
 
     classes: dict[nn.Module, type] = field(default_factory=dict)
     configs: list[nn.Module] = field(default_factory=list)
@@ -224,8 +223,7 @@ def _patch_modules(
 
 def _vain_rope(module: nn.Module) -> str:
     """Models compute rope by a few torch operations; a kernel made of torch operations gains
-    nothing over that.
-    """
+    nothing over that."""
     own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
                NOWHERE)
     if own.device.type == "meta":
@@ -292,8 +290,7 @@ def _serves(module: nn.Module) -> bool:
 
 def _switch_configs(model: nn.Module, refused: dict[nn.Module, str], changes: Changes) -> None:
     """Names lz in every configuration that says sdpa, if all the attention that may see its masks
-    is known.
-    """
+    is known."""
     holders: dict[int, list[nn.Module]] = {}
     for whole in _transformers_models(model):
         if whole._can_set_attn_implementation():

@@ -229,8 +229,7 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
     """The functions among the forward's globals that turn queries and keys by tables of cosines and
-    sines.
-    """
+    sines."""
     found = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -304,8 +303,7 @@ def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
 
 class ModuleTrial:
     """A module on random inputs, and recipes beside it; on the module's device, as exactly as
-    memory allows.
-    """
+    memory allows."""
 
     def __init__(self, module: nn.Module, widest: torch.dtype) -> None:
         own = next(module.parameters(), NOWHERE)
@@ -378,8 +376,7 @@ class _Alone(nn.Module):
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Its own matrices, and random vectors: those of a fresh model are all ones or zeros, which
-    tell nothing.
-    """
+    tell nothing."""
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
         low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
                      else (0.0, 0.0))

@@ -55,8 +55,7 @@ class Recipe:
     @property
     def only_eager(self) -> bool:
         """Nothing but the eager attention is replaced: the module may follow another recipe as
-        well.
-        """
+        well."""
         return self.kind == "attention" and bool(self.eager)
 
 
@@ -69,8 +68,7 @@ def patched_class(stock: type, recipe: Recipe) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """For copy and pickle, which find a class by its name: this one is made again from its
-        recipe.
-        """
+        recipe."""
         made = super(ours, self).__reduce_ex__(protocol)
         if type(self) is not ours or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made                        # there is another way already
@@ -92,8 +90,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 def restore(module: nn.Module, to: type) -> None:
     """Gives the module this class again; also where someone (accelerate does) keeps our forward in
-    an attribute.
-    """
+    an attribute."""
     ours = type(module)
     for name, value in list(vars(module).items()):
         if (getattr(value, "__func__", None) is ours.forward
@@ -265,8 +262,7 @@ def _attention(stock: Forward, recipe: Recipe) -> Forward:
 
 def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
     """The eager attention among the globals of the forward, as lz computes it; nothing where it
-    stays.
-    """
+    stays."""
     if not recipe.eager:
         return {}
     from .attention import like_eager  # imports transformers, which is there by now

@@ -81,8 +81,7 @@ def position_terms(
 
 def rms_normalize(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last dimension with at least float32 accumulation; the result has x's
-    dtype.
-    """
+    dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)

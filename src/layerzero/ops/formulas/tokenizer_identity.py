@@ -75,8 +75,7 @@ class TokenizerHandle:
     @property
     def id(self) -> str:
         """SHA-256 over vocabulary, merges, normalizer, pre-tokenizer, added and special tokens, and
-        settings.
-        """
+        settings."""
         return str(self.facts["tokenizer_id"])
 
     def built(self, key: Any, build: Callable[[TokenizerHandle], Any]) -> Any:

@@ -334,8 +334,7 @@ def _refused_values(rule: Rule, op: Op) -> Iterator[Any]:
 
 def _other_values(rule: Rule, op: Op) -> tuple[Any, ...]:
     """Values of a fact that may be text or nothing: the choices of a parameter, dtypes, devices,
-    numbers.
-    """
+    numbers."""
     param = op.by_name.get(rule.fact)
     return param.choices if param is not None and param.choices else (
         "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool",

@@ -98,8 +98,7 @@ def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
 def solved(constraints: Iterable[str], free: Iterable[str],
            known: Mapping[str, Any]) -> dict[str, int]:
     """Values for axes of `free` that follow from the rest: `axis == expression`, or a bound such as
-    `axis > 1`.
-    """
+    `axis > 1`."""
     values: dict[str, int] = {}
     nodes = [ast.parse(text, mode="eval").body for text in constraints]
     for _ in range(len(nodes) + 1):
@@ -118,8 +117,7 @@ def solved(constraints: Iterable[str], free: Iterable[str],
 
 def total_axis(constraints: Iterable[str], tensor: str) -> str:
     """The axis that a constraint says is the last entry of `tensor`, as in `total_q ==
-    qo_indptr[-1].item()`.
-    """
+    qo_indptr[-1].item()`."""
     for text in constraints:
         node = ast.parse(text, mode="eval").body
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq):

@@ -16,8 +16,7 @@ from .definition import Definition, Trace, Workload
 
 def find_definitions(folder: str | Path, *names: str, op_type: str = "") -> tuple[Definition, ...]:
     """Return the definitions of a dataset (a folder with `definitions/`, or that folder), by type
-    and names.
-    """
+    and names."""
     root = Path(folder)
     if root.is_file():
         definitions: Sequence[Definition] = (Definition.load(root),)

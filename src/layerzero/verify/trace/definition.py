@@ -40,8 +40,7 @@ NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 def _is_file_name(text: str) -> bool:
     """Datasets have a file for each name: one that leads elsewhere, or that cannot be seen, is
-    refused.
-    """
+    refused."""
     return (0 < len(text) <= 200 and text not in (".", "..") and text.isprintable()
             and not {"/", "\\"} & {*text})
 
@@ -154,8 +153,7 @@ class Definition(Record,
 
     def sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, int]:
         """What the variable axes are in these inputs; DataError where two tensors disagree or one
-        does not fit.
-        """
+        does not fit."""
         sizes: dict[str, int] = {}
         for name, spec in self.inputs.items():
             if spec.shape is None or name not in inputs:
@@ -213,8 +211,7 @@ def unusable_names(definition: Definition) -> Iterator[tuple[str, str]]:
 
 def check_names(definition: Definition) -> None:
     """Raises DataError for names that would not be names in the code that is written for the
-    definition.
-    """
+    definition."""
     for group, name in unusable_names(definition):
         raise DataError(
             f"{definition.name!r}: wanted names as Python has them for its {group}, got {name!r}; "

@@ -29,8 +29,7 @@ _NUMBERS = {bool: "bool", int: "int32", float: "float32"}
 def export(op: Op | str, case: Mapping[str, Any] | None = None,
            dtype: str = "float32") -> Definition:
     """A definition of one case of the operation, the first if none is given; DataError where the
-    schema cannot.
-    """
+    schema cannot."""
     declared = dispatcher_of(op).op if isinstance(op, str) else op
     if declared.read is not None:
         raise DataError(

@@ -323,8 +323,7 @@ class _Maker:
 
     def _distinct(self, shape: tuple[int, ...]) -> Tensor:
         """Rows without equal values, also when rounded: which of two equal ones is greater is
-        nobody's contract.
-        """
+        nobody's contract."""
         reach = max(3.0, shape[-1] * 0.01)
         line = torch.linspace(-reach, reach, shape[-1])
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
@@ -388,8 +387,7 @@ class _Maker:
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Different experts for each token; their weights are in the low half where no other input
-        has them.
-        """
+        has them."""
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
         rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
                 for _ in range(math.prod(shape[:-1]))]

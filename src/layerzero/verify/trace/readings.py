@@ -110,16 +110,14 @@ def text_of(definition: Definition) -> str:
 
 def lse_bases(definition: Definition) -> tuple[str, ...]:
     """Return the bases of the log-sum-exp, the likelier first: 2 where the text takes log2, as
-    FlashInfer does.
-    """
+    FlashInfer does."""
     binary = re.search(r"log2|log\(2|1\.44269|2-base|base.2", text_of(definition)) is not None
     return ("2", "e") if binary else ("e", "2")
 
 
 def is_causal(definition: Definition) -> tuple[bool, ...]:
     """Return whether attention is causal, the likelier answer first: by the word, or by a mask in
-    the reference.
-    """
+    the reference."""
     text = text_of(definition)
     if re.search(r"non.?causal|not causal|no causal|causal\s*=\s*false", text):
         return False, True

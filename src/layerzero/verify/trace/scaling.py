@@ -27,8 +27,7 @@ LEAST = 512                                    # smaller axes are not what makes
 
 class CannotScale(Exception):
     """Why the definition was left as it is; `axis` is the one that stands in the way, where it is
-    one.
-    """
+    one."""
 
     def __init__(self, why: str, axis: str = "") -> None:
         super().__init__(why)

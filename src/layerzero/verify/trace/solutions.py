@@ -40,8 +40,7 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 def register(solution: Solution, definition: Definition, trusted: Sequence[str | Path] = (), *,
              run_on: str = "cpu") -> Kernel:
     """Check the solution against its definition at a small size on `run_on`, and add it as a
-    kernel.
-    """
+    kernel."""
     kernel = kernel_of(solution, definition, trusted)
     answer = _direct(solution, definition)
     inputs = generate(definition, device=run_on)
@@ -131,8 +130,7 @@ def _adapted(solution: Solution, definition: Definition, answer: Answer, op: Op,
              params: Sequence[Param]
              ) -> Callable[..., Any]:
     """What the dispatcher calls: the operation's parameters by name, handed to the solution in its
-    own order.
-    """
+    own order."""
     entry, signature = entry_of(solution), inspect.signature(op.reference)
     of_input = {name: param for param, name in answer.params.items()}
     taken = signature.replace(parameters=[signature.parameters[p.name] for p in params],

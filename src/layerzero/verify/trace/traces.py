@@ -61,8 +61,7 @@ def solution_of(definition: Definition, reading: int = 0) -> Solution:
 
 def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
     """None for what says nothing of the definition itself: unmapped, unproven, or run on a smaller
-    one.
-    """
+    one."""
     if report.status in ("unmapped", "unproven") or report.scaled or report.workload is None:
         return None
     machine = hardware.probe(torch.device(device).type)
@@ -89,8 +88,7 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
 
 def _decisive(report: DefinitionReport) -> Comparison | None:
     """Of the comparisons of lz, the first that failed, else the first, which is the reference's
-    where it ran.
-    """
+    where it ran."""
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
 
@@ -103,8 +101,7 @@ def _plain(value: Any) -> bool:
 def write(folder: str | Path, reports: Iterable[DefinitionReport],
           device: str = "cpu") -> list[Path]:
     """Append the traces of these reports to a dataset, with their definitions and solutions where
-    it lacks them.
-    """
+    it lacks them."""
     root, written = Path(folder), []
     for report in reports:
         trace = trace_of(report, device)

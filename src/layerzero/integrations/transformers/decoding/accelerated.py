@@ -50,8 +50,7 @@ _autocast = torch._C._is_any_autocast_enabled
 
 class ModelWatch:
     """What must stay as it is: the modules, their weights and where these lie, and that nobody
-    hooks into them.
-    """
+    hooks into them."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -68,8 +67,7 @@ class ModelWatch:
 
     def _hooked(self) -> bool:
         """Hooks of transformers itself, which stay once outputs were recorded, do nothing while
-        none are.
-        """
+        none are."""
         others = [h for held in self._hooks for h in held.values()
                   if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
         recorder = getattr(sys.modules.get("transformers.utils.output_capturing"),
@@ -320,8 +318,7 @@ def detach(step: Accelerated) -> None:
 
 def _made_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
     """A mask as transformers makes it for one token, of the keys that a layer with this window
-    sees.
-    """
+    sees."""
     if mask is None:
         return None
     seen = total if window is None else min(total, window)
@@ -343,8 +340,7 @@ def _made_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor 
 
 def _shift(position_ids: Tensor | None, length: int) -> int | None:
     """How far the new token stands from the place after `length` others; None where rows or axes
-    differ.
-    """
+    differ."""
     if position_ids is None:
         return 0
     found = {int(p) - length for p in position_ids.flatten().tolist()}

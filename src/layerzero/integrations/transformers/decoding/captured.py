@@ -78,8 +78,7 @@ class Fixed:
 
     def turn_by(self, shift: int) -> None:
         """Let the token after n others stand at position n + shift: a picture counts for fewer than
-        it has tokens.
-        """
+        it has tokens."""
         if shift != self.shift:
             for table, angles in zip(self._angles, self._tables(shift)):
                 table.copy_(angles)

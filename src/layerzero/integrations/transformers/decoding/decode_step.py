@@ -40,8 +40,7 @@ class Memory(Protocol):
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
         """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
         kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
-        that is kept, (batch, 1, heads * dim).
-        """
+        that is kept, (batch, 1, heads * dim)."""
 
 
 class JoinedLayer:
@@ -71,8 +70,7 @@ def _gains(parts: LayerParts) -> list[tuple[Linear, ...]]:
 
 def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...]:
     """Joins the weights of all layers, or changes nothing: NotRecognised says what stands in the
-    way.
-    """
+    way."""
     plain = [plain_part(layer.mlp) for layer in parts.layers]
     check_movable(model, [*(layer.qkv for layer in parts.layers),
                           *(p.into for p in plain if p is not None),
@@ -138,8 +136,7 @@ class DecodeStep:
 
     def _compiled_token(self) -> Run | None:
         """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
-        attention here.
-        """
+        attention here."""
         like, plain = (self._like, self.rotation == "rotate_half"
                        and all(not at.softcap for at in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
@@ -183,8 +180,7 @@ class DecodeStep:
 
     def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float) -> Run:
         """What a branch gives, normed by `post` and times `scale`, is added to the residual; that
-        and its norm.
-        """
+        and its norm."""
         x = self._like
         inner = None if post is None else self._norm("norm of a branch", post, x)
         if (norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset
@@ -233,8 +229,7 @@ class DecodeStep:
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
         """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
-        normed.
-        """
+        normed."""
         p = layer.parts
         if p.q_norm is None or p.k_norm is None:
             return None
@@ -277,8 +272,7 @@ class DecodeStep:
     def __call__(self, x: Tensor, angles: Angles | None, memory: Memory) -> Tensor:
         """`x` (batch, 1, hidden) is the embedded token; angles are cos and sin, (batch, 1, 2 *
         half), as the model has them for each kind of layer, or None where the memory turns by
-        itself or nothing is turned.
-        """
+        itself or nothing is turned."""
         normed, attend = x if self._first_norm is None else self._first_norm(x), memory.attend
         turners = [_Turner(*pair, self.batch, self.half) for pair in angles or ()]
         for i, at in enumerate(self.layers):

@@ -54,8 +54,7 @@ class Linear:
 @dataclass(frozen=True)
 class FeedForward:
     """`into` are the layers whose weights, one after the other, are one product: gate and up, or up
-    alone.
-    """
+    alone."""
 
     into: tuple[Linear, ...]
     down: Linear
@@ -65,8 +64,7 @@ class FeedForward:
 @dataclass(frozen=True)
 class Experts:
     """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all
-    tokens.
-    """
+    tokens."""
 
     router: Tensor
     top_k: int
@@ -170,8 +168,7 @@ class DecoderParts:
 
 def decoders_in(model: nn.Module) -> list[nn.Module]:
     """The model itself, where it is a decoder that is known or holds none; else those that it
-    holds, the largest first: the language model of one that sees or hears.
-    """
+    holds, the largest first: the language model of one that sees or hears."""
     if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
         return [model]                         # what torch.compile made of a model stays as it is
     found = [m for m in model.modules()

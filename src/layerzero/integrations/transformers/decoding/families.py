@@ -46,8 +46,7 @@ ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decod
 
 class NotRecognised(Exception):
     """The model, or this state of it, is none that the decode step was written for; the text says
-    what it is.
-    """
+    what it is."""
 
 
 @dataclass(frozen=True)

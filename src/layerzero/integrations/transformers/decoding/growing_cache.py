@@ -40,8 +40,7 @@ class _Growing:
 
     def reserve(self, more: int) -> int:
         """Make sure that `more` tokens can be written after those there are; the place of the
-        first.
-        """
+        first."""
         length = int(self.keys.shape[2])
         room = self.key_room
         if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
@@ -66,8 +65,7 @@ class _Growing:
 
     def show(self, end: int) -> None:
         """Let keys and values be what the cache holds once the buffers are written up to this
-        place.
-        """
+        place."""
         self.end = end
         self.keys, self.values = self.seen(self.start, end)
 

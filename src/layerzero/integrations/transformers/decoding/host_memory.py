@@ -16,8 +16,7 @@ from .decoders import Angles
 class HostMemory:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
     where all are; `angles` are those of the token. Where the compiled kernels can do it they turn,
-    keep and attend in one call.
-    """
+    keep and attend in one call."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], masks: Sequence[Tensor | None],
                  angles: Angles) -> None:

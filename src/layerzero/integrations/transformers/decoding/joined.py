@@ -23,8 +23,7 @@ from .families import NotRecognised
 
 class Joined:
     """The weights of linear layers as one (outputs, inputs) tensor; of a single layer it is the
-    layer's own.
-    """
+    layer's own."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         # parameters that were moved, and their addresses
@@ -58,8 +57,7 @@ class Joined:
 
     def undo(self) -> None:
         """Gives every parameter memory of its own again; one that got other memory since keeps
-        that.
-        """
+        that."""
         # weights like any other, whoever undoes it where
         with torch.inference_mode(False), torch.no_grad():
             for parameter, address in self._placed:

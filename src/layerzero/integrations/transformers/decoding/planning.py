@@ -68,8 +68,7 @@ class Binder:
 
     def fastest(self, what: str, op: str, *calls: tuple[Tensor, ...], **fixed: Any) -> Run:
         """The kernel for calls like these, as lz chooses it; where the step is captured, by a race
-        over them all.
-        """
+        over them all."""
         chosen = self(what, op, *calls[0], **fixed)
         if not (self._captured and calls[0][0].is_cuda):
             return chosen
@@ -107,8 +106,7 @@ class Binder:
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     """Calls one after the other, so many that the large tensors of the first are out of the cache
-    after the last.
-    """
+    after the last."""
     wanted, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS

@@ -74,8 +74,7 @@ def lz(op: str, /, **arguments: Any) -> Any:
 @contextmanager
 def serving() -> Iterator[list[str]]:
     """The kernels that serve the lz calls of a block; one that failed is named with the one that
-    took its place.
-    """
+    took its place."""
     noted: list[str] = []
     token = _served.set(noted)
     stop = subscribe(lambda e: noted.append(f"{e.kernel} failed, {e.served_by} served")

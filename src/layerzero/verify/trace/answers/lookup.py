@@ -20,8 +20,7 @@ from .answer import Answer, Inputs, Outputs, lz
 
 def answers(definition: Definition) -> tuple[Answer, ...]:
     """Every reading of the definition as an lz call, the likeliest first; Unmapped where there is
-    none.
-    """
+    none."""
     own = definition.tag("lz_op")
     if own:
         return (_own_op(definition, own),)

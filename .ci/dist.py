@@ -91,11 +91,15 @@ def missing(archive: Path) -> list[str]:
 def install_and_call(wheel: Path, commands: bool = True) -> str:
     """Install the wheel into a fresh environment, use it in an empty folder, say what it said."""
     with tempfile.TemporaryDirectory() as folder:
+        # In PYTHONPATH pip would find this tree, and install nothing.
+        environ = {name: value for name, value in os.environ.items()
+                   if name != "PYTHONPATH" and not name.startswith("LAYERZERO_")}
+        environ["LAYERZERO_CACHE_DIR"] = str(Path(folder) / "cache")
         venv = Path(folder) / "venv"
         run(sys.executable, "-m", "venv", "--without-pip", str(venv))
         python = str(venv / "bin" / "python")
         run(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check",
-            "install", "-q", "--no-deps", "--no-index", str(wheel))
+            "install", "-q", "--no-deps", "--no-index", str(wheel), env=environ)
         # The libraries of this Python come after the wheel's own folder; .pth files in them, and so
         # an editable install of this tree, are not read.
         (site,) = venv.glob("lib/python*/site-packages")
@@ -103,9 +107,6 @@ def install_and_call(wheel: Path, commands: bool = True) -> str:
         (site / "libraries.pth").write_text("\n".join(libraries) + "\n", encoding="utf-8")
         here = Path(folder) / "empty"
         here.mkdir()
-        environ = {name: value for name, value in os.environ.items()
-                   if name != "PYTHONPATH" and not name.startswith("LAYERZERO_")}
-        environ["LAYERZERO_CACHE_DIR"] = str(Path(folder) / "cache")
         said = [run(python, "-c", PROBE, cwd=here, env=environ)]
         if commands:
             lz = str(venv / "bin" / "lz")

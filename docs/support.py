@@ -103,5 +103,5 @@ def requirements() -> list[tuple[str, str]]:
     for name, listed in re.findall(r"^(\w+) = \[(.*?)\]$", extras, re.MULTILINE | re.DOTALL):
         if name not in ("dev", "all", "docs"):
             needs = ", ".join(f"`{need}`" for need in re.findall(r'"([^"]+)"', listed))
-            rows.append((f"`pip install 'layerzero[{name}]'`", needs))
+            rows.append((f"`pip install '.[{name}]'`", needs))
     return rows

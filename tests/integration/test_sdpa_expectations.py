@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
 
@@ -143,11 +144,15 @@ def test_a_mask_of_the_wrong_dtype_raises(dtype):
             fn(q, q, q, torch.ones(4, 4, dtype=dtype))
 
 
-def test_a_mask_and_the_causal_flag_raise():
-    """As torch's documentation says; not every version of torch checks it."""
-    q = rand(1, 1, 4, 8)
-    with pytest.raises((RuntimeError, ValueError)):
-        stand_in(q, q, q, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+def test_a_mask_beside_the_causal_flag_hides_what_either_hides():
+    """As torch's fused implementations do it; where only MATH is allowed torch refuses it."""
+    q, mask = rand(1, 1, 4, 8), torch.tensor([[True, False, True, True]] * 4)
+    want = F.scaled_dot_product_attention(q, q, q, mask & torch.ones(4, 4, dtype=bool).tril())
+    torch.testing.assert_close(stand_in(q, q, q, mask, is_causal=True), want, rtol=1e-5, atol=1e-5)
+    with sdpa_kernel(SDPBackend.MATH):
+        for fn in (F.scaled_dot_product_attention, stand_in):
+            with pytest.raises((RuntimeError, ValueError)):
+                fn(q, q, q, mask, is_causal=True)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3), (2, 1, 4, 4), (1, 3, 4, 4)])

@@ -62,9 +62,7 @@ def every_choice_served() -> Iterator[None]:
     """A model that is right only because another kernel took over is not right."""
     seen: list[Any] = []
     stop = lz.subscribe(seen.append)
-    lz.configure(jit="in_request")             # nobody else serves while a kernel compiles
     yield
-    lz.configure(jit="background")
     stop()
     assert not [event for event in seen if event.name in ("fallback", "health", "unavailable",
                                                           "adapted")]
@@ -180,12 +178,13 @@ def test_prompts_of_one_length(lengths: tuple[int, ...], dtype: torch.dtype, mem
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", ["llama", "gpt", "moe", "mla"])
 def test_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
-    for window in PROMPTS:
-        for memory in ("contiguous", "paged", "padded", "pages by hand"):
-            run_case(shape, memory, window, dtype, "cuda")
-    if shape == "mla":
-        for memory in ("latent contiguous", "latent paged"):
-            run_case(shape, memory, None, dtype, "cuda")
+    with lz.prefer(jit="in_request"):          # nobody else serves while a kernel compiles
+        for window in PROMPTS:
+            for memory in ("contiguous", "paged", "padded", "pages by hand"):
+                run_case(shape, memory, window, dtype, "cuda")
+        if shape == "mla":
+            for memory in ("latent contiguous", "latent paged"):
+                run_case(shape, memory, None, dtype, "cuda")
 
 
 # What the above rests on.

@@ -134,9 +134,8 @@ def help_of():
 
 
 def subcommands(text: str) -> list[str]:
-    """The names in the list of commands of a help text."""
-    _, _, below = text.partition("Commands")
-    return re.findall(r"^\W{0,4}([a-z][a-z-]+)  ", below, re.MULTILINE)
+    """The names in the lists of commands of a help text, which stand in panels."""
+    return re.findall(r"^  ([a-z][a-z-]+)  +\S", text, re.MULTILINE)
 
 
 def test_every_command_that_a_page_names_exists_with_its_options(help_of, capsys):

@@ -211,3 +211,18 @@ def test_a_nested_call_is_served_though_varlen_attention_was_never_called(world,
     monkeypatch.delitem(dispatchers, "varlen_attention", raising=False)
     q, _ = nested((3, 5))
     assert lz.attention(q, q, q).is_nested
+
+
+# memory
+
+@pytest.mark.parametrize("width", [0, 64])
+def test_what_is_expanded_is_not_written_out(world, width):
+    """A call that is only explained takes no memory of the size of its tensors: 16 TB here."""
+    one = torch.zeros(1, dtype=torch.float16)
+    q = one.expand(65536, 32, 4096, width) if width else one[:0].expand(65536, 32, 4096, 0)
+    mask = torch.zeros(1, 1).expand(4096, 4096)
+    plan = lz.explain("attention", q, q, q, attn_mask=mask)
+    assert plan.facts["dtype"] == "float32" and plan.facts["batch"] == 65536
+    short = torch.randn(1, 4, 1, 16, dtype=torch.float16).expand(2, 4, 5, 16)
+    mask = torch.randn(5, 5)
+    close(lz.attention(short, short, short, mask), F(short, short, short, mask), 2e-3)

@@ -633,7 +633,7 @@ def test_each_kind_is_served_by_its_own_library() -> None:
     assert lz.which("tokenize", long, processor("bpe"), cache_prefix=True) == "sentencepiece.encode"
     assert lz.which("detokenize", [1], encoding()) == "tiktoken.decode"
     with pytest.raises(NamedKernelRefused,
-                       match="tokenizer_kind must be sentencepiece, got tiktoken"):
+                       match="the library of the tokenizer must be sentencepiece, got tiktoken"):
         lz.tokenize("the", encoding(), backend="sentencepiece.encode")
 
 

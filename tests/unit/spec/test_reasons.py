@@ -182,8 +182,8 @@ def test_every_derived_fact_that_a_rule_reads_has_words():
      "3 KV heads [HEADS_NOT_DIVISIBLE]\n  hint: pass a key and value whose number of heads"),
     (lambda: lz.attention(rand(1, 8, 4, 16), rand(1, 4, 4, 16), rand(1, 4, 4, 16),
                           enable_gqa=False),
-     "enable_gqa must be True, got False; or query and key must have the same number of heads, "
-     "got 8 query heads, 4 KV heads"),
+     "enable_gqa must be True, got False; or kv_heads must be 1, got 4; or query and key must have "
+     "the same number of heads, got 8 query heads, 4 KV heads"),
     (lambda: lz.speculative_verify(torch.zeros(1, 2, dtype=torch.int64), None, rand(1, 2, 9)),
      "target_probs must have one position more than there are draft tokens, got 2 positions")])
 def test_a_mistake_is_told_in_terms_of_what_was_given(call, said):

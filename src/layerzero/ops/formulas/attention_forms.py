@@ -162,7 +162,7 @@ def _widen(values: Values, undo: Undo) -> Values:
             values[name].dtype is not dtype for name in QKV):
         return values
     undo.append(lambda out: out.to(dtype))
-    return {**values, **{name: values[name].float() for name in QKV}}
+    return {**values, **{name: _on_storage(values[name], Tensor.float) for name in QKV}}
 
 
 def _fill_width(values: Values, undo: Undo) -> Values:
@@ -176,7 +176,16 @@ def _fill_width(values: Values, undo: Undo) -> Values:
 
 
 def _zero_column(t: Tensor) -> Tensor:
-    return torch.nn.functional.pad(t, (0, 1))
+    return _on_storage(t, lambda small: torch.nn.functional.pad(small, (0, 1)))
+
+
+def _on_storage(t: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Changes each stored element once: what is expanded stays so, and takes no memory."""
+    repeated = [stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride())]
+    if not any(repeated):
+        return change(t)
+    changed = change(t[tuple(slice(1) if r else slice(None) for r in repeated)])
+    return changed.expand([n if r else -1 for n, r in zip(t.shape, repeated)])
 
 
 def detect_layout(query: Tensor, key: Tensor, value: Tensor) -> str:

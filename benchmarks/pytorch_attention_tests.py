@@ -19,12 +19,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
+from attention_calls import pytest_runtest_call  # noqa: F401  a hook
 
 HERE = Path(__file__).resolve()
 OURS, LIMIT, PREFER = "LZ_PYTORCH_TESTS", "LZ_PYTORCH_TESTS_LIMIT", "LZ_PYTORCH_TESTS_PREFER"
@@ -77,25 +77,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_test[item.parent, inspect.unwrap(item.function).__name__].append(item)  # type: ignore[attr-defined]
     kept = {item for same in by_test.values() for item in same[::max(-(-len(same) // limit), 1)]}
     items[:] = [item for item in items if item in kept]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Notes how often a test called our attention: one that never came to it proves nothing."""
-    before = _calls()
-    try:
-        return (yield)
-    finally:
-        item.user_properties.append(("calls", str(_calls() - before)))
-
-
-def _calls() -> int:
-    if OURS not in os.environ:
-        return 0
-    import layerzero as lz
-
-    calls = lz.stats().calls
-    return sum(sum(calls.get(op, {}).values()) for op in ("attention", "varlen_attention"))
 
 
 def run(tests: Path, pattern: str, limit: int, ours: bool, prefer: str) -> dict[str, Outcome]:

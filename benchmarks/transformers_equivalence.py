@@ -16,12 +16,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
+from attention_calls import pytest_runtest_call  # noqa: F401  a hook
 
 HERE = Path(__file__).resolve()
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "gpt2",
@@ -43,22 +42,6 @@ def pytest_configure(config: Any) -> None:
 
     AttentionInterface.register("sdpa", attention_forward)
     AttentionMaskInterface.register("sdpa", attention_mask)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Notes how often a test called our attention: one that never came to it proves nothing."""
-    before = _calls()
-    try:
-        return (yield)
-    finally:
-        item.user_properties.append(("calls", str(_calls() - before)))
-
-
-def _calls() -> int:
-    import layerzero as lz
-
-    return sum(lz.stats().calls.get("attention", {}).values())
 
 
 def run(checkout: Path, models: list[str], pattern: str, jobs: int, stock: bool) -> int:

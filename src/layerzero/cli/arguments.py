@@ -79,7 +79,8 @@ def _value(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> Any:
     except (ValueError, KeyError):
         end = " or none" if param.optional else ""
         raise InvalidCall(
-            f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, got {text!r}") from None
+            f"lz {op.name}: {param.name} must be {_EXAMPLES[param.kind]}{end}, "
+            f"got {text!r}") from None
 
 
 def _tensor(op: Op, param: Param, text: str, default_dtype: torch.dtype) -> torch.Tensor:

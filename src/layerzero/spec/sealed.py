@@ -316,8 +316,7 @@ class _Folder:
                 raise UntrustedFile(
                     f"{self.path / name}: wanted a plain file, got something else; it is not used")
             check_owner(info, self.path / name)
-        # passed on, an interrupt too: the file is not left open
-        except BaseException:
+        except BaseException:                  # an interrupt too: the file is not left open
             os.close(file)
             raise
         return file

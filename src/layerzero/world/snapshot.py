@@ -338,8 +338,7 @@ def _activate(world: World) -> None:
     try:
         _current = world
         _notify(world)
-    # re-raised once all listeners have the world that is current now
-    except BaseException:
+    except BaseException:                      # an interrupt: first all listeners have one world
         if _current is not None:
             _notify(_current)
         raise

@@ -140,7 +140,8 @@ def _measure_rows(chosen: Fit, device: str, end: float,
                                      advance))
         except _OutOfTime:
             left_out.append(LeftOut(dtype, step.name,
-                                    f"its {max(share, 0.0):.1f} s were over before it was measured"))
+                                    f"its {max(share, 0.0):.1f} s were over before it was "
+                                    "measured"))
     return rows, left_out
 
 

@@ -294,7 +294,7 @@ class Worker:
                 if self._thread is not me:
                     return
                 task = self._tasks.popleft() if self._tasks else None
-                account.paused &= bool(self._tasks or task)
+                account.paused = task is not None
                 if task is None and not self._settled:
                     self._thread = None
                     self._hurry = False
@@ -306,7 +306,6 @@ class Worker:
                     continue
                 settled, self._settled = (([], self._settled) if task is not None
                                           else (self._settled, []))
-            account.paused = task is not None
             try:
                 task() if task is not None else self._publish(settled)
             # a kernel that cannot be bound, say; this thread goes on

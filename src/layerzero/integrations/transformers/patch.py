@@ -165,8 +165,7 @@ def apply(model: nn.Module, *, only: Iterable[str] | None = None,
         if "attention" in kinds:
             _patch_attention(model, rows, changes)
         _patch_sampling(model, SAMPLING in kinds, rows, changes)
-    # passed on, an interrupt too: half a model must not stay patched
-    except BaseException:
+    except BaseException:                      # an interrupt too: half a model is not left patched
         changes.undo()
         raise
     notes = ([] if changes or not any(row.op for row in rows)

@@ -23,17 +23,13 @@ from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...spec import rules as r
 from ...spec.errors import InvalidCall
-from ...spec.kernel import Kernel
-from ...spec.op import Op
 from ...spec.reason import Code, Reason
-from . import build
+from . import build, rows
+from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}      # as kernels.cpp numbers them
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
                # for a gated one, the activation of the gate
                "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}
-FLOATS = ("float32", "bfloat16", "float16")
-CPU_RULES: tuple[r.Condition, ...] = (r.device("cpu"), r.dtypes(*FLOATS), r.plain_tensors())
 MAX_SMALL_HEAD_ROWS = 6
 MAX_QUERY_ROWS = 8         # of decode: for more, prefill kernels are faster
 
@@ -63,13 +59,6 @@ def _attention_decode() -> Callable[..., Any]:
     return run
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """Returns `x` and its row stride; a copy if the rows are not evenly spaced."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    return (x, x.stride(0)) if x.dim() == 2 else (x.contiguous(), x.shape[-1])
-
-
 def _rms_norm() -> Callable[..., Any]:
     norm = build.module().rms_norm
     empty, threads = torch.empty, torch.get_num_threads
@@ -78,7 +67,7 @@ def _rms_norm() -> Callable[..., Any]:
             offset: float = 0.0) -> Tensor:
         shape, dtype = x.shape, x.dtype
         out = empty(shape, dtype=dtype)
-        x, step = _rows(x)
+        x, step = rows_of(x)
         hidden = shape[-1]
         norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(), None,
              None if weight is None else weight.data_ptr(), out.data_ptr(), 0,
@@ -96,7 +85,7 @@ def _add_rms_norm() -> Callable[..., Any]:
             eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         shape, dtype = x.shape, x.dtype
         out, total = empty(shape, dtype=dtype), empty(shape, dtype=dtype)
-        (x, step), (residual, residual_step) = _rows(x), _rows(residual)
+        (x, step), (residual, residual_step) = rows_of(x), rows_of(residual)
         hidden = shape[-1]
         norm(DTYPES[dtype], 0 if weight is None else DTYPES[weight.dtype], x.data_ptr(),
              residual.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),
@@ -149,7 +138,7 @@ def _linear() -> Callable[..., Any]:
         outputs, inputs = weight.shape
         dtype = x.dtype
         out = empty((*x.shape[:-1], outputs), dtype=dtype)
-        x, step = _rows(x)
+        x, step = rows_of(x)
         product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None
                 else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs, outputs, step,
                 weight.stride(0), ACTIVATIONS[activation], threads())
@@ -167,7 +156,7 @@ def _mlp() -> Callable[..., Any]:
         outputs, inner = weight_down.shape
         dtype, hidden = x.dtype, x.shape[-1]
         out = empty((*x.shape[:-1], outputs), dtype=dtype)
-        x, step = _rows(x)
+        x, step = rows_of(x)
         if weight_up is None and activation in GATED:
             weight_in, weight_up = weight_in[:inner], weight_in[inner:]
             if bias_in is not None:
@@ -183,15 +172,6 @@ def _mlp() -> Callable[..., Any]:
         return out
 
     return run
-
-
-def _kernel(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
-            *requires: r.Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
-            less_work: str = "") -> Kernel:
-    return Kernel(f"native.{name or op.name}", op, load, (*CPU_RULES, *requires),
-                  package="layerzero.backends.native", distribution="layerzero", prior=prior,
-                  overhead_us=overhead_us, variants=variants, differentiable=False, traceable=False,
-                  note=note, built=build.is_built, less_work=less_work)
 
 
 WEIGHT_RULES: tuple[r.Condition, ...] = (
@@ -210,7 +190,6 @@ DECODE_RULES: tuple[r.Condition, ...] = (
     r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED))
 
-ONE_PASS = "one pass over memory, where torch runs a kernel for each step of the formula"
 # With AVX-512 torch's matmul is as fast from two rows on.
 ONE_ROW: tuple[r.Condition, ...] = (r.dtypes("bfloat16"), r.cpu_isa("avx512f"),
                                     r.equals("rows", 1, Code.SHAPE_UNSUPPORTED))
@@ -225,40 +204,41 @@ WIDENED = ("half types are widened in registers, or once for all rows, where tor
            "element at a time")
 
 KERNELS = (
-    _kernel(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR_RULES, name="linear_vector",
+    declare(linear, _linear, 10.0, 3.0, *ONE_ROW, *LINEAR_RULES, name="linear_vector",
             note="torch's product for one row takes 20 microseconds before it begins"),
-    _kernel(mlp, _mlp, 10.0, 5.0, *ONE_ROW, *MLP_RULES, name="mlp_vector",
+    declare(mlp, _mlp, 10.0, 5.0, *ONE_ROW, *MLP_RULES, name="mlp_vector",
             less_work="activation and product of gate and up where they are computed"),
     # The estimate of torch's time does not include its slow half types, so these overheads are set
     # below its own.
-    _kernel(linear, _linear, 24.0, 1.0, *r.slow_half_matmul(), *LINEAR_RULES, name="linear_half",
+    declare(linear, _linear, 24.0, 1.0, *r.slow_half_matmul(), *LINEAR_RULES, name="linear_half",
             less_work=WIDENED),
-    _kernel(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half",
+    declare(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half",
             less_work=WIDENED),
-    _kernel(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
+    declare(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
             r.any_of(r.at_most("seq_q", MAX_SMALL_HEAD_ROWS), r.at_least("head_dim", 65)),
             name="attention_decode", variants=("bhsd",),
             less_work="reads keys and values once for all query heads that share them",
             note="the same result on any number of threads"),
     # For 8 rows of a small head torch is as fast, or faster by a fifth; this serves what torch
     # needs a mask for.
-    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
+    declare(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
             r.at_least("seq_q", MAX_SMALL_HEAD_ROWS + 1),
             r.at_most("head_dim", 64), name="attention_decode_rows", variants=("bhsd",),
             note="for more query rows of small heads"),
     # Without shared KV heads torch reads no more and ranks first; this serves what it does not
     # support.
-    _kernel(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.equals("group", 1),
+    declare(attention, _attention_decode, 5.0, 3.0, *DECODE_RULES, r.equals("group", 1),
             name="attention_decode_mha",
             variants=("bhsd",), note="for as many KV heads as query heads"),
-    _kernel(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
+    declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
-    _kernel(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
-    _kernel(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),
+    declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
+    declare(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),
             *WEIGHT_RULES,
             less_work=ONE_PASS),
-    _kernel(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES,
+    declare(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES,
             less_work=ONE_PASS,
             note="a token's angles are read once for all its heads"),
+    *rows.KERNELS,
 )

@@ -7,9 +7,11 @@
 #include <Python.h>
 
 #include "attention.h"
+#include "group_norm.h"
 #include "norms.h"
 #include "products.h"
 #include "rope.h"
+#include "rows.h"
 #include "token.h"
 
 namespace {
@@ -217,12 +219,77 @@ PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {
   }));
 }
 
+PyObject *group_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  GroupNorm a;
+  int64_t dtype = in.whole(), weight_dtype = in.whole();
+  a.x = in.address(), a.weight = in.address(a.has_weight), a.bias = in.address(a.has_bias), a.out = in.address();
+  a.batch = in.whole(), a.channels = in.whole(), a.pixels = in.whole(), a.groups = in.whole();
+  a.eps = float(in.real()), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(
+      a.batch * a.channels * a.pixels > 65536, [&] { return FOR_DTYPES(run_group_norm, a, dtype, weight_dtype); }));
+}
+
+PyObject *argmax(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Argmax a;
+  int64_t dtype = in.whole();
+  a.x = in.address(), a.out = (int64_t *)in.address();
+  a.rows = in.whole(), a.width = in.whole(), a.x_row = in.whole(), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.width > 65536, [&] {
+    return for_dtype(dtype, [&](auto t) { return run_argmax<decltype(t)>(a); });
+  }));
+}
+
+PyObject *gate(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Gate a;
+  a.scores = (float *)in.address(), a.choice = (float *)in.address();
+  a.ids = (int64_t *)in.address(), a.weights = (float *)in.address();
+  a.rows = in.whole(), a.experts = in.whole(), a.k = in.whole();
+  a.normalize = in.whole(), a.scale = float(in.real()), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.experts > 65536, [&] { return run_gate(a); }));
+}
+
+PyObject *quantize(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Quantize a;
+  int64_t dtype = in.whole();
+  a.x = in.address(), a.codes = in.address(), a.scales = (float *)in.address();
+  a.rows = in.whole(), a.width = in.whole(), a.block = in.whole(), a.x_row = in.whole();
+  a.fp8 = in.whole(), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.width > 65536, [&] {
+    return for_dtype(dtype, [&](auto t) { return run_quantize<decltype(t)>(a); });
+  }));
+}
+
+PyObject *dequantize(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Dequantize a;
+  int64_t dtype = in.whole();
+  a.codes = (int8_t *)in.address(), a.scales = (float *)in.address(), a.out = in.address();
+  a.rows = in.whole(), a.width = in.whole(), a.block = in.whole(), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.width > 65536, [&] {
+    return for_dtype(dtype, [&](auto t) { return run_dequantize<decltype(t)>(a); });
+  }));
+}
+
 PyMethodDef methods[] = {
     {"token", (PyCFunction)(void (*)(void))token, METH_FASTCALL, nullptr},
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
     {"feed_forward", (PyCFunction)(void (*)(void))feed_forward, METH_FASTCALL, nullptr},
     {"attention_decode", (PyCFunction)(void (*)(void))attention_decode, METH_FASTCALL, nullptr},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, nullptr},
+    {"group_norm", (PyCFunction)(void (*)(void))group_norm, METH_FASTCALL, nullptr},
+    {"argmax", (PyCFunction)(void (*)(void))argmax, METH_FASTCALL, nullptr},
+    {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, nullptr},
+    {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, nullptr},
+    {"dequantize", (PyCFunction)(void (*)(void))dequantize, METH_FASTCALL, nullptr},
     {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "layerzero_cpu_kernels", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

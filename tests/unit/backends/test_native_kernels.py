@@ -74,6 +74,11 @@ def skip_where_the_processor_lacks_something(kernel) -> None:
 
 # the contract
 
+# kernels for a part of their op's cases, and how many of these they serve at least
+PART_OF_ITS_OP = {"native.group_norm_channels_last": 4, "native.sample_greedy": 2,
+                  "native.quantize": 6, "native.dequantize": 4}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_every_case_of_the_contract(library, kernel, dtype):
@@ -85,7 +90,7 @@ def test_every_case_of_the_contract(library, kernel, dtype):
     least = 1 if kernel is DECODE_ROWS else 3 if kernel.op is ATTENTION else len(results) - 2
     if kernel.id.endswith(("_vector", "_half")):
         least = 0 if refused_everywhere(kernel, dtype) else 3 if kernel.op is not ATTENTION else 1
-    assert Counter(r.status for r in results)["passed"] >= least
+    assert Counter(r.status for r in results)["passed"] >= PART_OF_ITS_OP.get(kernel.id, least)
 
 
 def refused_everywhere(kernel, dtype) -> bool:
@@ -257,6 +262,8 @@ def test_refused_with_a_reason(case, code):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_none_of_them_has_a_backward_or_other_dtypes(kernel):
     assert not kernel.differentiable and not kernel.traceable
+    if kernel.id == "native.dequantize":       # its input is int8
+        return
     values = case_values(kernel.op, kernel.op.cases[0], "float64")
     assert Code.DTYPE_UNSUPPORTED in [r.code for r in refusals(kernel, values)]
 

@@ -167,11 +167,13 @@ def _candidate(dispatcher: Dispatcher, world: World, kernel: Kernel, plan: Plan,
                run: Callable[..., Any]) -> Candidate:
     """Make the candidate of one kernel.
 
-    On a GPU it is called as lz.<op>(backend=...), through the native path, so that its time is the
-    one it will have once chosen: through Python a launch takes several times as long.
+    Where the native path records a kernel's launches, it is called as lz.<op>(backend=...), through
+    that path, so that its time is the one it will have once chosen: through Python a launch takes
+    several times as long. Others are called as an entry calls them: `backend=` would add more to
+    them than they take.
     """
     named = (plan.facts["device"] == "cuda" and dispatcher.native is not None
-             and not plan.steps[0].transforms)
+             and kernel.replayable and not plan.steps[0].transforms)
     if named:
         run = dispatcher.with_backend(kernel.id)
     entry = Entry(plan, Binding(protection.without_guard(run), None), run)

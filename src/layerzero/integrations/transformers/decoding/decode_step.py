@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ....backends.native import DTYPES
 from ....backends.native import build as native_build
+from ....backends.native.declaration import DTYPES
 from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....backends.native import DTYPES
+from ....backends.native.declaration import DTYPES
 from .decode_step import DecodeStep
 from .decoders import Angles
 

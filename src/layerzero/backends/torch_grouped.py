@@ -8,14 +8,13 @@ from typing import Any, Union
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..ops.formulas.common import attend, position_terms
 from ..ops.formulas.grouped import Item, key_rows, read_items, trim
-from ..ops.formulas.paged import group_heads, ungroup_heads
 from ..ops.grouped_attention import OP as grouped_attention
+from ..ops.merge_attention import OP as merge_attention
 from ..spec.kernel import SDPA, Kernel
-from ._pages import HALF_OFF_CPU, ON_HOST, cpu_flash, empty_result
+from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
+from ._sequences import attend_rows
 
 Rows = Union[Tensor, slice]                    # where an item's keys lie in the buffer
 
@@ -72,53 +71,32 @@ def separate(
     out, lse = empty_result(query, value.shape[2])
     for item, k, v in zip(kept, keys_of_items(key, where), keys_of_items(value, where)):
         rows = slice(item.q_start, item.q_start + item.n)
-        part, part_lse = _attend_item(query[rows], k, v, is_causal, scale, window_left, right,
-                                      softcap, return_lse)
+        part, part_lse = attend_rows(query[rows], k, v, is_causal, scale, "bottom_right",
+                                     window_left, right, None, softcap, return_lse)
         out[rows] = part
         if part_lse is not None:
             lse[rows] = part_lse
     return (out, lse) if return_lse else out
 
 
-def _attend_item(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None,
-                 left: int, right: int, softcap: float,
-                 return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention of one trimmed item, (n, heads, dim) over (m, kv_heads, dim), and its log-sum-exp
-    where it was asked for."""
-    n, m = query.shape[0], key.shape[0]
-    flash = return_lse and _flash_gives_lse(query, key, value)
-    if softcap > 0.0 or (return_lse and not flash):
-        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        out, lse = attend(q, k, v, None, 0.0, is_causal, scale, "bottom_right", left,
-                          right, None, softcap)
-        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-    q = group_heads(query, key.shape[1])       # (kv_heads, group, n, dim)
-    # a single row sees all keys that are left: the heads of a group are rows that share one read
-    q = q.transpose(1, 2) if n == 1 else q
-    k, v = (t.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for t in (key, value))
-    square = is_causal and left < 0 and n == m
-    mask = None
-    if n > 1 and not square:
-        _, hidden = position_terms(n, m, is_causal, "bottom_right", left, right, None, query.device)
-        if hidden is not None:
-            mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-
-    def by_token(t: Tensor) -> Tensor:
-        return ungroup_heads(t.transpose(1, 2) if n == 1 else t)
-
-    if not flash:
-        return by_token(scaled_dot_product_attention(q, k, v, mask, 0.0, square, scale=scale)), None
-    out, lse = cpu_flash()(q, k, v, 0.0, square, attn_mask=mask, scale=scale)
-    return by_token(out), by_token(lse[..., None])[..., 0]
+def _merge_in_order() -> Callable[..., Any]:
+    return merge_in_order
 
 
-def _flash_gives_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU kernel can give the log-sum-exp; through it no gradient flows."""
-    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return query.device.type == "cpu" and query.shape[2] == value.shape[2] and not wants_grad
+def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
+    """Adds one part after the other, each read once as it is stored: no wide copy of all parts."""
+    empty = (lses == -math.inf)[..., None]
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    out = torch.zeros(outs.shape[1:], dtype=lses.dtype, device=outs.device)
+    for part, weight, without in zip(outs, weights, empty):
+        out = torch.addcmul(out, part.masked_fill(without, 0.0).to(lses.dtype), weight)
+    return out.to(outs.dtype), lse
 
 
 KERNELS = (
+    Kernel("torch.merge_attention", merge_attention, _merge_in_order, prior=2.0, overhead_us=25.0,
+           baseline=True, workspace="16 * tokens * heads * head_dim"),
     Kernel("torch.grouped_separate", grouped_attention, _separate, sdpa_backend=SDPA, prior=3.0,
            overhead_us=50.0, baseline=True, graph_safe=False, traceable=False,
            requires=(HALF_OFF_CPU,), note=ON_HOST),

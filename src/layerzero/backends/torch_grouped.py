@@ -37,7 +37,7 @@ class KeysOfItems(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, *rows: Rows) -> tuple[Tensor, ...]:
         ctx.rows, ctx.shape, ctx.dtype = rows, t.shape, t.dtype
-        return tuple(t[where] for where in rows)
+        return tuple(_select(t, where) for where in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +54,11 @@ class KeysOfItems(torch.autograd.Function):
 def keys_of_items(t: Tensor, rows: list[Rows]) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and t.requires_grad and rows:
         return KeysOfItems.apply(t, *rows)     # type: ignore[no-any-return, no-untyped-call]
-    return tuple(t[where] for where in rows)
+    return tuple(_select(t, where) for where in rows)
+
+
+def _select(t: Tensor, where: Rows) -> Tensor:
+    return t[where] if isinstance(where, slice) else t.index_select(0, where)
 
 
 def visible_items(query: Tensor, key: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,

@@ -40,6 +40,7 @@ from gpu_libraries import ERRORS, bound, timed, uncaptured
 from regret import environment
 
 from layerzero.machine import loading
+from layerzero.spec.kernel import Kernel
 from layerzero.tuning.harness import Race, stopwatch
 from layerzero.verify.kernel.contract import refusals
 from layerzero.world import snapshot as worlds
@@ -252,14 +253,20 @@ def cascade(case: Case, v: Mapping[str, Any]) -> Way | None:
     return lambda: wrapper.run(v["query"], cache)
 
 
+def left_out(kernel: Kernel, case: Case, device: str) -> bool:
+    """What would take too long: kernels that write the scores of large items, and on a GPU the
+    formula."""
+    return (kernel.backend == "reference" and (case.large or device == "cuda")) or (
+        kernel.id == "torch.grouped_separate" and case.large)
+
+
 def ways(case: Case, v: Mapping[str, Any], flashinfer: bool) -> Iterator[tuple[str, Way | None]]:
     yield SEPARATE, separate(case, v)
     if v["query"].device.type == "cuda":
         yield "varlen, keys copied", varlen(case, v, False)
         yield "varlen, keys ready", varlen(case, v, True)
     for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
-        writes_scores = kernel.backend == "reference" or kernel.id == "torch.grouped_separate"
-        if not (case.large and writes_scores) and not refusals(kernel, v):
+        if not left_out(kernel, case, v["query"].device.type) and not refusals(kernel, v):
             yield kernel.id, bound(kernel, v)
     pages = paged(case, v)
     for kernel in worlds.current().catalog.kernels_of("paged_attention") if pages else ():
@@ -304,21 +311,20 @@ def measure(case: Case, device: str, dtype: torch.dtype, flashinfer: bool) -> li
 
 
 def measure_backward(case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Forward and backward of every kernel that has one, the host included."""
+    """Forward and backward of every kernel that has one, the host included, beside separate calls
+    whose gradients autograd adds."""
     v = arguments(case, "cuda", dtype)
     v.update({name: v[name].requires_grad_() for name in ("query", "key", "value")})
     grad = torch.randn_like(v["query"])
     rows = []
-    for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
-        scores = kernel.backend == "reference" or kernel.id == "torch.grouped_separate"
-        if not kernel.differentiable or (case.large and scores) or refusals(kernel, v):
-            continue
-        way = bound(kernel, v)
+    kernels = [k for k in worlds.current().catalog.kernels_of("grouped_attention")
+               if k.differentiable and not left_out(k, case, "cuda") and not refusals(k, v)]
+    for name, way in ((SEPARATE, separate(case, v)), *((k.id, bound(k, v)) for k in kernels)):
 
         def both(way: Way = way) -> Any:
             return torch.autograd.grad(way(), (v["query"], v["key"], v["value"]), grad)
 
-        row: dict[str, Any] = {"case": f"{case.name}, backward", "way": kernel.id}
+        row: dict[str, Any] = {"case": f"{case.name}, backward", "way": name}
         rows.append(row)
         try:
             both()

@@ -299,7 +299,7 @@ def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
     return out.to(outs.dtype), lse
 
 
-NO_CHUNKS = r.absent("chunk_starts.dtype", Code.FEATURE_UNSUPPORTED)
+NO_CHUNKS = r.absent("chunk_starts.dtype"), r.absent("chunk_lengths.dtype")
 FLASH: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
@@ -326,14 +326,14 @@ KERNELS = (
     Kernel("torch.grouped_aliased", grouped_attention, _aliased, sdpa_backend="FLASH_ATTENTION",
            prior=12.0, overhead_us=60.0, differentiable=False, traceable=False,
            less_work="one launch for all items, and none is read on the host",
-           requires=(*FLASH, NO_CHUNKS)),
+           requires=(*FLASH, *NO_CHUNKS)),
     Kernel("torch.grouped_flex", grouped_attention, _flex, prior=5.0, overhead_us=300.0, jit=True,
            traceable=False, workspace="itemsize * tokens_k * kv_heads * (head_dim + head_dim_v)",
            requires=(
                r.device("cuda"), r.dtypes("float16", "bfloat16"), r.at_least("head_dim", 16),
                r.at_least("head_dim_v", 16), r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
                r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
-               r.at_least("n_items", 1, Code.EMPTY_INPUT), NO_CHUNKS,
+               r.at_least("n_items", 1, Code.EMPTY_INPUT), *NO_CHUNKS,
                # below 128 rows Inductor takes its decoding kernel, which holds them all
                r.any_of(r.at_least("tokens_q", 128), r.at_most("rows_per_kv_head", 64))),
            note="copies keys and values, without what rows of no item hold"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import errors as errors
 from . import graphs as graphs
+from . import grouped as grouped
 from . import kernels as kernels
 from . import positions as positions
 from . import quant as quant
@@ -86,6 +87,8 @@ __all__ = [
     "get_locks",
     "graphs",
     "group_norm",
+    "grouped",
+    "grouped_attention",
     "grouped_gemm",
     "kernels",
     "kv_cache",
@@ -95,6 +98,7 @@ __all__ = [
     "list_kernels",
     "load_config",
     "lock",
+    "merge_attention",
     "mla_paged_attention",
     "mlp",
     "moe",
@@ -1247,6 +1251,165 @@ def group_norm(
     """
 
 
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: Literal[False] = False,
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (Literal[False])
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            is_causal=True,
+        )
+    """
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: Literal[True],
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (Literal[True])
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            return_lse=True,
+        )
+    """
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: bool = False,
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (bool)
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            is_causal=True,
+        )
+    """
+
+
 def grouped_gemm(
     x: Tensor, weights: Tensor, group_sizes: Tensor | None = None, *, offsets: Tensor | None = None,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
@@ -1342,6 +1505,30 @@ def linear_cross_entropy(
             torch.randn(33, 24),
             torch.tensor(32, dtype=torch.int64),
         )
+    """
+
+
+def merge_attention(
+    outs: Tensor, lses: Tensor, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from parts over disjoint keys.
+
+    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32, natural log, -inf
+    for a part without keys. Returns the output (tokens, heads, head_dim) and its log-sum-exp
+    (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
+    lz.grouped_attention give with return_lse.
+
+    Args:
+        outs (Tensor): parts tokens heads head_dim
+        lses (Tensor): parts tokens heads
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.merge_attention(torch.randn(3, 9, 4, 32), torch.randn(3, 9, 4))
     """
 
 
@@ -2076,14 +2263,19 @@ def tokenize(
     """
 
 
+@overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
     causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
     window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
 
     Args:
         query (Tensor): tokens_q heads head_dim
@@ -2100,10 +2292,111 @@ def varlen_attention(
         window_right (int)
         softcap (float)
         dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (Literal[False])
         backend (str | None)
         policy (Mapping[str, Any] | Layer | None)
 
     Returns: Tensor
+
+    Example:
+        out = lz.varlen_attention(
+            torch.randn(15, 4, 64),
+            torch.randn(15, 4, 64),
+            torch.randn(15, 4, 64),
+            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
+            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
+            12,
+            12,
+        )
+    """
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[True], backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        cu_seqlens_q (Tensor): boundaries
+        cu_seqlens_k (Tensor): boundaries
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        causal_align (Literal["top_left", "bottom_right"] | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (Literal[True])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.varlen_attention(
+            torch.randn(55, 4, 64),
+            torch.randn(55, 2, 64),
+            torch.randn(55, 2, 64),
+            torch.tensor([0, 5, 38, 39, 55], dtype=torch.int32),
+            torch.tensor([0, 5, 38, 39, 55], dtype=torch.int32),
+            33,
+            33,
+            return_lse=True,
+        )
+    """
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        cu_seqlens_q (Tensor): boundaries
+        cu_seqlens_k (Tensor): boundaries
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        causal_align (Literal["top_left", "bottom_right"] | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
 
     Example:
         out = lz.varlen_attention(

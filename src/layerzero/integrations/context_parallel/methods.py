@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Union
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -19,9 +20,22 @@ from .ulysses import ulysses_attention_of
 # one tensor, or one per rank where all ranks are simulated
 Tensors = Union[Tensor, Sequence[Tensor]]
 Boundaries = Union[Tensor, Sequence[int]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@torch.compiler.disable
+def _eager(function: Function) -> Function:
+    """A compiled model leaves its graph for the exchanges. torch.compiler.disable would do that, and
+    import the compiler for everyone."""
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_eager
 def zigzag_attention(
     query: Tensors, key: Tensors, value: Tensors, cu_seqlens: Boundaries,
     max_seqlen: int | None = None, *, is_causal: bool = True, scale: float | None = None,
@@ -50,7 +64,7 @@ def zigzag_attention(
     return _result(ranks, gathered_attention(ranks, q, k, v, calls, heads_k_stride, return_lse))
 
 
-@torch.compiler.disable
+@_eager
 def items_attention(
     query: Tensors, key: Tensors, value: Tensors, items: Sequence[Items] | Items, *,
     is_causal: bool = True, scale: float | None = None, window_left: int = -1, softcap: float = 0.0,
@@ -63,7 +77,7 @@ def items_attention(
     return _result(ranks, gathered_attention(ranks, q, k, v, calls, heads_k_stride, return_lse))
 
 
-@torch.compiler.disable
+@_eager
 def ring_attention(
     query: Tensors, key: Tensors, value: Tensors, cu_seqlens: Boundaries,
     max_seqlen: int | None = None, *, is_causal: bool = True, scale: float | None = None,
@@ -77,7 +91,7 @@ def ring_attention(
     return _result(ranks, results if return_lse else [out for out, _ in results])
 
 
-@torch.compiler.disable
+@_eager
 def ulysses_attention(
     query: Tensors, key: Tensors, value: Tensors, cu_seqlens: Boundaries,
     max_seqlen: int | None = None, *, is_causal: bool = True, scale: float | None = None,

@@ -71,10 +71,11 @@ class Recorded:
         self._again: tuple[Sequence[Tensor], Tensor] | None = None
         self._grads: list[Any] = []
         self._anchor = torch.zeros(0, device=query.device, requires_grad=True)
-        storage = buffer.untyped_storage().data_ptr()
+        # without the buffer itself, which the hooks would keep alive
+        storage, dtype = buffer.untyped_storage().data_ptr(), buffer.dtype
 
         def pack(t: Tensor) -> Any:
-            if t.numel() and t.untyped_storage().data_ptr() == storage and t.dtype == buffer.dtype:
+            if t.numel() and t.untyped_storage().data_ptr() == storage and t.dtype == dtype:
                 return _View(tuple(t.shape), t.stride(), t.storage_offset())
             self._saved.append(t.detach())
             return len(self._saved) - 1

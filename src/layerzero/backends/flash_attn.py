@@ -75,7 +75,8 @@ PACKED: tuple[r.Condition, ...] = (
     *_common(), r.any_of(r.off("is_causal"), ALIGNED),
     r.when(r.at_least("window_left", 0), ALIGNED),
     r.when(r.at_least("window_right", 0), ALIGNED), r.dtypes("int32", of="cu_seqlens_q.dtype"),
-    r.dtypes("int32", of="cu_seqlens_k.dtype"))
+    r.dtypes("int32", of="cu_seqlens_k.dtype"), NO_ALIBI,
+    r.off("return_lse", Code.LSE_UNSUPPORTED))
 V2: tuple[r.Condition, ...] = (
     r.sm(at_least=80),
     r.any_of(r.equals("softcap", 0.0), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)))

@@ -17,7 +17,10 @@ from ..ops.varlen_attention import OP as varlen_attention
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
+from ._pages import empty_result
+from ._sequences import attend_rows
 
+NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
 # FlashAttention is aligned bottom-right, and the lengths of the sequences are only known on the
 # device.
@@ -29,6 +32,8 @@ SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 # The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
 # flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
+# no gradient flows through flash's log-sum-exp
+NO_GRAD_OF_LSE = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED))
 FLASH: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
@@ -38,7 +43,7 @@ FLASH: tuple[r.Condition, ...] = (
     r.at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),
     r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"), *ON_16_BYTES,
     r.dtypes("int32", of="cu_seqlens_q.dtype"), r.dtypes("int32", of="cu_seqlens_k.dtype"),
-    NO_SOFTCAP, *BOTTOM_RIGHT)
+    NO_SOFTCAP, NO_ALIBI, *BOTTOM_RIGHT)
 
 
 def _varlen() -> Callable[..., Any]:
@@ -74,11 +79,12 @@ def _varlen_flash() -> Callable[..., Any]:
     def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
             max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False,
             scale: float | None = None, *, window_left: int = -1,
-            window_right: int = -1, dropout_p: float = 0.0) -> Tensor:
-        return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                     dropout_p,  # type: ignore[no-any-return]
-                     is_causal, False, scale=scale, window_size_left=window_left,
-                     window_size_right=window_right)[0]
+            window_right: int = -1, dropout_p: float = 0.0, return_lse: bool = False) -> Any:
+        out, lse = flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                         dropout_p, is_causal, False, scale=scale, window_size_left=window_left,
+                         window_size_right=window_right)[:2]
+        # (heads, tokens); a row without a key has +inf
+        return (out, torch.where(lse == math.inf, -math.inf, lse).t()) if return_lse else out
 
     return run
 
@@ -90,31 +96,40 @@ def _per_sequence() -> Callable[..., Any]:
 def per_sequence(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     is_causal: bool = False, scale: float | None = None, *, causal_align: str | None = None,
-    window_left: int = -1, window_right: int = -1,
-    dropout_p: float = 0.0,
-) -> Tensor:
+    window_left: int = -1, window_right: int = -1, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: bool = False,
+) -> Any:
     """Calls scaled_dot_product_attention per sequence, with a mask only where is_causal is not
     enough."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    windowed = window_left >= 0 or window_right >= 0
-    parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
+    windowed = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
+    empty, no_lse = empty_result(query[:0], value.shape[2])
+    parts, lses = [empty], [no_lse]
     for first_q, last_q, first_k, last_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
-        q, k, v = (t.transpose(0, 1)[None] for t in (query[first_q:last_q], key[first_k:last_k],
-                                                     value[first_k:last_k]))
+        rows = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
+        if return_lse:
+            out, lse = (attend_rows(*rows, is_causal, scale, causal_align, window_left,
+                                    window_right, alibi_slopes, 0.0, True)
+                        if last_k > first_k else empty_result(rows[0], value.shape[2]))
+            parts.append(out)
+            lses.append(lse)                   # type: ignore[arg-type]
+            continue
+        q, k, v = (t.transpose(0, 1)[None] for t in rows)
         shifted = is_causal and causal_align == "bottom_right" and q.shape[2] != k.shape[2]
         mask = None
         if windowed or shifted:
-            _, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align, window_left,
-                                       window_right, None,
-                                       query.device)
+            bias, hidden = position_terms(q.shape[2], k.shape[2], is_causal, causal_align,
+                                          window_left, window_right, alibi_slopes, query.device)
             # additive: cuDNN gives the mean, not zero, for a row hidden by a bool mask
             if hidden is not None:
                 mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+            if bias is not None:
+                mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype) + mask
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal and mask is None,
                                            scale=scale,
                                            enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+    return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
 
 
 ONE_LAUNCH = "one launch for all sequences, and no length is read on the host"
@@ -123,15 +138,19 @@ KERNELS = (
     Kernel("torch.varlen", varlen_attention, _varlen, sdpa_backend="FLASH_ATTENTION",
            torch=">=2.11", prior=12.0, overhead_us=20.0,
            less_work=ONE_LAUNCH, requires=(
-        *FLASH, r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
+        *FLASH, r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+        r.off("return_lse", Code.LSE_UNSUPPORTED)),
         note="before torch 2.11 it had neither scale nor window"),
     Kernel("torch.varlen_flash", varlen_attention, _varlen_flash, sdpa_backend="FLASH_ATTENTION",
            prior=12.0, overhead_us=2.0,
-           less_work=ONE_LAUNCH, requires=FLASH),
+           less_work=ONE_LAUNCH, requires=(*FLASH, NO_GRAD_OF_LSE)),
     Kernel("torch.per_sequence", varlen_attention, _per_sequence, sdpa_backend=SDPA,
            prior=3.0, overhead_us=50.0, baseline=True,
            graph_safe=False, traceable=False, note="reads the lengths on the host",
            requires=(r.at_least("kv_heads", 1, Code.EMPTY_INPUT), NO_SOFTCAP,
+                     r.differs("alibi_slopes.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
+                     r.when(r.on("return_lse"),
+                            r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)),
                      *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule))
                        for rule in ON_16_BYTES))),
 )

@@ -17,7 +17,7 @@ from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import Wording, at_least, at_most, dtypes, equals
 from .formulas.common import FLOATS, HEAD_WORDS, READS_ON_HOST, attend
-from .formulas.mistakes import SCORES, SOFTCAP, WINDOW, flip_alignment
+from .formulas.mistakes import LSE, SCORES, SOFTCAP, WINDOW, drop_argument, flip_alignment
 
 
 def reference(
@@ -25,30 +25,42 @@ def reference(
     max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
     causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
     window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
-) -> Tensor:
-    """Attention over packed sequences; see lz.attention for the shared arguments."""
+    alibi_slopes: Tensor | None = None, return_lse: bool = False,
+) -> Any:
+    """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
+    """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    parts = []
+    parts = [query.new_empty((0, query.shape[1], value.shape[2]))]
+    lses = [query.new_empty((0, query.shape[1]),
+                            dtype=torch.promote_types(query.dtype, torch.float32))]
     for i in range(len(starts_q) - 1):
         rows_q, rows_k = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
         q, k, v = (t.transpose(0, 1)[None] for t in (query[rows_q], key[rows_k], value[rows_k]))
-        out, _ = attend(q, k, v, None, dropout_p, is_causal, scale, causal_align, window_left,
-                        window_right,
-                        None, softcap)
+        out, lse = attend(q, k, v, None, dropout_p, is_causal, scale, causal_align, window_left,
+                          window_right, alibi_slopes, softcap)
         parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts) if parts else query.new_empty((0, query.shape[1], value.shape[2]))
+        lses.append(lse[0].transpose(0, 1))
+    return (torch.cat(parts), torch.cat(lses)) if return_lse else torch.cat(parts)
 
 
-def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+def meta(query: Tensor, key: Tensor, value: Tensor, *args: Any, return_lse: bool = False,
+         **kwargs: Any) -> Any:
+    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+    if not return_lse:
+        return out
+    return out, query.new_empty(out.shape[:2],
+                                dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def inputs(
     lengths_q: tuple[int, ...] = (5, 33, 1, 16), lengths_k: tuple[int, ...] = (), hq: int = 4,
     hkv: int = 4, d: int = 64, causal: bool = False, align: str | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, scale: float | None = None,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
-    seed: int = 0,
+    alibi: bool = False, lse: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     gen = torch.Generator("cpu").manual_seed(seed)
     lengths_k = lengths_k or lengths_q
@@ -64,7 +76,9 @@ def inputs(
             "cu_seqlens_k": starts(lengths_k), "max_seqlen_q": max(lengths_q, default=0),
             "max_seqlen_k": max(lengths_k, default=0), "is_causal": causal,
             "scale": scale, "causal_align": align, "window_left": window[0],
-            "window_right": window[1], "softcap": softcap}
+            "window_right": window[1], "softcap": softcap, "return_lse": lse,
+            "alibi_slopes": torch.tensor([2.0 ** (-8.0 * (i + 1) / hq) for i in range(hq)],
+                                         device=device) if alibi else None}
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -74,7 +88,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"lengths_q": (4, 9), "lengths_k": (20, 9), "causal": True, "align": "bottom_right"},
     {"lengths_q": (0, 12, 3)}, {"lengths_q": (70,), "d": 72},
     {"window": (8, 0), "causal": True, "align": "top_left"},
-    {"softcap": 10.0}, {"scale": 0.5, "hkv": 2},
+    {"softcap": 10.0}, {"scale": 0.5, "hkv": 2}, {"lse": True, "hkv": 2},
+    {"lengths_q": (4, 9, 3), "lengths_k": (20, 4, 0), "causal": True, "align": "bottom_right",
+     "lse": True},
+    {"lengths_q": (1, 9), "lengths_k": (33, 20), "alibi": True, "align": "bottom_right", "hkv": 2},
 )
 
 
@@ -83,7 +100,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
         if facts[f"{name}.dtype"] not in ("int32", "int64"):
             raise InvalidCall.of("varlen_attention",
                                  Reason(Code.WRONG_TYPE, "int32", facts[f"{name}.dtype"], name))
-    uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0
+    uses_diagonal = facts["is_causal"] or facts["window_left"] >= 0 or facts["window_right"] >= 0 \
+        or facts["alibi_slopes.dtype"] is not None
     if uses_diagonal and facts["causal_align"] is None:
         warn_caller(
             "lz.varlen_attention: causal_align is not given: 'top_left' is used. Decoding with a "
@@ -97,11 +115,15 @@ STRESS: tuple[dict[str, Any], ...] = (
                                          "align": "bottom_right"},
     {"softcap": 3.0, "scale": 0.7, "hkv": 2},
     {"window": (2, 1), "lengths_q": (9, 20), "lengths_k": (30, 20),
-    "align": "bottom_right"})
+    "align": "bottom_right"},
+    {"lengths_q": (9, 4), "lengths_k": (4, 9), "window": (2, -1), "align": "top_left", "lse": True},
+    {"lengths_q": (7, 1), "lengths_k": (7, 30), "causal": True, "align": "bottom_right",
+     "alibi": True, "lse": True})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True, "align": "bottom_right", "hkv": 2}, {"lengths_q": (0, 12, 3)},
-    {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)})
+    {"lengths_q": (4, 9), "lengths_k": (20, 9), "window": (3, 0)},
+    {"lse": True, "alibi": True, "align": "top_left"})
 
 
 # Mistakes that a kernel for this op could make.
@@ -113,7 +135,8 @@ def _merge_sequences(op: Any, v: Values) -> Values:
 
 ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("alignment", "the diagonal at the other corner", flip_alignment), *SCORES, *SOFTCAP,
-    *WINDOW, Alteration("mask", "all sequences taken for one", _merge_sequences))
+    Alteration("position bias", "ALiBi left out", drop_argument("alibi_slopes")),
+    *WINDOW, *LSE, Alteration("mask", "all sequences taken for one", _merge_sequences))
 
 OP = Op(
     name="varlen_attention", family="attention", reference=reference, meta=meta, inputs=inputs,
@@ -124,8 +147,8 @@ OP = Op(
                          "float64": (1e-8, 1e-8)}),
     shapes={"query": "tokens_q heads head_dim", "key": "tokens_k kv_heads head_dim",
             "value": "tokens_k kv_heads head_dim_v", "cu_seqlens_q": "boundaries",
-            "cu_seqlens_k": "boundaries"},
-    returns=("tokens_q heads head_dim_v",), same_dtype=("query", "key", "value"),
+            "cu_seqlens_k": "boundaries", "alibi_slopes": "heads"},
+    returns=("tokens_q heads head_dim_v", "tokens_q heads"), same_dtype=("query", "key", "value"),
     derived={"batch": "boundaries - 1", "group": "heads // kv_heads",
              "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v",
@@ -150,5 +173,5 @@ OP = Op(
     flops="2 * tokens_q * heads * max_seqlen_k * (head_dim + head_dim_v)",
     bytes="itemsize * (head_dim + head_dim_v) * (tokens_q * heads + tokens_k * kv_heads)",
     differentiable=("query", "key", "value"), autocast="lower", sdpa_switches=True,
-    extra_check=extra_check,
+    extra_check=extra_check, outputs="Tensor[]",
 )

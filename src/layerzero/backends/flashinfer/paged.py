@@ -355,6 +355,8 @@ RAGGED: tuple[r.Condition, ...] = (
     r.one_of("head_dim", *HEAD_DIMS, code=Code.HEAD_DIM_INVALID),
     r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
     r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+    r.off("return_lse", Code.LSE_UNSUPPORTED),
+    r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
     r.any_of(r.off("is_causal"), BOTTOM_RIGHT), r.when(r.at_least("window_left", 0), BOTTOM_RIGHT),
     r.any_of(r.equals("window_right", -1), r.on("is_causal", Code.WINDOW_UNSUPPORTED)),

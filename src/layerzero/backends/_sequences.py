@@ -1,0 +1,74 @@
+"""One packed sequence by torch's attention, with its log-sum-exp where it is asked for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..ops.formulas.common import attend, position_terms
+from ..ops.formulas.paged import group_heads, ungroup_heads
+from ._pages import cpu_flash
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None,
+                causal_align: str | None, left: int, right: int, alibi_slopes: Tensor | None,
+                softcap: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns attention of (n, heads, dim) over (m, kv_heads, dim), m > 0, and the log-sum-exp.
+
+    Torch's attention gives no log-sum-exp but on the CPU, and no gradient flows through that one:
+    elsewhere the scores are computed step by step.
+    """
+    n, m, kv_heads = query.shape[0], key.shape[0], key.shape[1]
+    flash = return_lse and _flash_gives_lse(query, key, value)
+    if softcap > 0.0 or (return_lse and not flash):
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out, lse = attend(q, k, v, None, 0.0, is_causal, scale, causal_align, left, right,
+                          alibi_slopes, softcap)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    square = is_causal and left < 0 and alibi_slopes is None and (
+        n == m or causal_align != "bottom_right")
+    mask, dead = None, None
+    if not square:
+        bias, hidden = position_terms(n, m, is_causal, causal_align, left, right, alibi_slopes,
+                                      query.device)
+        mask, dead = _mask_of(bias, hidden, kv_heads, query.dtype), _dead_rows(hidden)
+    q = group_heads(query, kv_heads)           # (kv_heads, group, n, dim)
+    # a single row that sees all keys: the heads of a group are rows, which share one read
+    folded = n == 1 and mask is None and not square
+    q = q.transpose(1, 2) if folded else q
+    k, v = (t.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for t in (key, value))
+
+    def by_token(t: Tensor, filler: float) -> Tensor:
+        t = ungroup_heads(t.transpose(1, 2) if folded else t)
+        return t if dead is None else t.masked_fill(dead[:, None, None], filler)
+
+    if not flash:
+        out = scaled_dot_product_attention(q, k, v, mask, 0.0, square, scale=scale)
+        return by_token(out, 0.0), None
+    out, lse = cpu_flash()(q, k, v, 0.0, square, attn_mask=mask, scale=scale)
+    return by_token(out, 0.0), by_token(lse[..., None], -math.inf)[..., 0]
+
+
+def _mask_of(bias: Tensor | None, hidden: Tensor | None, kv_heads: int,
+             dtype: torch.dtype) -> Tensor | None:
+    """Returns bias and hidden keys as one mask. It is additive: for a row hidden by a bool mask
+    cuDNN gives the mean, not zero."""
+    if bias is not None:
+        mask = bias[0].unflatten(0, (kv_heads, -1)).to(dtype)
+        return mask if hidden is None else mask.masked_fill(hidden, -math.inf)
+    if hidden is None or (hidden.shape[0] == 1 and not hidden.any()):
+        return None
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
+
+
+def _dead_rows(hidden: Tensor | None) -> Tensor | None:
+    """Returns which rows see no key, where there can be such: torch's kernels differ on them."""
+    return None if hidden is None or hidden.shape[0] <= hidden.shape[1] else hidden.all(-1)
+
+
+def _flash_gives_lse(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return query.device.type == "cpu" and query.shape[2] == value.shape[2] and not wants_grad

@@ -120,7 +120,7 @@ def test_half_precision_sums_the_ranks_gradients_in_float32(method, monkeypatch)
     assert (kind, torch.float32) in sums and ("reduce_scatter", torch.bfloat16) not in sums
     for got, one, want in zip(grads, alone, wanted):
         assert got.dtype == torch.bfloat16
-        assert (got - want).norm() <= 2 * (one - want).norm()
+        assert (got - want).norm() <= 3 * (one - want).norm()
 
 
 # what a rank reads and does

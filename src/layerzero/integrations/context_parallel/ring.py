@@ -10,16 +10,19 @@ each step is computed again, since keeping all of them would take the memory tha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..rewiring import public
 from .ranks import Exchange, Program, Ranks
 from .recorded import Attention
 from .sharding import Sequences
+
+merge_attention: Callable[..., Any] = public("merge_attention")
 
 
 def ring_attention_of(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor],
@@ -109,9 +112,3 @@ def _backward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
             kv = pending.wait()
     dkv = moving.wait().to(k.dtype)
     return dq.to(q.dtype), dkv[..., :dim], dkv[..., dim:]
-
-
-def merge_attention(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logsumexp(lses, 0)
-    share = torch.exp(lses - lse).masked_fill(lses == -math.inf, 0.0)
-    return (outs * share.unsqueeze(-1)).sum(0).to(outs.dtype), lse

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...spec.errors import ConfigError
-from .ranks import Exchange, Program, Ranks
+from .ranks import Exchange, Pending, Program, Ranks
 from .recorded import Attention, Recorded
 from .sharding import Items
 
@@ -94,8 +94,8 @@ class _Gathered(torch.autograd.Function):
         ctx.ranks, ctx.stride = ranks, stride
         ctx.set_materialize_grads(False)
         record = any(ctx.needs_input_grad)
-        done = ranks.run([_forward(*flat[3 * i:3 * i + 3], call, stride, record)
-                          for i, call in enumerate(calls)])
+        done = ranks.run([_forward(q, k, v, call, stride, record) for q, k, v, call
+                          in zip(flat[0::3], flat[1::3], flat[2::3], calls)])
         ctx.records = [records for *_, records in done]
         saved = [[r.release() for r in records] for records in ctx.records]
         ctx.counts = [[len(tensors) for tensors in of_rank] for of_rank in saved]
@@ -105,12 +105,13 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        tensors = iter(ctx.saved_tensors)
-        qkv = [tuple(itertools.islice(tensors, 3)) for _ in ctx.records]
-        saved = [[tuple(itertools.islice(tensors, n)) for n in counts] for counts in ctx.counts]
-        done = ctx.ranks.run([
-            _backward(*qkv[i], records, saved[i], grads[2 * i:2 * i + 2], ctx.stride)
-            for i, records in enumerate(ctx.records)])
+        flat, rest = ctx.saved_tensors[:3 * len(ctx.records)], iter(
+            ctx.saved_tensors[3 * len(ctx.records):])
+        saved = [[tuple(itertools.islice(rest, n)) for n in counts] for counts in ctx.counts]
+        of_ranks = zip(flat[0::3], flat[1::3], flat[2::3], ctx.records, saved, grads[0::2],
+                       grads[1::2])
+        done = ctx.ranks.run([_backward(q, k, v, records, tensors, (dout, dlse), ctx.stride)
+                              for q, k, v, records, tensors, dout, dlse in of_ranks])
         return None, None, None, *(g for of_rank in done for g in of_rank)
 
 
@@ -118,7 +119,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, stride: int,
              record: bool) -> Program[tuple[Tensor, Tensor | None, list[Recorded]]]:
     """Returns out, its log-sum-exp where the call gives one, and the recorded calls."""
     heads, kv_heads, dim = q.shape[1], *k.shape[1:]
-    records, parts = [], []
+    records: list[Recorded] = []
+    parts: list[Sequence[Tensor]] = []
     pending = yield Exchange("all_gather", _packed(k, v, 0, stride))
     for first in range(0, kv_heads, stride):
         kv = pending.wait()
@@ -131,8 +133,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, stride: int,
         else:
             results = call(part, kv[..., :dim], kv[..., dim:])
             parts.append(results if isinstance(results, tuple) else (results,))
-    out, lse = (*(_joined(t) for t in zip(*parts)), None)[:2]
-    return out, lse, records
+    out, *lse = (_joined(t) for t in zip(*parts))
+    return out, lse[0] if lse else None, records
 
 
 def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
@@ -140,7 +142,9 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
               stride: int) -> Program[tuple[Tensor, Tensor, Tensor]]:
     heads, kv_heads, dim = q.shape[1], *k.shape[1:]
     wide = torch.promote_types(k.dtype, torch.float32)
-    dqs, dkvs, reduced = [], [], None
+    dqs: list[Tensor] = []
+    dkvs: list[Tensor] = []
+    reduced: Pending | None = None
     pending = yield Exchange("all_gather", _packed(k, v, 0, stride))
     for first, record, tensors in zip(range(0, kv_heads, stride), records, saved):
         kv = pending.wait()

@@ -106,7 +106,8 @@ def ulysses_attention(
     return _result(ranks, ulysses_attention_of(ranks, q, k, v, sequences, attention, return_lse))
 
 
-METHODS = {"zigzag": zigzag_attention, "ring": ring_attention, "ulysses": ulysses_attention}
+METHODS: dict[str, Callable[..., Any]] = {
+    "zigzag": zigzag_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 
 
 def _attention(is_causal: bool, scale: float | None, window_left: int,

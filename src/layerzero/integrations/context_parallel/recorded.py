@@ -76,7 +76,7 @@ class Recorded:
 
         def pack(t: Tensor) -> Any:
             if t.numel() and t.untyped_storage().data_ptr() == storage and t.dtype == dtype:
-                return _View(tuple(t.shape), t.stride(), t.storage_offset())
+                return _View(tuple(t.shape), t.stride(), int(t.storage_offset()))
             self._saved.append(t.detach())
             return len(self._saved) - 1
 

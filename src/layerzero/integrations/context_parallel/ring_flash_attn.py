@@ -124,7 +124,7 @@ def _ring(name: str, layout: Layout) -> Callable[..., Any]:
     ) -> Any:
         _refuse(name, dropout_p, alibi_slopes, window_size, causal, ring=True)
         batch, length, heads, _ = q.shape
-        result = ring_attention(*(t.flatten(0, 1) for t in (q, k, v)),
+        result = ring_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
                                 equal_lengths(batch, length, q.device), length, is_causal=causal,
                                 scale=softmax_scale, return_lse=return_attn_probs, layout=layout,
                                 group=group)

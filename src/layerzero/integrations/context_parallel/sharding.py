@@ -133,7 +133,7 @@ class Sequences:
         overwritten."""
         # what was made in inference mode counts no versions
         version = None if self.cu_seqlens.is_inference() else self.cu_seqlens._version
-        known = getattr(self.cu_seqlens, _ATTRIBUTE, None)
+        known: Any = getattr(self.cu_seqlens, _ATTRIBUTE, None)
         if known is None or known[0] != version or version is None:
             known = version, {}
             setattr(self.cu_seqlens, _ATTRIBUTE, known)

@@ -82,6 +82,14 @@ def replaced_sdpa() -> str:
             "lz.attention")
 
 
+def shards_sequences() -> bool:
+    """Tells whether torch's attention is replaced by one over a sequence of which this process
+    holds a part: inside context_parallel, torch's or ours."""
+    function = nn.functional.scaled_dot_product_attention
+    return function is not _torchs_own and str(getattr(function, "__module__", "")).startswith(
+        ("torch.distributed.", f"{__package__}.context_parallel."))
+
+
 def sdpa_aliases(fn: FunctionType) -> dict[str, Any]:
     """Map the globals through which a function reaches torch's attention to their replacements."""
     if not mentions(fn.__code__, SDPA) or replaced_sdpa():

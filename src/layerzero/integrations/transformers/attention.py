@@ -18,7 +18,7 @@ from ...dispatch import dispatcher as dispatch
 from ...dispatch import torch_library as torch_face
 from ...spec.errors import ConfigError
 from ...world import catalog
-from ..rewiring import replaced_sdpa
+from ..rewiring import replaced_sdpa, shards_sequences
 from .masks import Pattern, pattern_of, plain_pattern
 from .owned_config import OWNED, is_uncapped
 
@@ -47,8 +47,8 @@ def attention_forward(
     s_aux: one sink per head. position_bias: added to the scores. indices: the keys that each query
     selected.
     """
-    # since lz.patch: that is the latest choice
-    if getattr(module, OWNED, None) is not None and replaced_sdpa():
+    # since lz.patch: that is the latest choice; and over a part of a sequence no other would do
+    if shards_sequences() or (getattr(module, OWNED, None) is not None and replaced_sdpa()):
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
             position_bias=position_bias, **({"softcap": softcap} if softcap else {}), **kwargs)

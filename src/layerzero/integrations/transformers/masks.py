@@ -156,3 +156,14 @@ _CAUSAL = _anatomy(masking_utils.causal_mask_function)[0]
 _SLIDING = _anatomy(masking_utils.sliding_window_causal_mask_function(1))[0]
 _FULL = _anatomy(masking_utils.bidirectional_mask_function)[0]
 _SLIDING_BOTH_WAYS = _anatomy(masking_utils.sliding_window_bidirectional_mask_function(1))[0]
+_PLAIN = [_anatomy(function)[0] for plain in (
+    masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(1),
+    masking_utils.bidirectional_mask_function) for function in (
+        plain, masking_utils.and_masks(plain, masking_utils.packed_sequence_mask_function(
+            torch.zeros(0))))]
+
+
+def is_plain(function: Callable[..., Any]) -> bool:
+    """Tells whether a mask function says causality, a sliding window or nothing; it may also tell
+    the sequences apart that transformers takes jumping positions for."""
+    return _anatomy(function)[0] in _PLAIN

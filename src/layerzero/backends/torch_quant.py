@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..ops.dequantize import OP as dequantize
 from ..ops.dequantize import check_size
+from ..ops.formulas.ggml import GGML_FORMATS, dequantize_blocks, quantize_blocks
 from ..ops.formulas.quant import (
     E2M1,
     FORMATS,
@@ -104,9 +105,11 @@ def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Form
 
 
 def _dequantize() -> Callable[..., Any]:
-    def run(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str,
+    def run(q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *, format: str,
             block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
             size: int | None = None, out_dtype: str = "float32") -> Tensor:
+        if scales is None:
+            return dequantize_blocks(q, format).to(getattr(torch, out_dtype))
         fmt = FORMATS[format]
         block_size = block_size or fmt.block_size
         size = check_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
@@ -129,6 +132,8 @@ def _quantize() -> Callable[..., Any]:
     def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
             symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
             zeros: Tensor | None = None, global_scale: Tensor | None = None) -> Any:
+        if format in GGML_FORMATS:
+            return (quantize_blocks(x.detach(), format),)
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
@@ -177,9 +182,11 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
 
 def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-            bias: Tensor | None = None, *,
-            format: str, group_size: int = 0) -> Tensor:
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
+            zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
+            group_size: int = 0) -> Tensor:
+        if scales is None:
+            return _ggml_linear(x, weight_q, bias, format)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
@@ -203,6 +210,13 @@ def _dequantized_linear() -> Callable[..., Any]:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     return run
+
+
+def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
+                      None if bias is None else bias[i:j])
+             for i, j in _slices(x, len(weight_q), x.shape[-1], 1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int]]:

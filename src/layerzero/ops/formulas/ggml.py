@@ -25,6 +25,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .ggml_search import (
+    GROUP_MAX_EPS,
+    IQ4_VALUES,
+    inverse,
+    make_iq4_scales,
+    make_q3_quants,
+    make_qkx2_quants,
+    make_qx_quants,
+    nearest_int,
+    nearest_iq4,
+    quotient,
+    search_parts,
+    signed_peak,
+)
+
 
 @dataclass(frozen=True)
 class GgmlFormat:
@@ -59,8 +74,6 @@ GgmlName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k
                    "q8_k", "iq4_nl", "iq4_xs"]
 Q8_1 = GgmlFormat("q8_1", 32, 36, "q8_1", (0, 2))    # of activations only: no weights come in it
 
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
 
 # Bits.
 
@@ -78,9 +91,15 @@ def bits(packed: Tensor, width: int, run: int) -> Tensor:
     return ((runs >> shifts(packed, width, 8 // width)[:, None]) & ((1 << width) - 1)).flatten(-3)
 
 
+def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of t as another dtype, of a copy: torch needs plain strides and even offsets
+    for it, which `contiguous` does not give to a tensor of one element."""
+    return t.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def float16_at(blocks: Tensor, offset: int, wide: torch.dtype) -> Tensor:
     """Returns the float16 at a byte of every block: (..., n, bytes) -> (..., n, 1)."""
-    return blocks[..., offset:offset + 2].contiguous().view(torch.float16).to(wide)
+    return reinterpret(blocks[..., offset:offset + 2], torch.float16).to(wide)
 
 
 def k4_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +153,7 @@ def decode_q8_0(b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def decode_q8_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    scale = b[..., :4].contiguous().view(torch.float32).to(wide)
+    scale = reinterpret(b[..., :4], torch.float32).to(wide)
     return b[..., 4:260].view(torch.int8).to(wide) * scale
 
 
@@ -212,46 +231,33 @@ def round_half_away(x: Tensor) -> Tensor:
     return whole + (x - whole).mul(2.0).trunc()
 
 
-def nearest_int(x: Tensor) -> Tensor:
-    """ggml's nearest_int, as float32: halves to even."""
-    return x.round()
-
-
-def inverse(d: Tensor, one: float = 1.0) -> Tensor:
-    """Returns one / d, and 0 where that is not finite; ggml has 0 for 0, and no other limit."""
-    ratio = one / d
-    return torch.where(ratio.isfinite(), ratio, 0.0)
-
-
-def signed_peak(x: Tensor) -> Tensor:
-    """Returns the value of the largest magnitude in each last axis, the first of several, (..., 1).
-    """
-    index = x.abs().argmax(-1, keepdim=True)
-    return x.gather(-1, index)
-
-
 def as_bytes(*fields: Tensor) -> Tensor:
     """Returns the fields of blocks, each (..., n, length) of its dtype, as bytes side by side."""
-    return torch.cat([f.contiguous().view(torch.uint8) for f in fields], -1)
+    return torch.cat([f.view(torch.uint8) if f.dtype.itemsize == 1
+                      else reinterpret(f, torch.uint8) for f in fields], -1)
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
+    return x / x.new_tensor(by)
 
 
 def encode_q8_0(x: Tensor) -> Tensor:
-    d = x.abs().amax(-1, keepdim=True) / 127.0
+    d = divided(x.abs().amax(-1, keepdim=True), 127.0)
     codes = round_half_away(x * inverse(d))
     return as_bytes(d.to(torch.float16), codes.to(torch.int8))
 
 
 def encode_q8_1(x: Tensor) -> Tensor:
-    d = x.abs().amax(-1, keepdim=True) / 127.0
+    d = divided(x.abs().amax(-1, keepdim=True), 127.0)
     codes = round_half_away(x * inverse(d))
     total = codes.sum(-1, keepdim=True) * d
     return as_bytes(d.to(torch.float16), total.to(torch.float16), codes.to(torch.int8))
 
 
 def encode_q8_k(x: Tensor) -> Tensor:
-    peak = signed_peak(x)
-    step = inverse(peak, -127.0)
-    codes = nearest_int(step * x).clamp(max=127.0)
+    step = inverse(signed_peak(x, -1), -127.0)
+    codes = nearest_int(step * x).clamp(max=127)
     sums = codes.unflatten(-1, (16, 16)).sum(-1)
     return as_bytes(inverse(step), codes.to(torch.int8), sums.to(torch.int16))
 
@@ -284,7 +290,145 @@ def block_product(x: Tensor, blocks: Tensor, format: str) -> Tensor:
     return values @ steps.t() + sums @ minima[..., 0].t()
 
 
-ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATION_ENCODERS}
+# Codes: values (..., n, block) -> blocks (..., n, block_bytes). As ggml's quantize_row_*_ref, and
+# iq4_nl as its quantize_iq4_nl, which searches further.
+
+def pack_bits(codes: Tensor, width: int, run: int) -> Tensor:
+    """Returns the bytes of codes; the inverse of `bits`."""
+    runs = codes.to(torch.uint8).unflatten(-1, (-1, 8 // width, run))
+    return (runs << shifts(runs, width, 8 // width)[:, None]).sum(-2, dtype=torch.uint8).flatten(-2)
+
+
+def pack_fifth_bits(codes: Tensor) -> Tensor:
+    return pack_bits(codes >> 4, 1, 1)
+
+
+def nearest_up(x: Tensor, levels: float) -> Tensor:
+    """C's (int8_t)(x + 0.5) for x of at least 0, at most `levels`."""
+    return x.trunc().clamp(0.0, levels).to(torch.uint8)
+
+
+def encode_q4_0(x: Tensor) -> Tensor:
+    d = divided(signed_peak(x, -1), -8.0)
+    return as_bytes(d.half(), pack_bits(nearest_up(x * inverse(d) + 8.5, 15.0), 4, 16))
+
+
+def encode_q5_0(x: Tensor) -> Tensor:
+    d = divided(signed_peak(x, -1), -16.0)
+    codes = nearest_up(x * inverse(d) + 16.5, 31.0)
+    return as_bytes(d.half(), pack_fifth_bits(codes), pack_bits(codes & 15, 4, 16))
+
+
+def from_minimum(x: Tensor, levels: float) -> tuple[Tensor, Tensor, Tensor]:
+    low = x.gather(-1, x.argmin(-1, keepdim=True))         # the first: it may be -0.0 or 0.0
+    d = divided(x.amax(-1, keepdim=True) - low, levels)
+    return d.half(), low.half(), nearest_up((x - low) * inverse(d) + 0.5, levels)
+
+
+def encode_q4_1(x: Tensor) -> Tensor:
+    d, low, codes = from_minimum(x, 15.0)
+    return as_bytes(d, low, pack_bits(codes, 4, 16))
+
+
+def encode_q5_1(x: Tensor) -> Tensor:
+    d, low, codes = from_minimum(x, 31.0)
+    return as_bytes(d, low, pack_fifth_bits(codes), pack_bits(codes & 15, 4, 16))
+
+
+def final_codes(x: Tensor, steps: Tensor, shifts: Tensor | float, searched: Tensor, low: int,
+                high: int) -> Tensor:
+    """Returns the codes of values for the scales of their part as stored; the searched ones where
+    that scale is 0."""
+    d = steps.repeat_interleave(x.shape[-1] // steps.shape[-1], -1)
+    codes = nearest_int((x + shifts) / d).clamp(low, high) - low
+    return torch.where(d == 0, searched, codes)
+
+
+def scaled_integers(scales: Tensor, levels: float) -> tuple[Tensor, Tensor]:
+    """Returns the float16 that is one unit of scales of at least 0, and the scales in that unit."""
+    peak = scales.amax(-1, keepdim=True).clamp(min=0.0)
+    unit = torch.where(peak > 0, divided(peak, levels), 0.0).half()
+    return unit, nearest_int(inverse(peak, levels) * scales) & 255
+
+
+def with_minima(x: Tensor, parts: int, levels: int, scale_levels: float, start: float, steps: int,
+                magnitudes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns both units, the integer scales and minima, and the codes of q2_k, q4_k, q5_k."""
+    scales, minima, searched = search_parts(x, x.shape[-1] // parts, make_qkx2_quants, levels,
+                                            start, steps, magnitudes)
+    unit, small = scaled_integers(scales, scale_levels)
+    low_unit, small_low = scaled_integers(minima, scale_levels)
+    small, small_low = small.clamp(max=int(scale_levels)), small_low.clamp(max=int(scale_levels))
+    lows = (low_unit.float() * small_low).repeat_interleave(x.shape[-1] // parts, -1)
+    codes = final_codes(x, unit.float() * small, lows, searched, 0, levels)
+    return unit, low_unit, small.to(torch.uint8), small_low.to(torch.uint8), codes
+
+
+def encode_q2_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 16, 3, 15.0, -0.5, 15, True)
+    return as_bytes(scales | (minima << 4), pack_bits(codes, 2, 32), unit, low_unit)
+
+
+def pack_k4_scales(scales: Tensor, minima: Tensor) -> Tensor:
+    """The inverse of `k4_scales`."""
+    return torch.cat((scales[..., :4] | (scales[..., 4:] >> 4 << 6),
+                      minima[..., :4] | (minima[..., 4:] >> 4 << 6),
+                      (scales[..., 4:] & 15) | (minima[..., 4:] << 4)), -1)
+
+
+def encode_q4_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 8, 15, 63.0, -1.0, 20, False)
+    return as_bytes(unit, low_unit, pack_k4_scales(scales, minima), pack_bits(codes, 4, 32))
+
+
+def encode_q5_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 8, 31, 63.0, -0.5, 15, False)
+    return as_bytes(unit, low_unit, pack_k4_scales(scales, minima), pack_bits(codes >> 4, 1, 32),
+                    pack_bits(codes & 15, 4, 32))
+
+
+def encode_q3_k(x: Tensor) -> Tensor:
+    scales, searched = search_parts(x, 16, make_q3_quants, 4)
+    peak = signed_peak(scales, -1)
+    factor = inverse(peak, -32.0)
+    unit = torch.where(peak == 0, 0.0, quotient(1.0, factor)).half()
+    small = torch.where(peak == 0, 0, nearest_int(factor * scales).clamp(-32, 31) + 32)
+    codes = final_codes(x, unit.float() * (small - 32), 0.0, searched, -4, 3)
+    return as_bytes(pack_bits(codes >> 2, 1, 32), pack_bits(codes & 3, 2, 32),
+                    pack_bits(small & 15, 4, 8), pack_bits(small >> 4, 2, 4), unit)
+
+
+def encode_q6_k(x: Tensor) -> Tensor:
+    scales, searched = search_parts(x, 16, make_qx_quants, 32)
+    peak = signed_peak(scales, -1)
+    factor = torch.where(peak.abs() < GROUP_MAX_EPS, 0.0, quotient(-128.0, peak))
+    unit = inverse(factor).half()
+    small = nearest_int(factor * scales).clamp(max=127)
+    codes = final_codes(x, unit.float() * small, 0.0, searched, -32, 31)
+    codes = torch.where(peak.abs() < GROUP_MAX_EPS, 0, codes)
+    return as_bytes(pack_bits(codes & 15, 4, 64), pack_bits(codes >> 4, 2, 32),
+                    small.to(torch.int8), unit)
+
+
+def encode_iq4_nl(x: Tensor) -> Tensor:
+    (scale,) = search_parts(x, 32, make_iq4_scales)
+    return as_bytes(scale.half(), pack_bits(nearest_iq4(inverse(scale) * x), 4, 16))
+
+
+def encode_iq4_xs(x: Tensor) -> Tensor:
+    (scales,) = search_parts(x, 32, make_iq4_scales)
+    d = divided(-signed_peak(scales, -1), 32.0)
+    small = nearest_int(inverse(d) * scales).clamp(-32, 31)
+    codes = nearest_iq4(scaled_parts(x, inverse(d * small)))
+    small = small + 32
+    return as_bytes(d.half(), pack_bits(small >> 4, 2, 1), pack_bits(small & 15, 4, 1),
+                    pack_bits(codes, 4, 16))
+
+
+ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ACTIVATION_ENCODERS, "q4_0": encode_q4_0, "q4_1": encode_q4_1, "q5_0": encode_q5_0,
+    "q5_1": encode_q5_1, "q2_k": encode_q2_k, "q3_k": encode_q3_k, "q4_k": encode_q4_k,
+    "q5_k": encode_q5_k, "q6_k": encode_q6_k, "iq4_nl": encode_iq4_nl, "iq4_xs": encode_iq4_xs}
 
 
 def quantize_blocks(x: Tensor, format: str) -> Tensor:

@@ -184,7 +184,7 @@ def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
             zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
-            group_size: int = 0) -> Tensor:
+            group_size: int = 0, global_scale: Tensor | None = None) -> Tensor:
         if scales is None:
             return _ggml_linear(x, weight_q, bias, format)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
@@ -198,8 +198,11 @@ def _dequantized_linear() -> Callable[..., Any]:
             out = (parts[0] if len(parts) == 1
                    else torch.cat(parts, -1)).mul_(row_scales.to(x.dtype))
             return out if bias is None else out.add_(bias)
-        # a small scale would lose precision in float16
-        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        if global_scale is not None:
+            scales = scales.float() * global_scale.float()
+        # a small scale would lose precision in float16, the values of a table in any half type
+        wide = (torch.float32 if x.dtype == torch.float16 or format in ("nf4", "nvfp4")
+                else x.dtype)
         parts = []
         for i, j in _slices(x, n, k, share):
             scale_rows = slice(i // share, -(-j // share))

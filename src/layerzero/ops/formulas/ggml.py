@@ -92,8 +92,8 @@ def bits(packed: Tensor, width: int, run: int) -> Tensor:
 
 
 def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes of t as another dtype, of a copy: torch needs plain strides and even offsets
-    for it, which `contiguous` does not give to a tensor of one element."""
+    """Returns the bytes of t as another dtype, of a copy: torch wants plain strides and an even
+    offset, which `contiguous` does not give to a tensor of one element."""
     return t.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

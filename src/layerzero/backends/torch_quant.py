@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from ..ops.dequantize import OP as dequantize
 from ..ops.dequantize import check_size
-from ..ops.formulas.ggml import GGML_FORMATS, dequantize_blocks, quantize_blocks
+from ..ops.formulas.ggml import (
+    GGML_FORMATS,
+    block_product,
+    dequantize_blocks,
+    quantize_blocks,
+    rounded_activations,
+)
 from ..ops.formulas.quant import (
     E2M1,
     FORMATS,
@@ -184,9 +190,10 @@ def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
             zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
-            group_size: int = 0, global_scale: Tensor | None = None) -> Tensor:
+            group_size: int = 0, activations: str = "none",
+            global_scale: Tensor | None = None) -> Tensor:
         if scales is None:
-            return _ggml_linear(x, weight_q, bias, format)
+            return _ggml_linear(x, weight_q, bias, format, activations)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
@@ -215,11 +222,17 @@ def _dequantized_linear() -> Callable[..., Any]:
     return run
 
 
-def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str) -> Tensor:
-    parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
-                      None if bias is None else bias[i:j])
-             for i, j in _slices(x, len(weight_q), x.shape[-1], 1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
+                 activations: str) -> Tensor:
+    slices = _slices(x, len(weight_q), x.shape[-1], 1)
+    if activations == "q8":
+        rounded = rounded_activations(x, format, torch.float32)
+        parts = [block_product(*rounded, weight_q[i:j], format) for i, j in slices]
+    else:
+        parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
+                          None if bias is None else bias[i:j]) for i, j in slices]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return (out if bias is None or activations == "none" else out + bias.float()).to(x.dtype)
 
 
 def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int]]:
@@ -302,7 +315,7 @@ KERNELS = (
     Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
            workspace="12 * rows * packed"),
     Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0,
-           overhead_us=25.0, baseline=True, requires=WEIGHT_ONLY,
+           overhead_us=25.0, baseline=True, requires=(r.one_of("activations", "none", "q8"),),
            workspace="8 * in_features * out_features"),
     Kernel("torch.int8_linear", quantized_linear, _int8_linear, prior=9.0, overhead_us=5.0,
            differentiable=False,

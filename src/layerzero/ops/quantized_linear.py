@@ -49,6 +49,7 @@ from .formulas.ggml import (
     block_product,
     dequantize_blocks,
     random_blocks,
+    rounded_activations,
 )
 from .formulas.mistakes import QUANTIZED, drop_argument, swap_nibbles
 from .formulas.quant import FORMATS, TINY, dequantize_codes, encode, expand_scales, make_scales
@@ -81,7 +82,7 @@ def reference(
 def ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
                 activations: str) -> Tensor:
     if activations == "q8":
-        out = block_product(x, weight_q, format)
+        out = block_product(*rounded_activations(x, format, torch.float64), weight_q, format)
         return (out if bias is None else out + bias.double()).to(x.dtype)
     out = x @ dequantize_blocks(weight_q, format).to(x.dtype).t()
     return out if bias is None else out + bias

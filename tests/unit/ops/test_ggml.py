@@ -25,6 +25,7 @@ from layerzero.ops.formulas.ggml import (
     dequantize_blocks,
     quantize_blocks,
     random_blocks,
+    rounded_activations,
 )
 from layerzero.spec.reason import Code
 
@@ -34,6 +35,10 @@ golden = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(golden)
 GOLDEN = json.loads(golden.GOLDEN.read_text())["formats"]
 INPUTS = torch.tensor(golden.inputs()).view(-1, golden.WIDTH)
+
+
+def products(x: torch.Tensor, blocks: torch.Tensor, form: str) -> torch.Tensor:
+    return block_product(*rounded_activations(x, form, torch.float64), blocks, form)
 
 
 def from_base64(text: str, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +113,19 @@ def test_q8_1_keeps_its_sums_in_float16():
     nibbles = torch.cat((weight[..., 4:] & 15, weight[..., 4:] >> 4), -1).double()
     want = torch.einsum("rbi,nbi,rb,nb->rn", codes, nibbles, d, dw) + torch.einsum("rb,nb->rn", s,
                                                                                    m)
-    torch.testing.assert_close(block_product(x, q, "q4_1"), want)
+    torch.testing.assert_close(products(x, q, "q4_1"), want)
+
+
+@pytest.mark.parametrize("form", ["q4_1", "q6_k"])
+@pytest.mark.parametrize("activations", ["none", "q8"])
+def test_gradients_pass_through_a_layer_in_blocks(form, activations):
+    gen = torch.Generator().manual_seed(5)
+    q = random_blocks(gen, (4,), 256, form)
+    x = torch.randn(2, 256, generator=gen, requires_grad=True)
+    bias = torch.randn(4, generator=gen, requires_grad=True)
+    lz.quantized_linear(x, q, bias=bias, format=form, activations=activations).sum().backward()
+    torch.testing.assert_close(x.grad, lz.dequantize(q, format=form).sum(0).expand(2, -1))
+    torch.testing.assert_close(bias.grad, torch.full((4,), 2.0))
 
 
 @pytest.mark.parametrize(("change", "code", "name"), [
@@ -181,7 +198,7 @@ def test_against_the_library(form):
     error, want = (float((dequantize_blocks(q, form) - x).norm()) for q in (ours, theirs))
     assert abs(error - want) <= 0.02 * want
     if answer["products"]:
-        got = block_product(x[-1], theirs, form)
+        got = products(x[-1], theirs, form)
         want = torch.tensor(answer["products"], dtype=torch.float64)
         # a value may lie between two codes, and be rounded to the other one
         torch.testing.assert_close(got, want, rtol=1e-3, atol=0.02 * float(x[-1].abs().max()))

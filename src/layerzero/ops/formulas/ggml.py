@@ -82,19 +82,26 @@ def shifts(like: Tensor, step: int, count: int) -> Tensor:
     return torch.arange(0, step * count, step, dtype=like.dtype, device=like.device)
 
 
+def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of t as another dtype, of a copy: torch wants plain strides and an even
+    offset, which `contiguous` does not give to a tensor of one element."""
+    return t.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def bits(packed: Tensor, width: int, run: int) -> Tensor:
     """Returns codes of `width` bits: the lowest of each of `run` bytes, then the next of each …
 
     (..., n) bytes -> (..., n * 8 // width) codes.
     """
-    runs = packed.unflatten(-1, (-1, 1, run))
-    return ((runs >> shifts(packed, width, 8 // width)[:, None]) & ((1 << width) - 1)).flatten(-3)
-
-
-def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes of t as another dtype, of a copy: torch wants plain strides and an even
-    offset, which `contiguous` does not give to a tensor of one element."""
-    return t.clone(memory_format=torch.contiguous_format).view(dtype)
+    mask = (1 << width) - 1
+    if run % 8:
+        runs = packed.unflatten(-1, (-1, 1, run))
+        return ((runs >> shifts(packed, width, 8 // width)[:, None]) & mask).flatten(-3)
+    # eight bytes at a time
+    words = reinterpret(packed, torch.int64).unflatten(-1, (-1, run // 8))
+    mask *= 0x0101010101010101
+    codes = torch.stack([(words >> shift) & mask for shift in range(0, 8, width)], -2)
+    return codes.view(torch.uint8).flatten(-3)
 
 
 def float16_at(blocks: Tensor, offset: int, wide: torch.dtype) -> Tensor:
@@ -126,26 +133,29 @@ def nibble_values(b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def fifth_bits(b: Tensor) -> Tensor:
-    """Returns 16 or 0 for each of 32 values of four bytes."""
-    return bits(b[..., None], 1, 1).flatten(-2) << 4
+    """Returns 16 or 0 for each of 32 values of four bytes: by a table of the eight of each byte."""
+    table = bits(torch.arange(256, dtype=torch.uint8, device=b.device)[:, None], 1, 1) << 4
+    eights = table.view(torch.int64)[:, 0].index_select(0, b.flatten().int())
+    return eights.view(*b.shape[:-1], 4).view(torch.uint8)
 
 
 def decode_q4_0(b: Tensor, wide: torch.dtype) -> Tensor:
-    return (nibble_values(b[..., 2:], wide) - 8) * float16_at(b, 0, wide)
+    return nibble_values(b[..., 2:], wide).sub_(8).mul_(float16_at(b, 0, wide))
 
 
 def decode_q4_1(b: Tensor, wide: torch.dtype) -> Tensor:
-    return nibble_values(b[..., 4:], wide) * float16_at(b, 0, wide) + float16_at(b, 2, wide)
+    return nibble_values(b[..., 4:], wide).mul_(float16_at(b, 0, wide)).add_(
+        float16_at(b, 2, wide))
 
 
 def decode_q5_0(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 6:], 4, 16) | fifth_bits(b[..., 2:6])
-    return (codes.to(wide) - 16) * float16_at(b, 0, wide)
+    return codes.to(wide).sub_(16).mul_(float16_at(b, 0, wide))
 
 
 def decode_q5_1(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 8:], 4, 16) | fifth_bits(b[..., 4:8])
-    return codes.to(wide) * float16_at(b, 0, wide) + float16_at(b, 2, wide)
+    return codes.to(wide).mul_(float16_at(b, 0, wide)).add_(float16_at(b, 2, wide))
 
 
 def decode_q8_0(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -158,7 +168,7 @@ def decode_q8_k(b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def minus_minima(values: Tensor, minima: Tensor) -> Tensor:
-    return (values.unflatten(-1, (minima.shape[-1], -1)) - minima[..., None]).flatten(-2)
+    return values.unflatten(-1, (minima.shape[-1], -1)).sub_(minima[..., None]).flatten(-2)
 
 
 def decode_q2_k(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -170,7 +180,7 @@ def decode_q2_k(b: Tensor, wide: torch.dtype) -> Tensor:
 def decode_q3_k(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 32:96], 2, 32) | (bits(b[..., :32], 1, 32) << 2)
     scales = float16_at(b, 108, wide) * (k3_scales(b[..., 96:108]).to(wide) - 32)
-    return scaled_parts(codes.to(wide) - 4, scales)
+    return scaled_parts(codes.to(wide).sub_(4), scales)
 
 
 def decode_k4(b: Tensor, codes: Tensor, wide: torch.dtype) -> Tensor:
@@ -190,11 +200,12 @@ def decode_q5_k(b: Tensor, wide: torch.dtype) -> Tensor:
 def decode_q6_k(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., :128], 4, 64) | (bits(b[..., 128:192], 2, 32) << 4)
     scales = float16_at(b, 208, wide) * b[..., 192:208].view(torch.int8).to(wide)
-    return scaled_parts(codes.to(wide) - 32, scales)
+    return scaled_parts(codes.to(wide).sub_(32), scales)
 
 
 def iq4_values(codes: Tensor, wide: torch.dtype) -> Tensor:
-    return torch.tensor(IQ4_VALUES, dtype=wide, device=codes.device)[codes.long()]
+    table = torch.tensor(IQ4_VALUES, dtype=wide, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def decode_iq4_nl(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -265,27 +276,35 @@ def encode_q8_k(x: Tensor) -> Tensor:
 ACTIVATION_ENCODERS = {"q8_0": encode_q8_0, "q8_1": encode_q8_1, "q8_k": encode_q8_k}
 
 
-def rounded_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
-    """Returns x as ggml rounds it beside a weight in `format`, exact in float64, and for q8_1 the
-    sums (..., k // 32) that the minima of the weight are multiplied by, as stored: in float16."""
+def rounded_activations(x: Tensor, format: str, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns x as ggml rounds it beside a weight in `format`, and for q8_1 the sums (..., k // 32)
+    that the minima of the weight are multiplied by, as stored: in float16.
+
+    The gradient of a rounded value is that of the value.
+    """
     name = GGML_FORMATS[format].activations
     fmt = Q8_1 if name == "q8_1" else GGML_FORMATS[name]
-    blocks = ACTIVATION_ENCODERS[name](x.float().unflatten(-1, (-1, fmt.block)))
-    if name != "q8_1":
-        return DECODERS[name](blocks, torch.float64).flatten(-2), None
-    values = blocks[..., 4:].view(torch.int8).double() * float16_at(blocks, 0, torch.float64)
-    return values.flatten(-2), float16_at(blocks, 2, torch.float64)[..., 0]
+    blocks = ACTIVATION_ENCODERS[name](x.detach().float().unflatten(-1, (-1, fmt.block)))
+    if name == "q8_1":
+        values = blocks[..., 4:].view(torch.int8).to(wide) * float16_at(blocks, 0, wide)
+        sums = float16_at(blocks, 2, wide)[..., 0]
+    else:
+        values, sums = DECODERS[name](blocks, wide), None
+    if x.requires_grad:
+        change = (x - x.detach()).to(wide).unflatten(-1, (-1, fmt.block))         # zeros
+        values = values + change
+        sums = None if sums is None else sums + change.sum(-1)
+    return values.flatten(-2), sums
 
 
-def block_product(x: Tensor, blocks: Tensor, format: str) -> Tensor:
-    """Returns rounded x (..., k) times the weight (n, row_bytes), in float64: what ggml's vec_dot
-    functions compute, but for the float32 in which they add up."""
-    values, sums = rounded_activations(x, format)
-    weight = dequantize_blocks(blocks, format, torch.float64)
+def block_product(values: Tensor, sums: Tensor | None, blocks: Tensor, format: str) -> Tensor:
+    """Returns rounded activations (..., k) times the weight (n, row_bytes), in their dtype: what
+    ggml's vec_dot functions compute, up to the order in which they add."""
+    weight = dequantize_blocks(blocks, format, values.dtype)
     if sums is None:
         return values @ weight.t()
     minima = float16_at(blocks.unflatten(-1, (-1, GGML_FORMATS[format].block_bytes)), 2,
-                        torch.float64)
+                        values.dtype)
     steps = (weight.unflatten(-1, (-1, 32)) - minima).flatten(-2)
     return values @ steps.t() + sums @ minima[..., 0].t()
 

@@ -16,6 +16,13 @@ from torch.nn import functional as F
 
 from ..ops.dequantize import OP as dequantize
 from ..ops.dequantize import check_size
+from ..ops.formulas.ggml import (
+    GGML_FORMATS,
+    block_product,
+    dequantize_blocks,
+    quantize_blocks,
+    rounded_activations,
+)
 from ..ops.formulas.quant import (
     E2M1,
     FORMATS,
@@ -104,9 +111,11 @@ def _dequantize_codes(q: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Form
 
 
 def _dequantize() -> Callable[..., Any]:
-    def run(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str,
+    def run(q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *, format: str,
             block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
             size: int | None = None, out_dtype: str = "float32") -> Tensor:
+        if scales is None:
+            return dequantize_blocks(q, format).to(getattr(torch, out_dtype))
         fmt = FORMATS[format]
         block_size = block_size or fmt.block_size
         size = check_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
@@ -129,6 +138,8 @@ def _quantize() -> Callable[..., Any]:
     def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
             symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
             zeros: Tensor | None = None, global_scale: Tensor | None = None) -> Any:
+        if format in GGML_FORMATS:
+            return (quantize_blocks(x.detach(), format),)
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
@@ -177,9 +188,12 @@ def _encode(ratio: Tensor, fmt: Format, zeros: Tensor | None, all_finite: bool) 
 
 def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
-    def run(x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-            bias: Tensor | None = None, *,
-            format: str, group_size: int = 0) -> Tensor:
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
+            zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
+            group_size: int = 0, activations: str = "none",
+            global_scale: Tensor | None = None) -> Tensor:
+        if scales is None:
+            return _ggml_linear(x, weight_q, bias, format, activations)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
@@ -191,8 +205,11 @@ def _dequantized_linear() -> Callable[..., Any]:
             out = (parts[0] if len(parts) == 1
                    else torch.cat(parts, -1)).mul_(row_scales.to(x.dtype))
             return out if bias is None else out.add_(bias)
-        # a small scale would lose precision in float16
-        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        if global_scale is not None:
+            scales = scales.float() * global_scale.float()
+        # a small scale would lose precision in float16, the values of a table in any half type
+        wide = (torch.float32 if x.dtype == torch.float16 or format in ("nf4", "nvfp4")
+                else x.dtype)
         parts = []
         for i, j in _slices(x, n, k, share):
             scale_rows = slice(i // share, -(-j // share))
@@ -203,6 +220,19 @@ def _dequantized_linear() -> Callable[..., Any]:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     return run
+
+
+def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
+                 activations: str) -> Tensor:
+    slices = _slices(x, len(weight_q), x.shape[-1], 1)
+    if activations == "q8":
+        rounded = rounded_activations(x, format, torch.float32)
+        parts = [block_product(*rounded, weight_q[i:j], format) for i, j in slices]
+    else:
+        parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
+                          None if bias is None else bias[i:j]) for i, j in slices]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return (out if bias is None or activations == "none" else out + bias.float()).to(x.dtype)
 
 
 def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int]]:
@@ -285,7 +315,7 @@ KERNELS = (
     Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
            workspace="12 * rows * packed"),
     Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0,
-           overhead_us=25.0, baseline=True, requires=WEIGHT_ONLY,
+           overhead_us=25.0, baseline=True, requires=(r.one_of("activations", "none", "q8"),),
            workspace="8 * in_features * out_features"),
     Kernel("torch.int8_linear", quantized_linear, _int8_linear, prior=9.0, overhead_us=5.0,
            differentiable=False,

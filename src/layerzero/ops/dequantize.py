@@ -2,6 +2,8 @@
 
 The product of code and scale is computed in float32 and rounded once, to `out_dtype`. `size` is the
 length of a row of values; it is needed where a byte holds two codes and the length is odd.
+
+The formats of ggml (formulas/ggml.py) keep their scales among the codes: `scales` is None.
 """
 
 from __future__ import annotations
@@ -15,8 +17,19 @@ from ..spec.alteration import Alteration
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, any_of, at_least, dtypes, one_of, present, when
+from ..spec.rules import (
+    absent,
+    any_of,
+    at_least,
+    dtypes,
+    equals,
+    multiple_of,
+    one_of,
+    present,
+    when,
+)
 from .formulas.common import FLOATS
+from .formulas.ggml import GGML_FORMATS, GgmlName, dequantize_blocks, random_blocks
 from .formulas.mistakes import QUANTIZED, swap_nibbles
 from .formulas.quant import (
     FORMATS,
@@ -27,15 +40,17 @@ from .formulas.quant import (
     make_scales,
 )
 
-FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
+FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", GgmlName]
 
 
 def reference(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: FormatName,
+    q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *, format: FormatName,
     block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
     size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Tensor:
     """Returns the values of codes, with the format, block_size and block_rows of lz.quantize."""
+    if scales is None:
+        return dequantize_blocks(q, format).to(getattr(torch, out_dtype))
     fmt = FORMATS[format]
     block_size = block_size or fmt.block_size
     size = check_size(q, scales, zeros, format, block_size, block_rows, global_scale, size)
@@ -64,10 +79,13 @@ def check_size(q: Tensor, scales: Tensor, zeros: Tensor | None, format: str, blo
 
 
 def meta(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, format: str, block_size: int = 0,
-    block_rows: int = 1, global_scale: Tensor | None = None, size: int | None = None,
-    out_dtype: str = "float32",
+    q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *, format: str,
+    block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
+    size: int | None = None, out_dtype: str = "float32",
 ) -> Tensor:
+    if format in GGML_FORMATS:
+        width = GGML_FORMATS[format].row_width(q.shape[-1])
+        return q.new_empty((*q.shape[:-1], width), dtype=getattr(torch, out_dtype))
     width = q.shape[-1] * (8 // FORMATS[format].bits) if size is None else size
     return q.new_empty((*q.shape[:-1], width), dtype=getattr(torch, out_dtype))
 
@@ -80,6 +98,10 @@ def inputs(
 ) -> dict[str, Any]:
     """Returns the codes of random values; `dtype` is the dtype to dequantize to."""
     gen = torch.Generator("cpu").manual_seed(seed)
+    out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
+    if format in GGML_FORMATS:
+        return {"q": random_blocks(gen, rows, width, format).to(device), "format": format,
+                "out_dtype": out}
     x = torch.randn((*rows, width), generator=gen)
     fmt = FORMATS[format]
     blocks = block_size or fmt.block_size
@@ -93,7 +115,6 @@ def inputs(
     if scale_dtype:
         scales = scales.to(getattr(torch, scale_dtype))
     tensors = {"q": q, "scales": scales, "zeros": zeros, "global_scale": global_scale}
-    out = "float32" if dtype == torch.float64 else str(dtype).removeprefix("torch.")
     return {**{name: t if t is None else t.to(device) for name, t in tensors.items()},
             "format": format, "block_size": block_size, "block_rows": block_rows, "size": width
             if width % 2 else None, "out_dtype": out}
@@ -113,10 +134,15 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "fp8_e5m2", "scale_dtype": "bfloat16"}, {"format": "mxfp4", "width": 1},
     {"format": "int8", "granularity": "block", "block_size": 8, "symmetric": False,
      "scale_dtype": "float16"},
+    *({"format": f, "rows": (2,), "width": 512} for f in GGML_FORMATS),
 )
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
+    if values["format"] not in GGML_FORMATS and values["scales"] is None:
+        raise InvalidCall.of("dequantize", Reason(
+            Code.MISSING_METADATA, f"the scales that belong to codes in {values['format']}", None,
+            "scales"))
     if values["format"] == "nvfp4" and values["global_scale"] is None:
         raise InvalidCall.of("dequantize", Reason(
             Code.MISSING_METADATA, "nvfp4 has one scale for the tensor beside those of its blocks",
@@ -143,7 +169,13 @@ OP = Op(
     ranges={"block_size": INT32, "block_rows": INT32, "size": INT32},
     requires=(
         *(when(one_of("format", f), dtypes(_storage_dtype(f), of="q.dtype")) for f in FORMATS),
-        one_of("scales.dtype", *FLOATS, "float8_e8m0fnu", "float8_e4m3fn",
+        *(when(one_of("format", f.name), multiple_of("packed", f.block_bytes))
+          for f in GGML_FORMATS.values()),
+        *(when(one_of("format", *GGML_FORMATS), rule) for rule in (
+            dtypes("uint8", of="q.dtype"), absent("scales.dtype", Code.SCALE_LAYOUT_MISMATCH),
+            absent("zeros.dtype"), equals("block_size", 0, Code.SCALE_LAYOUT_MISMATCH),
+            equals("block_rows", 1, Code.SCALE_LAYOUT_MISMATCH), absent("size"))),
+        one_of("scales.dtype", None, *FLOATS, "float8_e8m0fnu", "float8_e4m3fn",
                code=Code.SCALE_LAYOUT_MISMATCH),
         at_least("block_size", 0, Code.VALUE_OUT_OF_RANGE),
         at_least("block_rows", 1, Code.VALUE_OUT_OF_RANGE),

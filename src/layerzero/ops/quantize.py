@@ -5,6 +5,9 @@ The scales are computed from the finite values of their block, or given. Everyth
 float32, so that every kernel gives the same codes. Values beyond the largest code saturate,
 infinities too; NaN becomes 0, in the fp8 formats it stays NaN. A block of zeros gets a tiny scale
 and dequantizes to zeros.
+
+The formats of ggml (formulas/ggml.py) keep their scales among the codes: there is one result, uint8
+(..., row_bytes), with the bytes that ggml would write.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from torch import Tensor
 from ..spec.errors import InvalidCall
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
-from ..spec.rules import absent, at_least, dtypes, equals, on, one_of, when
+from ..spec.rules import absent, any_of, at_least, dtypes, equals, multiple_of, on, one_of, when
 from .formulas.common import FLOATS, random_rows
+from .formulas.ggml import GGML_FORMATS, GgmlName, quantize_blocks
 from .formulas.quant import FORMATS, check_scales, encode, expand_scales, make_scales, scale_shape
 
-FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
+FormatName = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", GgmlName]
 
 
 def reference(
@@ -29,7 +33,8 @@ def reference(
     block_size: int = 0, symmetric: bool = True, *, block_rows: int = 1,
     scales: Tensor | None = None, zeros: Tensor | None = None, global_scale: Tensor | None = None,
 ) -> Any:
-    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
+    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4;
+    for a format of ggml (codes,).
 
     granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; by
     default blocks for four-bit formats, else rows. block_size: 0 for the format's default.
@@ -37,6 +42,8 @@ def reference(
     scales, zeros, global_scale: from calibration, in the layout that would be returned; else
     computed from x.
     """
+    if format in GGML_FORMATS:
+        return (quantize_blocks(x.detach(), format),)
     fmt = FORMATS[format]
     grain = granularity or fmt.granularity
     block_size = block_size or fmt.block_size
@@ -82,6 +89,9 @@ def meta(
     symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
     zeros: Tensor | None = None, global_scale: Tensor | None = None,
 ) -> Any:
+    if format in GGML_FORMATS:
+        row_bytes = GGML_FORMATS[format].row_bytes(x.shape[-1])
+        return (x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8),)
     fmt = FORMATS[format]
     layout = scale_shape(x.shape, granularity or fmt.granularity, block_size or fmt.block_size,
                          block_rows)
@@ -149,7 +159,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"stride": "sparse"},
     {"format": "nf4", "stride": "padded"}, {"format": "int8", "rows": (0,)},
     {"format": "mxfp4", "width": 1},
+    *({"format": f, "rows": (2,), "width": 256} for f in (
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_k", "q4_k", "q6_k", "iq4_xs")),
 )
+
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
     """Raises InvalidCall unless everything that goes with given scales is given too."""
@@ -183,10 +196,18 @@ OP = Op(
              one_of("block_size", 0, 32, code=Code.SCALE_LAYOUT_MISMATCH)),
         when(one_of("format", "nvfp4"),
              one_of("block_size", 0, 16, code=Code.SCALE_LAYOUT_MISMATCH)),
-        when(one_of("format", *(f for f in FORMATS if not f.startswith("int"))), on("symmetric")),
+        *(when(one_of("format", *(f.name for f in GGML_FORMATS.values() if f.block == block)),
+               multiple_of("width", block)) for block in (32, 256)),
+        *(when(one_of("format", *GGML_FORMATS), rule) for rule in (
+            one_of("granularity", None, "block", code=Code.SCALE_LAYOUT_MISMATCH),
+            equals("block_size", 0, Code.SCALE_LAYOUT_MISMATCH),
+            equals("block_rows", 1, Code.SCALE_LAYOUT_MISMATCH),
+            absent("scales.dtype", Code.SCALE_LAYOUT_MISMATCH))),
+        when(one_of("format", *(f for f in (*FORMATS, *GGML_FORMATS) if not f.startswith("int"))),
+             on("symmetric")),
         when(absent("scales.dtype"), absent("zeros.dtype")),
         when(on("symmetric"), absent("zeros.dtype")),
-        when(one_of("format", *(f for f in FORMATS if f != "nvfp4")), absent("global_scale.dtype")),
+        any_of(one_of("format", "nvfp4"), absent("global_scale.dtype")),
     ),
     flops="4 * rows * width", bytes="2 * itemsize * rows * width", extra_check=extra_check,
     outputs="Tensor[]",

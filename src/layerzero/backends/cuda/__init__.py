@@ -112,6 +112,7 @@ GEMV_SHARED = ("(1 + (rows > 1) + 2 * (rows > 2) + 4 * (rows > 4) + 8 * (rows > 
 
 INT4, EIGHT_BITS = r.one_of("format", "int4"), r.one_of("format", "int8", "fp8_e4m3")
 WEIGHT_RULES: tuple[r.Condition, ...] = (      # how gemv.cu reads a weight
+    r.one_of("format", "int4", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
     r.contiguous("weight_q", repair=False),
     *_read_in_place("weight_q"), r.multiple_of("in_features", 16),
     r.when(INT4, r.multiple_of("in_features", 32)),

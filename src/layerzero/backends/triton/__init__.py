@@ -215,6 +215,7 @@ DEFAULTS = (
             note="for as few rows as a decode step has: reading the weight is all the time there "
                  "is"),
     _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW_ROWS,
+            r.one_of("format", "int8", "int4", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             r.equals("activations", "none"), r.contiguous("weight_q"), r.aligned("weight_q", 16),
             r.contiguous("scales"),
             r.contiguous("zeros"), r.multiple_of("in_features", 32),

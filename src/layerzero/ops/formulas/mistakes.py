@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...spec.alteration import Alteration, Results, Values
+from .ggml import GGML_FORMATS
 from .quant import pack_nibbles, unpack_nibbles
 
 
@@ -190,9 +191,14 @@ def reverse_scales(op: Any, v: Values) -> Values | None:
 
 def swap_nibbles(name: str) -> Callable[[Any, Values], Values | None]:
     def alter(op: Any, v: Values) -> Values | None:
-        q = v[name]
-        if q.dtype != torch.uint8:
+        q, fmt = v[name], GGML_FORMATS.get(v["format"])
+        if q.dtype != torch.uint8 or (fmt is not None and not fmt.nibbles):
             return None
+        if fmt is not None:                    # in a block other bytes come first
+            blocks = q.unflatten(-1, (-1, fmt.block_bytes)).clone()
+            codes = blocks[..., fmt.nibbles:]
+            codes.copy_((codes >> 4) | (codes << 4))
+            return {**v, name: blocks.flatten(-2)}
         codes = unpack_nibbles(q, 2 * q.shape[-1]).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return {**v, name: pack_nibbles(codes)}
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import layerzero as lz
-from layerzero.integrations.gguf_header import gguf_metadata
-from layerzero.integrations.gguf_model import read_gguf
+from layerzero.integrations.gguf.reader import gguf_metadata
+from layerzero.integrations.gguf.model import read_gguf
 from layerzero.integrations.hub import elf
 from layerzero.integrations.hub.importing import metadata_of
 from layerzero.integrations.hub.lockfile import read as read_lock

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ...integrations.gguf_model import packaged_model, read_gguf
-from ...integrations.llama_peer import build_llama, trace_stages
+from ...integrations.gguf.llama_peer import build_llama, trace_stages
+from ...integrations.gguf.model import packaged_model, read_gguf
 from ...models.decoder_config import parse_config
 from ...spec.errors import ConfigError
 from ...verify.model.ladder import LadderModel, Rung, climb

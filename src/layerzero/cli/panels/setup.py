@@ -102,7 +102,7 @@ def generate(
 ) -> None:
     """Run a model through lz and print its text as it comes, and tokens/s."""
     is_file = words.endswith(".gguf") and (bool(prompt) or chat)
-    if is_file and model is not None or words and prompt and not is_file:
+    if (is_file and model is not None) or (words and prompt and not is_file):
         raise ConfigError(f"lz generate takes one prompt and one model, got {words!r} beside "
                           f"{'--model' if is_file else '--prompt'}")
     model = Path(words) if is_file else model

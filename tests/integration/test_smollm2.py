@@ -188,7 +188,7 @@ def test_a_file_that_is_no_model(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(DataError, match="wanted the architecture llama, .* got 'mamba'"):
+    with pytest.raises(DataError, match=r"wanted the architecture llama, .* got 'mamba'"):
         read_gguf(path)
 
 

@@ -198,14 +198,14 @@ def _mlp_parts(c: DecoderConfig, held: Mapping[str, str],
 
 
 # A weight that may be there as several, whose results follow one another.
-_APART = {"qkv": ("q", "k", "v"), "in": ("gate", "up")}
+APART = {"qkv": ("q", "k", "v"), "in": ("gate", "up")}
 
 
 def _linear(held: Mapping[str, str], activations: str, x: str, name: str,
             gives: str) -> Iterator[Part]:
     if name not in held:
-        parts = [f"{gives}.{n}" for n in _APART[name]]
-        for n, part in zip(_APART[name], parts):
+        parts = [f"{gives}.{n}" for n in APART[name]]
+        for n, part in zip(APART[name], parts):
             yield from _linear(held, activations, x, n, part)
         yield Glue("join", lambda *found: torch.cat(found, -1), tuple(parts), (gives,))
         return
@@ -260,7 +260,7 @@ class Decoder:
             if kind not in self._parts:
                 attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "past"),
                               ("attn_out",))
-                experts = Glue("experts", self._experts, ("layer", "ln2_out"), ("mlp_out",))
+                experts = Glue("experts", self.run_experts, ("layer", "ln2_out"), ("mlp_out",))
                 self._parts[kind] = tuple(_chosen_parts(layer_parts(
                     self.config, (attend,), experts=(experts,), held=held,
                     activations=self.activations), self.fused))
@@ -348,7 +348,7 @@ class Decoder:
                          **self.config.attention_options(i))
         return out
 
-    def _experts(self, i: int, x: Tensor) -> Tensor:
+    def run_experts(self, i: int, x: Tensor) -> Tensor:
         """Runs each token through its experts, an expert at a time, and sums by weight."""
         c, weights = self.config, self.weights
         names = (f"{i}.experts_in", f"{i}.experts_down")

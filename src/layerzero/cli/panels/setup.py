@@ -96,7 +96,7 @@ def generate(
     raw: Annotated[bool, typer.Option(
         "--raw", help="continue the prompt itself, without the chat template")] = False,
     chat: Annotated[bool, typer.Option(
-        "--chat", help="a conversation: the prompt, then a message for each line of stdin")] = False,
+        "--chat", help="a conversation: the prompt, then a message per line of stdin")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="show which kernels served")] = False,
     as_json: o.Json = False,
 ) -> None:

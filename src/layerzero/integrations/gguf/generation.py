@@ -13,6 +13,7 @@ from ...models.sequence_kv import SequenceKV
 from ...spec.errors import ConfigError
 from ...verify.model.served import LzCaller
 from .model import GGUFModel, PublicCalls
+from .token_step import TokenStep
 
 
 @dataclass
@@ -52,11 +53,17 @@ class TextGeneration:
         memory = SequenceKV(c, capacity, self.kv or str(model.dtype).removeprefix("torch."),
                             device=model.device)
         run = model.decoder(phases["prefill"], capacity)
+        one: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)
-        began = time.perf_counter()
+        began, token = time.perf_counter(), 0
         for step in range(length):
             with torch.no_grad():
-                logits = run(tokens, memory, last=True)[:, -1]
+                if step and not self.watch:
+                    if one is None or one.stale():
+                        one = TokenStep(run, memory)
+                    logits = one(token)
+                else:
+                    logits = run(tokens, memory, last=True)[:, -1]
                 tokens = run.do("sample", logits=logits, temperature=self.temperature,
                                 top_k=self.top_k, top_p=self.top_p, seed=self.seed,
                                 offset=step)[:, None]

@@ -271,6 +271,26 @@ def test_greedy_and_sampled_steps(tmp_path):
             list(TextGeneration(ours, bad, 8).steps())
 
 
+def test_as_a_model_of_transformers(tmp_path):
+    model = build("llama")
+    ours = lz.load_gguf(write(tmp_path / "m.gguf", "llama", model)).to_transformers()
+    with torch.no_grad():
+        assert torch.allclose(ours(IDS).logits, model(IDS).logits, atol=1e-4)
+    options = {"attention_mask": torch.ones(2, 5), "max_new_tokens": 6, "eos_token_id": None}
+    for more in ({"do_sample": False}, {"do_sample": False, "num_beams": 2},
+                 {"do_sample": True, "top_k": 5}):
+        found = []
+        for one in (ours, model):
+            torch.manual_seed(1)
+            found.append(one.generate(IDS[:, :5], **options, **more))
+        assert torch.equal(*found), more
+    one = ours.generate(IDS[:1, :5], attention_mask=torch.ones(1, 5), max_new_tokens=6,
+                        do_sample=False, eos_token_id=None)
+    assert one.shape == (1, 11)
+    with pytest.raises(lz.errors.ConfigError, match="takes no padding"):
+        ours(IDS, attention_mask=torch.zeros(2, 17))
+
+
 def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
     model = build("llama")
     for change, said in (

@@ -28,7 +28,7 @@ def verify_llama_cpp(lane: str, model: str, *, build: bool, threads: int, out: P
         show.text(f"{loaded.name}: lz against llama.cpp ({report.peer})")
     if lane != "perf":
         with llama_cpp.peer_process(python, path, threads, room) as peer:
-            report.agreements += llama_cpp.compare_texts(loaded, peer, POSITIONS[lane])
+            report.agreements.append(llama_cpp.compare_texts(loaded, peer, POSITIONS[lane]))
             if lane == "full":
                 report.agreements.append(llama_cpp.compare_decode(loaded, peer, llama_cpp.LONG))
     else:
@@ -43,10 +43,11 @@ def verify_llama_cpp(lane: str, model: str, *, build: bool, threads: int, out: P
         print(text)
         return 0 if report.passed else 1
     if report.agreements:
-        show.table(("", "what", "positions", "top-1", "mean KL", "largest KL"), [
+        show.table(("", "what", "positions", "top-1", "or tied", "mean KL", "largest KL"), [
             ("ok" if a.passed else "!!", a.name, str(a.positions), f"{a.top_1:.2%}",
-             f"{a.mean_kl:.3g}", f"{a.largest_kl:.3g}") for a in report.agreements],
-            right=("positions", "top-1", "mean KL", "largest KL"))
+             f"{a.agreed:.2%}", f"{a.mean_kl:.3g}", f"{a.largest_kl:.3g}")
+            for a in report.agreements],
+            right=("positions", "top-1", "or tied", "mean KL", "largest KL"))
     if report.speeds:
         show.table(("what", "threads", "lz tokens/s", "llama.cpp tokens/s", "ratio"), [
             (s.name, str(s.threads), f"{s.ours:.1f}", f"{s.theirs:.1f}", f"{s.ratio:.2f}")

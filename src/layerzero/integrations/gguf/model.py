@@ -159,6 +159,18 @@ class GGUFModel:
         ids = self.tokenize(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         return TextGeneration(self, ids, max_tokens, **options).pieces()
 
+    def to_transformers(self, kv: str = "", max_length: int = 0) -> Any:
+        """Return a model of transformers with this one's weights: call it, or its generate().
+
+        kv: how keys and values are kept; max_length: of a text, by default 8192 tokens.
+        """
+        try:
+            from .transformers_model import GGUFForCausalLM
+        except ImportError as e:
+            raise ConfigError(f"to_transformers wants transformers 5: {e}; "
+                              "pip install 'layerzero[transformers]'") from e
+        return GGUFForCausalLM(self, kv, max_length)
+
 
 def call_op(op: str, /, **arguments: Any) -> Any:
     """Call the public function of an operation."""

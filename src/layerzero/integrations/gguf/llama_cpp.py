@@ -184,7 +184,8 @@ def divergence(top: Sequence[Sequence[Any]], logits: Tensor) -> tuple[float, flo
 
     The ids that the peer did not list count as one event, which can only lower the KL.
     """
-    ids, theirs = torch.tensor([t[0] for t in top]), torch.tensor([t[1] for t in top]).double()
+    ids = torch.tensor([t[0] for t in top])
+    theirs = torch.tensor([t[1] for t in top], dtype=torch.float64)
     ours = logits.double().log_softmax(-1)
     listed = ours[ids]
     kl = float((theirs.exp() * (theirs - listed)).sum())

@@ -228,8 +228,9 @@ class TokenStep:
             keys, values = memory.keys[i], memory.values[i]
             keys[:, place:place + 1], values[:, place:place + 1] = k, v
             first = max(0, place + 1 - window) if window else 0
-            seen = [t[:, first:place + 1].transpose(1, 2) for t in (keys, values)]
-            found: Tensor = self._attention(q.transpose(1, 2), *seen, options)
+            seen = slice(first, place + 1)
+            found: Tensor = self._attention(q.transpose(1, 2), keys[:, seen].transpose(1, 2),
+                                            values[:, seen].transpose(1, 2), options)
             return found.transpose(1, 2).flatten(2)
 
         return attend

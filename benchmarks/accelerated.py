@@ -205,8 +205,8 @@ def whole_model(args: argparse.Namespace) -> dict[str, Any]:
                             generator=torch.Generator().manual_seed(1))
         ids = ids.to(args.device)
     else:
-        from layerzero.integrations.gguf_model import packaged_model, read_gguf
-        from layerzero.integrations.llama_peer import build_llama
+        from layerzero.integrations.gguf.llama_peer import build_llama
+        from layerzero.integrations.gguf.model import packaged_model, read_gguf
 
         name, found = "SmolLM2-135M", read_gguf(packaged_model())
         ours = build_llama(found.config, found.weights).to(args.device, dtype)

@@ -202,8 +202,8 @@ def operations(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def generating(args: argparse.Namespace) -> dict[str, Any]:
-    from layerzero.integrations.gguf_model import packaged_model, read_gguf
-    from layerzero.integrations.llama_peer import build_llama
+    from layerzero.integrations.gguf.llama_peer import build_llama
+    from layerzero.integrations.gguf.model import packaged_model, read_gguf
     from layerzero.integrations.transformers.accelerate import accelerate
 
     found = read_gguf(packaged_model())

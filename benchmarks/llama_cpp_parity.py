@@ -62,7 +62,7 @@ def compare(model: str, logits: str, against: str) -> int:
     import numpy
     import torch
 
-    from layerzero.integrations.gguf_model import read_gguf
+    from layerzero.integrations.gguf.model import read_gguf
     from layerzero.models.decoder import Decoder
     from layerzero.verify.model.served import LzCaller, rope_tables_of
     found = read_gguf(model)
@@ -71,7 +71,7 @@ def compare(model: str, logits: str, against: str) -> int:
     run = Decoder(found.config, found.weights, do, rope_tables_of(found.config), fused=True)
     peer = None
     if against == "transformers":
-        from layerzero.integrations.llama_peer import build_llama
+        from layerzero.integrations.gguf.llama_peer import build_llama
         peer = build_llama(found.config, found.weights)
     totals: dict[str, list[torch.Tensor]] = {"llama.cpp": [], "transformers": []}
     equal = {"llama.cpp": 0, "transformers": 0}
@@ -126,7 +126,7 @@ def main() -> int:
     if given.ask:
         ask_llama_cpp(given.model, *given.ask)
         return 0
-    from layerzero.integrations.gguf_model import packaged_model, read_gguf
+    from layerzero.integrations.gguf.model import packaged_model, read_gguf
     model = given.model or str(packaged_model())
     if given.logits:
         return compare(model, given.logits, given.against)

@@ -25,7 +25,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import layerzero as lz
-from layerzero.integrations.gguf_model import packaged_model
+from layerzero.integrations.gguf.model import packaged_model
 from layerzero.integrations.pipeline_tokens import gguf_tokenizer, patch_tokenizer
 from layerzero.models.tokenizers import forget_prefixes
 

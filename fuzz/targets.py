@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import layerzero as lz
-from layerzero.integrations.gguf_header import gguf_metadata
-from layerzero.integrations.gguf_model import read_gguf
+from layerzero.integrations.gguf.model import load_gguf
+from layerzero.integrations.gguf.reader import gguf_metadata
 from layerzero.integrations.hub import elf
 from layerzero.integrations.hub.importing import metadata_of
 from layerzero.integrations.hub.lockfile import read as read_lock
@@ -365,17 +365,22 @@ def sentencepiece_model(content: bytes) -> None:
 
 @target
 def gguf(content: bytes) -> None:
-    """A GGUF file: its header, its tokenizer, its weights."""
+    """A GGUF file: its header, its tokenizer, its weights, and one token through them."""
     path = _file(content, "gguf/model.gguf")
     gguf_metadata(path)
     wrong: LayerZeroError | None = None
-    for read in (gguf_tokenizer, read_gguf):
+    for read in (gguf_tokenizer, _first_logits):
         try:
             read(path)
         except LayerZeroError as e:
             wrong = e
     if wrong is not None and b"llama.block_count" in content:
         raise wrong
+
+
+def _first_logits(path: Path) -> None:
+    model = load_gguf(path, activations="none")
+    assert model.logits([0]).shape == (1, 1, model.config.vocab)
 
 
 @target

@@ -25,6 +25,7 @@ _HOMES = {
     "_library": "clear_cache op register unregister",
     "integrations.auto": "auto",
     "integrations.bundle": "write_bundle",
+    "integrations.gguf.model": "load_gguf",
     "integrations.diffusers": "attn_processor register_diffusers",
     "integrations.patching": "patch patched unpatch",
     "integrations.serve": "serve_metrics",

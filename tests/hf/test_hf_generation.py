@@ -157,8 +157,8 @@ def test_text_to_text():
 
 def test_a_real_model_speaks_the_same_words():
     pytest.importorskip("gguf", reason="needs gguf: pip install 'layerzero[gguf]'")
-    from layerzero.integrations.gguf_model import packaged_model, read_gguf
-    from layerzero.integrations.llama_peer import build_llama
+    from layerzero.integrations.gguf.llama_peer import build_llama
+    from layerzero.integrations.gguf.model import packaged_model, read_gguf
 
     try:
         read = read_gguf(packaged_model())

@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from transformers import pipeline as hf_pipeline
 
 import layerzero as lz
-from layerzero.integrations.gguf_header import gguf_metadata
-from layerzero.integrations.gguf_model import GGUFModel, packaged_model
+from layerzero.integrations.gguf.model import GGUFModel, packaged_model
+from layerzero.integrations.gguf.reader import gguf_metadata
 from layerzero.integrations.pipeline_tokens import (
     gguf_tokenizer,
     patch_tokenizer,

@@ -24,20 +24,14 @@ from typing import Any
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
 from ..ops.formulas.prefix import MIN_CHARACTERS
-from ..ops.formulas.tokenizer_identity import TokenizerHandle, from_json, kind_of
+from ..ops.formulas.tokenizer_identity import TokenizerHandle, kind_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reading import no_panic
-from ..spec.reason import FOREIGN_ERRORS, Code, Reason, shown
-from .gguf_header import gguf_metadata
-from .gguf_model import GGUFModel, tokenizer_json
+from ..spec.reason import FOREIGN_ERRORS, Code, Reason
+from .gguf.model import GGUFModel
+from .gguf.tokenizer import gguf_tokenizer as gguf_tokenizer
 
 _STOCK = "_layerzero_stock"                    # of a patched class: the original class
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Name of a pre-tokenizer in a GGUF file -> (pattern of its pieces, normalizer, ignore_merges).
-_PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
-    "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST, None, True),
-    "qwen2": (_WORDS + r"\p{N}" + _REST, {"type": "NFC"}, False)}
 
 
 # from a model
@@ -109,75 +103,6 @@ def _largest_id(handle: TokenizerHandle) -> int:
         _, ranks, _, special = handle.payload
         return max([*ranks.values(), *(special or {}).values()])
     return -1
-
-
-# from a GGUF file
-
-def gguf_tokenizer(path: str | os.PathLike[str]) -> TokenizerHandle:
-    """Return the tokenizer of a GGUF file, without reading its weights."""
-    file = Path(path)
-    facts = gguf_metadata(file)
-    kind, cut = facts.get("tokenizer.ggml.model"), facts.get("tokenizer.ggml.pre", "default")
-    if not isinstance(kind, str) or not isinstance(cut, str):
-        raise DataError(
-            f"{path}: wanted the names of a tokenizer and its pre-tokenizer, got "
-            f"{shown(kind, most=80)} and {shown(cut, most=80)}")
-    if kind != "gpt2":
-        return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
-    if cut not in _PATTERNS:
-        try:
-            data = tokenizer_json(file, facts)
-        except DataError:
-            return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
-    else:
-        pattern, normalizer, ignore_merges = _PATTERNS[cut]
-        data = tokenizer_json(file, {**facts, "tokenizer.ggml.pre": "default"})
-        data["normalizer"], data["model"]["ignore_merges"] = normalizer, ignore_merges
-        data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
-             "invert": False},
-            {**data["decoder"], "use_regex": False}]}
-    _add_post_processor(file, data, facts)
-    return from_json(json.dumps(data), str(file))
-
-
-def _add_post_processor(path: Path, data: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Add the bos and eos tokens that the file puts around each text."""
-    tokens = facts["tokenizer.ggml.tokens"]
-    ids = {side: facts.get(f"tokenizer.ggml.{side}_token_id") for side in ("bos", "eos")
-           if facts.get(f"tokenizer.ggml.add_{side}_token")}
-    ids = {side: i for side, i in ids.items() if i is not None}
-    invalid = next((i for i in ids.values() if type(i) is not int or not 0 <= i < len(tokens)),
-                   None)
-    if invalid is not None:
-        raise DataError(
-            f"{path}: wanted a token that is added to each text by an id below {len(tokens)}, "
-            f"got {shown(invalid, most=80)}")
-    added = {side: tokens[i] for side, i in ids.items()}
-    if added:
-        single: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
-        if "bos" in added:
-            single.insert(0, {"SpecialToken": {"id": added["bos"], "type_id": 0}})
-        if "eos" in added:
-            single.append({"SpecialToken": {"id": added["eos"], "type_id": 0}})
-        data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single,
-                                  "special_tokens": {
-            t: {"id": t, "ids": [ids[side]], "tokens": [t]} for side, t in added.items()}}
-
-
-def _convert_with_transformers(path: Path, kind: str) -> TokenizerHandle:
-    """Let transformers convert the tokenizer: it knows more kinds, and is slow."""
-    try:
-        from transformers import AutoTokenizer
-        read = no_panic(AutoTokenizer.from_pretrained)
-        return load_tokenizer(read(str(path.parent), gguf_file=path.name, local_files_only=True,
-                                   trust_remote_code=False))
-    except LayerZeroError:
-        raise
-    except FOREIGN_ERRORS as e:
-        raise DataError(
-            f"{path}: wanted a byte-pair tokenizer (gpt2), or one that transformers converts, got "
-            f"{kind}: {e}") from e
 
 
 # in pipelines

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Union
 
 import torch
 from torch import Tensor
 
 from .block import Block, Either, Glue, Part, Stage
-from .decoder_config import DecoderConfig, Weights, activate, cast, make_weights
+from .decoder_config import DecoderConfig, activate, cast, make_weights, plain_weights
+from .ggml_weight import GgmlWeight, Weight, format_of, held_weights, raw_tensor
 from .kv_cache import kv_cache
 from .positions import rope_tables
 
@@ -70,8 +71,8 @@ class ConcatKV:
             k, v = (torch.cat(pair, 1) for pair in zip(self._kv[layer], (k, v)))
         self._kv[layer] = k, v
         out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True,
-                         causal_align="bottom_right",
-                         window_left=self.config.window_left, layout="bshd")
+                         causal_align="bottom_right", layout="bshd",
+                         **self.config.attention_options(layer))
         return out
 
 
@@ -98,28 +99,33 @@ class CachedKV:
         if self.kind == "contiguous":
             keys, values = (t[:self.batch, :self.length + new] for t in (cache.key, cache.value))
             out = do("attention", query=q, key=keys, value=values, is_causal=True,
-                     causal_align="bottom_right",
-                     window_left=self.config.window_left, layout="bshd")
+                     causal_align="bottom_right", layout="bshd",
+                     **self.config.attention_options(layer))
             return out
         starts = torch.arange(0, self.batch * new + 1, new, dtype=torch.int32, device=q.device)
         out = do("paged_attention", query=q.flatten(0, 1), key_cache=cache.key,
                  value_cache=cache.value, block_table=cache.block_table(),
                  context_lens=cache.context_lens(), cu_seqlens_q=None if new == 1 else starts,
-                 max_seqlen_q=new, is_causal=True, window_left=self.config.window_left)
+                 max_seqlen_q=new, is_causal=True, **self.config.attention_options(layer))
         return out.unflatten(0, (self.batch, new))
 
 
 # The model.
 
-def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
-                layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True) -> tuple[Part, ...]:
+def layer_parts(c: DecoderConfig, attend: Sequence[Part], *, experts: Sequence[Part] = (),
+                layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True,
+                held: Mapping[str, str] | None = None,
+                activations: str = "none") -> tuple[Part, ...]:
     """Returns one layer, from "input" to "output". `attend` computes "attn_out" from "q", "k" and
-    "v".
+    "v", `experts` "mlp_out" from "ln2_out" where the layer has them.
 
     The other values it reads are the weights ("ln1.weight", "qkv.weight", "qkv.bias", ...) and,
     with rope, the tables "cos" and "sin". They are `indexed` by the "positions" of the tokens, or
-    else have one row for each token. Heads go from rope to attention in `layout`.
+    else have one row for each token. Heads go from rope to attention in `layout`. `held` maps the
+    names of the weights to their formats, "" for tensors; `activations` is lz.quantized_linear's.
     """
+    held = plain_weights(c) if held is None else held
+
     def split(packed: Tensor) -> tuple[Tensor, ...]:
         heads = packed.unflatten(-1, (-1, c.head_dim)).split((c.heads, c.kv_heads, c.kv_heads), -2)
         return tuple(t.transpose(1, 2) for t in heads) if layout == "bhsd" else tuple(heads)
@@ -127,43 +133,92 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *,
     def join(heads: Tensor) -> Tensor:
         return (heads.transpose(1, 2) if layout == "bhsd" else heads).flatten(-2)
 
+    def linear(x: str, name: str, gives: str) -> Iterator[Part]:
+        return _linear(held, activations, x, name, gives)
+
+    def norm(x: str, name: str, gives: str) -> Stage:
+        return _norm(c, x, name, gives, held)
+
+    raw = ("q0", "k0") if c.positions == "rope" else ("q", "k")
+    fresh = ("q1", "k1") if c.qk_norm else raw
+    normed = [Stage("rms_norm", {"x": f"{n}1", "weight": f"{n}_norm.weight"}, (given,),
+                    {"eps": c.eps}) for n, given in zip("qk", raw)] if c.qk_norm else []
     takes = {"q": "q0", "k": "k0", "cos": "cos", "sin": "sin"}
     if indexed:
         takes["position_ids"] = "positions"
-    options = {"style": c.rope_style, "layout": layout}
+    options: dict[str, Any] = {"style": c.rope_style, "layout": layout}
+    if c.rotated != c.head_dim:
+        options["rotary_dim"] = c.rotated
     rope = (Stage("rope", takes, ("q", "k"), options),) if c.positions == "rope" else ()
-    add = Glue("add", torch.add, ("input", "proj_out"), ("resid",), is_copy=False)
-    second_norm = _norm(c, "resid", "ln2", "ln2_out")
-    add_norm = Stage("add_rms_norm", {"x": "proj_out", "residual": "input", "weight": "ln2.weight"},
-                     ("ln2_out", "resid"), {"eps": c.eps})
-    biases = {"bias_in": "in.bias", "bias_down": "down.bias"} if c.bias else {}
     return (
-        _norm(c, "input", "ln1", "ln1_out"),
-        _linear(c, "ln1_out", "qkv", "qkv"),
-        Glue("split heads", split, ("qkv",), ("q0", "k0", "v") if rope else ("q", "k", "v")),
+        norm("input", "ln1", "ln1_out"),
+        *linear("ln1_out", "qkv", "qkv"),
+        Glue("split heads", split, ("qkv",), (*fresh, "v")),
+        *normed,
         *rope,
         *attend,
         Glue("join heads", join, ("attn_out",), ("joined",)),
-        _linear(c, "joined", "out", "proj_out"),
-        *((Either(((add, second_norm), (add_norm,))),) if c.norm == "rms" else (add, second_norm)),
-        Either((
-            (_linear(c, "ln2_out", "in", "fc1"),
-             Glue("activation", lambda wide: activate(c, wide), ("fc1",), ("act",), is_copy=False),
-             _linear(c, "act", "down", "mlp_out")),
-            (Stage("mlp", {"x": "ln2_out", "weight_in": "in.weight", "weight_down": "down.weight",
-                           **biases}, ("mlp_out",), {"activation": c.activation}),),
-        )),
-        Glue("add", torch.add, ("resid", "mlp_out"), ("output",), is_copy=False),
+        *linear("joined", "out", "proj_out"),
+        *_residual_norm(c, held),
+        *(experts if c.experts else _mlp_parts(c, held, linear)),
+        *((norm("mlp_out", "post_mlp", "mlp_normed"),) if c.post_norms else ()),
+        Glue("add", torch.add, ("resid", "mlp_normed" if c.post_norms else "mlp_out"), ("output",),
+             is_copy=False),
     )
 
 
-def _linear(c: DecoderConfig, x: str, name: str, gives: str) -> Stage:
-    bias = {"bias": f"{name}.bias"} if c.bias else {}
-    return Stage("linear", {"x": x, "weight": f"{name}.weight", **bias}, (gives,))
+def _residual_norm(c: DecoderConfig, held: Mapping[str, str]) -> Iterator[Part]:
+    """Yields "resid" and "ln2_out" from "input" and "proj_out"."""
+    branch = "proj_normed" if c.post_norms else "proj_out"
+    if c.post_norms:
+        yield _norm(c, "proj_out", "post_attention", branch, held)
+    add = Glue("add", torch.add, ("input", branch), ("resid",), is_copy=False)
+    second = _norm(c, "resid", "ln2", "ln2_out", held)
+    if c.norm == "rms":
+        yield Either(((add, second), (Stage(
+            "add_rms_norm", {"x": branch, "residual": "input", "weight": "ln2.weight"},
+            ("ln2_out", "resid"), {"eps": c.eps}),)))
+    else:
+        yield from (add, second)
 
 
-def _norm(c: DecoderConfig, x: str, name: str, gives: str) -> Stage:
-    bias = {"bias": f"{name}.bias"} if c.bias and c.norm == "layer" else {}
+def _mlp_parts(c: DecoderConfig, held: Mapping[str, str],
+               linear: Callable[[str, str, str], Iterator[Part]]) -> Iterator[Part]:
+    """Yields "mlp_out" from "ln2_out"."""
+    apart = (*linear("ln2_out", "in", "fc1"),
+             Glue("activation", lambda wide: activate(c, wide), ("fc1",), ("act",), is_copy=False),
+             *linear("act", "down", "mlp_out"))
+    if held.get("in", "-") or held["down"]:    # quantized, or gate and up in two weights
+        yield from apart
+        return
+    biases = {f"bias_{n}": f"{n}.bias" for n in ("in", "down") if f"{n}.bias" in held}
+    yield Either((apart, (Stage(
+        "mlp", {"x": "ln2_out", "weight_in": "in.weight", "weight_down": "down.weight", **biases},
+        ("mlp_out",), {"activation": c.activation}),)))
+
+
+# A weight that may be there as several, whose results follow one another.
+APART = {"qkv": ("q", "k", "v"), "in": ("gate", "up")}
+
+
+def _linear(held: Mapping[str, str], activations: str, x: str, name: str,
+            gives: str) -> Iterator[Part]:
+    if name not in held:
+        parts = [f"{gives}.{n}" for n in APART[name]]
+        for n, part in zip(APART[name], parts):
+            yield from _linear(held, activations, x, n, part)
+        yield Glue("join", lambda *found: torch.cat(found, -1), tuple(parts), (gives,))
+        return
+    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in held else {}
+    if held[name]:
+        yield Stage("quantized_linear", {"x": x, "weight_q": f"{name}.weight", **bias}, (gives,),
+                    {"scales": None, "format": held[name], "activations": activations})
+    else:
+        yield Stage("linear", {"x": x, "weight": f"{name}.weight", **bias}, (gives,))
+
+
+def _norm(c: DecoderConfig, x: str, name: str, gives: str, held: Mapping[str, str]) -> Stage:
+    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in held else {}
     takes = {"x": x, "weight": f"{name}.weight", **bias}
     return Stage(f"{c.norm}_norm", takes, (gives,), {"eps": c.eps})
 
@@ -177,18 +232,40 @@ def _chosen_parts(parts: Iterable[Part], fused: bool) -> Iterator[Stage | Glue]:
             yield part
 
 
-class Decoder:
-    """`do` runs the ops, `tables` are cos and sin of rope. With `trace` every stage is recorded."""
+Parts = tuple[Union[Stage, Glue], ...]         # with every alternative resolved
 
-    def __init__(self, config: DecoderConfig, weights: Weights, do: OpCaller,
-                 tables: tuple[Tensor, Tensor] | None = None,
-                 *, fused: bool = False, trace: Trace | None = None) -> None:
+
+class Decoder:
+    """`do` runs the ops, `tables` are cos and sin of rope. With `trace` every stage is recorded.
+
+    `window_tables` are those of the layers with a window, where they differ. `activations` is what
+    lz.quantized_linear rounds the inputs of quantized weights to.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Weight], do: OpCaller,
+                 tables: tuple[Tensor, Tensor] | None = None, *, fused: bool = False,
+                 trace: Trace | None = None, window_tables: tuple[Tensor, Tensor] | None = None,
+                 activations: str = "none") -> None:
         self.config, self.weights, self.do, self.tables = config, weights, do, tables
         self.fused, self.trace, self.prefix = fused, trace, ""
-        attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "past"), ("attn_out",))
-        self._layer = tuple(_chosen_parts(layer_parts(config, (attend,)), fused))
-        head = Stage("linear", {"x": "norm_out", "weight": "head.weight"}, ("logits",))
-        self._head = (_norm(config, "input", "norm", "norm_out"), head)
+        self.window_tables, self.activations = window_tables or tables, activations
+        self._parts: dict[tuple[tuple[str, str], ...], Parts] = {}     # weights of a layer -> parts
+        self._layers: dict[int, tuple[Parts, dict[str, Any]]] = {}
+
+    def _layer(self, i: int) -> tuple[Parts, dict[str, Any]]:
+        """Returns the parts and the weights of a layer."""
+        if i not in self._layers:
+            held = held_weights(self.weights, f"{i}.")
+            kind = tuple(sorted(held.items()))
+            if kind not in self._parts:
+                attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "past"),
+                              ("attn_out",))
+                experts = Glue("experts", self.run_experts, ("layer", "ln2_out"), ("mlp_out",))
+                self._parts[kind] = tuple(_chosen_parts(layer_parts(
+                    self.config, (attend,), experts=(experts,), held=held,
+                    activations=self.activations), self.fused))
+            self._layers[i] = self._parts[kind], layer_values(self.weights, f"{i}.")
+        return self._layers[i]
 
     def __call__(self, tokens: Tensor, past: PastKV | None = None, *, last: bool = False) -> Tensor:
         """Returns logits (batch, seq, vocab) of tokens (batch, seq) after those in `past`; `last`:
@@ -201,8 +278,14 @@ class Decoder:
         return self.head(x[:, -1:] if last else x)
 
     def embed(self, tokens: Tensor, past: PastKV | None = None) -> tuple[Tensor, Tensor]:
-        positions = self.positions(tokens.shape[1], past)
-        x = self._do("", ("embed",), "embedding", ids=tokens, weight=self.weights["embed"])
+        positions, weight = self.positions(tokens.shape[1], past), self.weights["embed"]
+        if isinstance(weight, GgmlWeight):
+            x = weight.rows(tokens).to(raw_tensor(self.weights["norm"]).dtype)
+            self._record("embed", x)
+        else:
+            x = self._do("", ("embed",), "embedding", ids=tokens, weight=weight)
+        if self.config.embed_scale != 1.0:
+            x = x * self.config.embed_scale
         if self.config.positions == "learned":
             x = x + self._do("", ("learned",), "embedding", ids=positions,
                              weight=self.weights["positions"])
@@ -213,21 +296,26 @@ class Decoder:
         return torch.arange(start, start + count, device=self.weights["norm"].device)[None]
 
     def head(self, x: Tensor) -> Tensor:
-        values = {"input": x, **_values(self.weights, ""),
-                  "head.weight": self.weights["embed" if self.config.tied else "head"]}
-        self._run(self._head, values)
+        weight = self.weights["embed" if self.config.tied else "head"]
+        values = {"input": x, "head.weight": raw_tensor(weight), **layer_values(self.weights, "")}
+        held = {**held_weights(self.weights, ""), "head": format_of(weight)}
+        parts = (_norm(self.config, "input", "norm", "norm_out", held),
+                 *_linear(held, self.activations, "norm_out", "head", "logits"))
+        self._run(_chosen_parts(parts, self.fused), values)
         logits: Tensor = values["logits"]
-        return logits
+        cap = self.config.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def layer(self, i: int, x: Tensor, positions: Tensor, past: PastKV | None = None) -> Tensor:
         at = f"{i}."
-        values = {"layer": i, "input": x, "positions": positions, "past": past,
-                  **_values(self.weights, at)}
+        parts, weights = self._layer(i)
+        values = {"layer": i, "input": x, "positions": positions, "past": past, **weights}
         if self.config.positions == "rope":
-            assert self.tables is not None, "a decoder with rope needs tables"
-            values["cos"], values["sin"] = self.tables
+            tables = self.window_tables if self.config.has_window(i) else self.tables
+            assert tables is not None, "a decoder with rope needs tables"
+            values["cos"], values["sin"] = tables
         self._record(f"{at}input", x)
-        self._run(self._layer, values, at)
+        self._run(parts, values, at)
         out: Tensor = values["output"]
         return out
 
@@ -255,10 +343,35 @@ class Decoder:
         if past is not None:
             return past.attend(do, i, q, k, v)
         if self.trace is not None:
-            self._record(f"{i}.scores", attention_scores(self.config, q, k))
-        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True,
-                         window_left=self.config.window_left,
-                         layout="bshd")
+            self._record(f"{i}.scores", attention_scores(self.config, q, k, i))
+        out: Tensor = do("attention", query=q, key=k, value=v, is_causal=True, layout="bshd",
+                         **self.config.attention_options(i))
+        return out
+
+    def run_experts(self, i: int, x: Tensor) -> Tensor:
+        """Runs each token through its experts, an expert at a time, and sums by weight."""
+        c, weights = self.config, self.weights
+        names = (f"{i}.experts_in", f"{i}.experts_down")
+        gate_up = ((weights[names[0]],) if names[0] in weights
+                   else (weights[f"{i}.experts_gate"], weights[f"{i}.experts_up"]))
+        down, rows = weights[names[1]], x.reshape(-1, x.shape[-1])
+        logits = self._product(rows, weights[f"{i}.router"])
+        ids, share = self.do("moe_gate", logits=logits, top_k=c.top_k)
+        out = torch.zeros_like(rows)
+        for expert in ids.unique().tolist():
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            wide = torch.cat([self._product(rows[token], w[expert]) for w in gate_up], -1)
+            found = self._product(activate(c, wide), down[expert])
+            out.index_add_(0, token, found * share[token, slot, None].to(found.dtype))
+        return out.view(x.shape)
+
+    def _product(self, x: Tensor, weight: Weight) -> Tensor:
+        out: Tensor
+        if isinstance(weight, GgmlWeight):
+            out = self.do("quantized_linear", x=x, weight_q=weight.blocks, scales=None,
+                          format=weight.format, activations=self.activations)
+        else:
+            out = self.do("linear", x=x, weight=weight)
         return out
 
     def _do(self, at: str, stages: tuple[str, ...], op: str, **arguments: Any) -> Any:
@@ -275,17 +388,11 @@ class Decoder:
             self.trace[self.prefix + stage] = StageValue(value.detach())
 
 
-_LAYER_WEIGHTS = ("ln1", "qkv", "out", "ln2", "in", "down")
-
-
-def _values(weights: Mapping[str, Tensor], at: str) -> dict[str, Any]:
+def layer_values(weights: Mapping[str, Weight], at: str) -> dict[str, Any]:
     """Returns the weights of a layer ("3.") or of the last norm ("") by their names in parts."""
-    values = {}
-    for name in _LAYER_WEIGHTS if at else ("norm",):
-        values[f"{name}.weight"] = weights[at + name]
-        if (bias := weights.get(f"{at}{name}.bias")) is not None:
-            values[f"{name}.bias"] = bias
-    return values
+    names = held_weights(weights, at)
+    return {name if name.endswith(".bias") else f"{name}.weight": raw_tensor(weights[at + name])
+            for name in names}
 
 
 def decoder_block(c: DecoderConfig, *, cached: bool = False,
@@ -318,22 +425,26 @@ def decoder_values(c: DecoderConfig, *, batch: int = 1, seq: int = 1, past: int 
     if past:
         shapes |= dict.fromkeys(("past_k", "past_v"), (batch, c.kv_heads, past, c.head_dim))
     values = {name: torch.randn(shape, generator=gen) for name, shape in shapes.items()}
-    values |= _values(make_weights(replace(c, layers=1), seed), "0.")
+    values |= layer_values(make_weights(replace(c, layers=1), seed), "0.")
     if c.positions == "rope":
-        cos, sin = rope_tables(c.head_dim, past + seq, c.rope_base)
+        cos, sin = rope_tables(c.head_dim, past + seq, c.rope_base, c.rope_scaling,
+                               rotary_dim=c.rotated)
         values |= {"cos": cos[past:], "sin": sin[past:]}
     return cast(values, dtype, device)
 
 
-def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor) -> Tensor:
+def attention_scores(c: DecoderConfig, q: Tensor, k: Tensor, layer: int = 0) -> Tensor:
     """Returns the scores (batch, heads, seq, seq) of a whole sequence, zero where a key is masked.
 
     They are computed in float64, so that two of them differ only by q and k.
     """
     q, k = (t.detach().double().transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(c.heads // c.kv_heads,
-                                     1).transpose(-1, -2) * c.head_dim ** -0.5
+                                     1).transpose(-1, -2)
+    scores = scores * (c.attention_scale or c.head_dim ** -0.5)
+    if c.softcap:
+        scores = torch.tanh(scores / c.softcap) * c.softcap
     positions = torch.arange(q.shape[2], device=q.device)
     distance = positions[:, None] - positions
-    masked = (distance < 0) | (distance >= (c.window or q.shape[2]))
+    masked = (distance < 0) | (distance >= (c.window if c.has_window(layer) else q.shape[2]))
     return scores.masked_fill(masked, 0.0)

@@ -45,6 +45,19 @@ class DecoderConfig:
     window: int = 0                            # keys a token attends to, itself included; 0 for all
     bias: bool = False                         # in projections, MLP and layer norms
     tied: bool = False                         # the head shares the embedding's weight
+    rotary_dim: int = 0                        # elements of a head that rope rotates; 0 for all
+    # whether each layer has the window; () for all
+    window_layers: tuple[bool, ...] = ()
+    window_rope_base: float = 0.0              # of the layers with a window; 0: rope_base
+    rope_scaling: Mapping[str, Any] | None = None      # of lz.positions.rope_tables; not these
+    qk_norm: bool = False                      # RMS norms of query and key heads, before rope
+    post_norms: bool = False                   # RMS norms of what attention and MLP add
+    embed_scale: float = 1.0
+    attention_scale: float = 0.0               # default: head_dim ** -0.5
+    softcap: float = 0.0                       # of the attention scores
+    logit_softcap: float = 0.0
+    experts: int = 0                           # MLPs of a layer, of which a token takes top_k
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("kv_heads", self.heads),
@@ -61,8 +74,17 @@ class DecoderConfig:
             raise ConfigError(
                 f"a decoder wants heads to be a multiple of kv_heads, got {self.heads} and "
                 f"{self.kv_heads}")
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ConfigError(f"rope wants an even head_dim, got {self.head_dim}")
+        if self.positions == "rope" and self.rotated % 2:
+            raise ConfigError(f"rope wants an even head_dim, got {self.rotated}")
+        if not 0 <= self.rotary_dim <= self.head_dim:
+            raise ConfigError(f"rope rotates at most the {self.head_dim} elements of a head, got "
+                              f"rotary_dim {self.rotary_dim}")
+        if self.window_layers and len(self.window_layers) != self.layers:
+            raise ConfigError(f"a decoder wants window_layers for each of its {self.layers} "
+                              f"layers, got {len(self.window_layers)}")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ConfigError(f"a decoder with {self.experts} experts wants top_k from 1 to that, "
+                              f"got {self.top_k}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -70,8 +92,26 @@ class DecoderConfig:
                     f"{getattr(self, name)!r}")
 
     @property
+    def rotated(self) -> int:
+        """How many elements of a head does rope rotate?"""
+        return self.rotary_dim or self.head_dim
+
+    @property
     def window_left(self) -> int:
         return self.window - 1 if self.window else -1
+
+    def has_window(self, layer: int) -> bool:
+        return bool(self.window) and (not self.window_layers or self.window_layers[layer])
+
+    def attention_options(self, layer: int) -> dict[str, Any]:
+        """Return the arguments of an attention call of this layer beside its tensors."""
+        options: dict[str, Any] = {"window_left": self.window_left if self.has_window(layer)
+                                   else -1}
+        if self.attention_scale:
+            options["scale"] = self.attention_scale
+        if self.softcap:
+            options["softcap"] = self.softcap
+        return options
 
     @property
     def jumps(self) -> bool:
@@ -136,6 +176,18 @@ def _value(name: str, kind: Any, text: str) -> Any:
         raise ConfigError(f"--config: {name} wants {kind}, got {text!r}") from None
 
 
+def plain_weights(c: DecoderConfig) -> Mapping[str, str]:
+    """Returns the names of the weights of a layer and their formats: of tensors, ""."""
+    names = ["ln1", "qkv", "out", "ln2", *(() if c.experts else ("in", "down"))]
+    if c.bias:
+        names += [f"{n}.bias" for n in names if c.norm == "layer" or not n.startswith("ln")]
+    if c.qk_norm:
+        names += ["q_norm", "k_norm"]
+    if c.post_norms:
+        names += ["post_attention", "post_mlp"]
+    return dict.fromkeys(names, "")
+
+
 def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
     """Returns random float32 weights, scaled to keep activations near one."""
     gen = torch.Generator().manual_seed(seed)
@@ -156,6 +208,16 @@ def make_weights(c: DecoderConfig, seed: int = 0) -> Weights:
                  "out": matrix(c.hidden, c.heads * c.head_dim), "ln2": around(1.0, c.hidden),
                  "in": matrix((2 if c.gated else 1) * c.inner, c.hidden),
                  "down": matrix(c.hidden, c.inner)}
+        if c.qk_norm:
+            layer |= {name: around(1.0, c.head_dim) for name in ("q_norm", "k_norm")}
+        if c.post_norms:
+            layer |= {name: around(1.0, c.hidden) for name in ("post_attention", "post_mlp")}
+        if c.experts:
+            layer["router"] = matrix(c.experts, c.hidden)
+            for name in ("in", "down"):
+                rows, cols = layer.pop(name).shape
+                layer[f"experts_{name}"] = torch.stack([matrix(rows, cols)
+                                                        for _ in range(c.experts)])
         if c.bias:
             names = ("qkv", "out", "in", "down", *(("ln1", "ln2") if c.norm == "layer" else ()))
             layer |= {f"{name}.bias": around(0.0, layer[name].shape[0]) for name in names}

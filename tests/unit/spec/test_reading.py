@@ -10,7 +10,7 @@ import os
 import pytest
 
 import layerzero as lz
-from layerzero.integrations import chat_template
+from layerzero.integrations.gguf import chat_template
 from layerzero.spec.errors import ConfigError, DataError, SpecError
 from layerzero.spec.reading import (
     FileLimits,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ...integrations.gguf_model import packaged_model, read_gguf
-from ...integrations.llama_peer import build_llama, trace_stages
+from ...integrations.gguf.llama_peer import build_llama, trace_stages
+from ...integrations.gguf.model import float_weights, packaged_model, read_gguf
 from ...models.decoder_config import parse_config
 from ...spec.errors import ConfigError
 from ...verify.model.ladder import LadderModel, Rung, climb
@@ -79,9 +79,10 @@ def _model(name: str, text: str, against: str) -> tuple[LadderModel | None, str]
     config = dataclasses.replace(loaded.config,
                                  max_positions=min(loaded.config.max_positions,
                                                    tokens.shape[1] + 64))
-    model = LadderModel(loaded.name, config, loaded.weights, tokens)
+    weights = float_weights(loaded)
+    model = LadderModel(loaded.name, config, weights, tokens)
     if against == "transformers":
-        truth = trace_stages(build_llama(config, loaded.weights), config, tokens)
+        truth = trace_stages(build_llama(config, weights), config, tokens)
         model = model._replace(truth=truth, truth_name="transformers in float32")
     return model, f"{loaded.name}: {config}; {tokens.shape[1]} tokens"
 

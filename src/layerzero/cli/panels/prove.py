@@ -38,6 +38,39 @@ verify = group("Kernels, models and definitions against references. Exit code 1 
 app.add_typer(verify, name="verify", rich_help_panel=PANEL)
 
 
+@verify.callback(invoke_without_command=True)
+def against(
+    context: typer.Context, peer: Annotated[str, typer.Option("--peer", metavar="NAME", help=(
+        "llama.cpp: a GGUF model through lz against it, by logits and KL; it is installed from a "
+        "wheel into an environment of its own"))] = "",
+    quick: Quick = False, full: Annotated[bool, typer.Option(
+        "--full", help="of --peer: more positions, and a decode of 512 tokens")] = False,
+    perf: Annotated[bool, typer.Option("--perf", help="of --peer: tokens/s, in turns")] = False,
+    build: Annotated[bool, typer.Option("--build", help=(
+        "of --peer: compile it for this machine, a quarter of an hour the first time"))] = False,
+    threads: Annotated[int, typer.Option(
+        "--threads", min=0, help="of --peer; 0: as many as torch uses")] = 0,
+    model: Annotated[str, typer.Option(
+        "--model", help="of --peer: a GGUF file; default: SmolLM2")] = "",
+    out: Annotated[Path | None, typer.Option(
+        "--out", metavar="FILE", help="of --peer: write the report there too")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Kernels, models and definitions against references. Exit code 1 if something disagrees."""
+    if context.invoked_subcommand is not None:
+        if peer:
+            raise ConfigError(f"lz verify takes --peer or {context.invoked_subcommand}, got both")
+        return
+    if peer != "llama.cpp":
+        raise ConfigError(f"lz verify wants --peer llama.cpp, or one of its commands (lz verify "
+                          f"-h); got {f'--peer {peer}' if peer else 'neither'}")
+    lane = _lane("lz verify --peer", quick=quick, full=full, perf=perf)
+    o.check_file("--model", Path(model) if model else None, "give a GGUF file")
+    o.check_out("--out", out)
+    from ..commands.verify_peer import verify_llama_cpp as run
+    raise typer.Exit(run(lane, model, build=build, threads=threads, out=out, as_json=as_json))
+
+
 @declare("", "lz verify kernels attention --full", to=verify,
          short="Every kernel against its contract; certificates.")
 def kernels(
@@ -248,7 +281,7 @@ def soak(
 def _lane(command: str, **chosen: bool) -> str:
     lanes = [name for name, on in chosen.items() if on]
     if len(lanes) > 1:
-        raise ConfigError(f"{command} takes one of --quick, --full, --stress, got "
+        raise ConfigError(f"{command} takes one of {', '.join(f'--{n}' for n in chosen)}, got "
                           f"{' and '.join(lanes)}")
     return lanes[0] if lanes else "quick"
 

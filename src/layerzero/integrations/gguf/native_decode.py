@@ -1,0 +1,99 @@
+"""All layers of a token in one call of our compiled kernels; see backends/native/quant/decode.h."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.native import ACTIVATIONS, DTYPES
+from ...backends.native import build as native_build
+from ...models.decoder import Decoder
+from ...models.ggml_weight import GgmlWeight
+from ...models.sequence_kv import SequenceKV
+
+PRODUCTS = ("qkv", "out", "in", "down")
+NORMS = ("ln1", "ln2", "q_norm", "k_norm", "post_attention", "post_mlp")
+
+
+def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
+    """Return why a token of this model cannot be one call, "" if it can."""
+    c, weights = decoder.config, decoder.weights
+    norm = weights["norm"]
+    if not isinstance(norm, Tensor) or norm.device.type != "cpu" or norm.dtype != torch.float32:
+        return "it is not float32 on a CPU"
+    if c.experts or not c.gated or c.norm != "rms" or c.rope_style != "rotate_half":
+        return "it has experts, or no gate, RMS norms or rope in halves"
+    if memory.keys[0].dtype not in DTYPES or memory.keys[0].shape[0] != 1:
+        return f"keys and values are kept as {memory.kind}"
+    if c.hidden % 32 or c.inner % 32 or c.head_dim % 8:
+        return "its sizes are odd"
+    names = [f"{i}.{n}" for i in range(c.layers) for n in PRODUCTS]
+    apart = [n for n in (*names, "embed" if c.tied else "head")
+             if not isinstance(weights.get(n), GgmlWeight)]
+    if apart or decoder.activations != "q8":
+        return f"{apart[0] if apart else 'q8'} is not one quantized product"
+    return "" if hasattr(native_build.module(), "ggml_decode") else "lz build has not compiled it"
+
+
+class NativeDecode:
+    """Calling it with an embedded token and its place gives the logits and the likeliest id."""
+
+    def __init__(self, decoder: Decoder, memory: SequenceKV,
+                 packed: Callable[[GgmlWeight], tuple[Tensor, int]]) -> None:
+        self.decoder, self.memory, self._packed = decoder, memory, packed
+        self._run = native_build.module().ggml_decode
+        self._held: list[Any] = []             # what the addresses point to
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the addresses again: the buffers of keys and values have moved."""
+        c, weights = self.decoder.config, self.decoder.weights
+        self._held.clear()
+        rows = [self._layer(i) for i in range(c.layers)]
+        self._layers = torch.tensor(rows, dtype=torch.int64)
+        self._head = torch.tensor(self._product("embed" if c.tied else "head"), dtype=torch.int64)
+        norm = weights["norm"]
+        assert isinstance(norm, Tensor)
+        scale = c.attention_scale or c.head_dim ** -0.5
+        self._fixed = (DTYPES[self.memory.keys[0].dtype], self._layers.data_ptr(), c.layers,
+                       self._head.data_ptr(), norm.data_ptr(), c.hidden, c.heads, c.kv_heads,
+                       c.head_dim, c.rotated // 2, c.inner, ACTIVATIONS[c.activation], c.eps,
+                       scale, c.softcap)
+        self._vocab = c.vocab
+
+    def __call__(self, x: Tensor, place: int) -> tuple[Tensor, int]:
+        """`x` is overwritten."""
+        logits = torch.empty((1, self._vocab))
+        token: int = self._run(*self._fixed, x.data_ptr(), logits.data_ptr(), place,
+                               torch.get_num_threads())
+        return logits, token
+
+    def _layer(self, i: int) -> list[int]:
+        c, d = self.decoder.config, self.decoder
+        tables = d.window_tables if c.has_window(i) else d.tables
+        assert tables is not None
+        cos, sin = (t.float().contiguous() for t in tables)
+        self._held += [cos, sin]
+        products = [n for name in PRODUCTS for n in self._product(f"{i}.{name}")]
+        return [*(self._address(f"{i}.{name}") for name in NORMS), *products,
+                self.memory.keys[i].data_ptr(), self.memory.values[i].data_ptr(), cos.data_ptr(),
+                sin.data_ptr(), c.window if c.has_window(i) else 0]
+
+    def _product(self, name: str) -> list[int]:
+        weight = self.decoder.weights[name]
+        assert isinstance(weight, GgmlWeight)
+        packed, number = self._packed(weight)
+        self._held.append(packed)
+        outputs, inputs = weight.shape
+        return [packed.data_ptr(), self._address(f"{name}.bias"), number, inputs, outputs]
+
+    def _address(self, name: str) -> int:
+        found = self.decoder.weights.get(name)
+        if found is None:
+            return 0
+        assert isinstance(found, Tensor)
+        self._held.append(found)
+        return found.data_ptr()

@@ -1,0 +1,244 @@
+"""One token of one sequence through a GGUF model, by kernels that were chosen once.
+
+A small model spends as long in calling as in computing. So every call is bound when the step is
+made (lz.tables.bind), the residual and the norm that follows are one call, and where our compiled
+kernels can do it rope, cache and attention are one. `stale` says when to make the step anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends.native import DTYPES
+from ...backends.native import build as native_build
+from ...models.decoder import APART, Decoder
+from ...models.decoder_config import activate
+from ...models.ggml_weight import GgmlWeight, Weight
+from ...models.sequence_kv import SequenceKV
+from ...plan.bake import bind
+from ...plan.table import Span
+from ...spec.errors import LayerZeroError
+from ...world import snapshot as worlds
+from .model import call_op
+
+Run = Callable[..., Any]
+
+
+class BoundLayer(NamedTuple):
+    """What one layer does, each a function of the data alone."""
+
+    qkv: Run
+    attend: Run                                # of the qkv row
+    out: Run
+    middle: Run                                # branch, residual -> normed, residual
+    mlp: Run
+    end: Run                                   # as the middle
+
+
+class TokenStep:
+    """Calling it with a token gives its logits, (1, vocab), and keeps its keys and values."""
+
+    def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
+        self.decoder, self.memory, self.config = decoder, memory, decoder.config
+        self.world, self.kernels = worlds.current(), {}  # type: Any, dict[str, str]
+        c, self._bound = self.config, {}  # type: Any, dict[Any, Any]
+        norm = decoder.weights["norm"]
+        assert isinstance(norm, Tensor) and decoder.tables is not None
+        self._x = norm.new_zeros((1, 1, c.hidden))
+        self._narrow = memory.keys[0].dtype != self._x.dtype
+        self._token = self._compiled_token()
+        self._first = self._norm("0.ln1", self._x)
+        self.layers = [self._layer(i) for i in range(c.layers)]
+        self._head = self._linear("", "embed" if c.tied else "head", self._x)
+
+    def stale(self) -> bool:
+        """Has policy or the health of a kernel changed since the kernels were chosen?"""
+        now = worlds.current()
+        if now is self.world:
+            return False
+        changed = (now.policy, now.health) != (self.world.policy, self.world.health)
+        self.world = now if not changed else self.world
+        return changed
+
+    def __call__(self, token: int) -> Tensor:
+        memory, c = self.memory, self.config
+        place = memory.length
+        if place >= memory.keys[0].shape[1]:
+            for i in range(c.layers):
+                memory.reserve(i, place + 1)
+        x = self._embedded(token)
+        normed = self._first(x)
+        for at in self.layers:
+            normed, x = at.middle(at.out(at.attend(at.qkv(normed), place)), x)
+            normed, x = at.end(at.mlp(normed), x)
+        memory.length = place + 1
+        logits: Tensor = self._head(normed)[0]
+        cap = c.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _embedded(self, token: int) -> Tensor:
+        weight, scale = self.decoder.weights["embed"], self.config.embed_scale
+        row = (GgmlWeight(weight.blocks[token:token + 1], weight.format).dequantized()
+               if isinstance(weight, GgmlWeight) else weight[token:token + 1])
+        x = row.to(self._x.dtype)[None]
+        return x if scale == 1.0 else x * scale
+
+    # binding
+
+    def _bind(self, op: str, *tensors: Tensor, **fixed: Any) -> Run:
+        key = (op, tuple((t.shape, t.stride(), t.dtype) for t in tensors), tuple(fixed.items()))
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = bind(op, *tensors, **fixed)
+            self.kernels[f"{op} {fixed.get('format', '')}".strip()] = found.kernel
+        return found  # type: ignore[no-any-return]
+
+    def _linear(self, at: str, name: str, x: Tensor) -> Run:
+        weights = self.decoder.weights
+        if at + name not in weights:
+            parts = [self._linear(at, n, x) for n in APART[name]]
+            return lambda x: torch.cat([part(x) for part in parts], -1)
+        weight, bias = weights[at + name], weights.get(f"{at}{name}.bias")
+        return self._product(x, weight, bias if isinstance(bias, Tensor) else None)
+
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Run:
+        if isinstance(weight, GgmlWeight):
+            held, options = weight.blocks, {"format": weight.format,
+                                            "activations": self.decoder.activations}
+            named = {} if bias is None else {"bias": bias}
+            run = self._bind("quantized_linear", x, held, **named, **options)
+        else:
+            held = weight
+            run = self._bind("linear", x, held, *(() if bias is None else (bias,)))
+        return (lambda x: run(x, held)) if bias is None else (lambda x: run(x, held, bias))
+
+    def _norm(self, name: str, x: Tensor) -> Run:
+        weight = self.decoder.weights[name]
+        assert isinstance(weight, Tensor)
+        run = self._bind("rms_norm", x, weight, eps=self.config.eps)
+        return lambda x: run(x, weight)
+
+    def _add_norm(self, name: str, post: str) -> Run:
+        weight, x = self.decoder.weights[name], self._x
+        assert isinstance(weight, Tensor)
+        run = self._bind("add_rms_norm", x, x, weight, eps=self.config.eps)
+        if not self.config.post_norms:
+            return lambda branch, residual: run(branch, residual, weight)
+        inner = self._norm(post, x)
+        return lambda branch, residual: run(inner(branch), residual, weight)
+
+    def _layer(self, i: int) -> BoundLayer:
+        c, at, x = self.config, f"{i}.", self._x
+        after = f"{i + 1}.ln1" if i + 1 < c.layers else "norm"
+        return BoundLayer(
+            self._linear(at, "qkv", x), self._attend(i),
+            self._linear(at, "out", x.new_zeros((1, 1, c.heads * c.head_dim))),
+            self._add_norm(f"{at}ln2", f"{at}post_attention"), self._mlp(i),
+            self._add_norm(after, f"{at}post_mlp"))
+
+    def _mlp(self, i: int) -> Run:
+        c = self.config
+        if c.experts:
+            return lambda x: self.decoder.run_experts(i, x)
+        first = self._linear(f"{i}.", "in", self._x)
+        second = self._linear(f"{i}.", "down", self._x.new_zeros((1, 1, c.inner)))
+        if c.activation == "swiglu":
+            silu, inner = torch.nn.functional.silu, c.inner
+
+            def gated(x: Tensor) -> Any:
+                wide = first(x)
+                return second(silu(wide[..., :inner]) * wide[..., inner:])
+
+            return gated
+        return lambda x: second(activate(c, first(x)))
+
+    # attention
+
+    def _compiled_token(self) -> Run | None:
+        """Our compiled kernel that rotates, keeps and attends; None where it cannot serve."""
+        c, like = self.config, self._x
+        if (like.device.type != "cpu" or like.dtype not in DTYPES or self._narrow or c.softcap
+                or c.qk_norm or c.rope_style != "rotate_half"):
+            return None
+        query = like.new_zeros((1, c.heads, 1, c.head_dim))
+        keys = like.new_zeros((1, c.kv_heads, 64, c.head_dim))
+        name = "native.attention_decode" + ("" if c.heads > c.kv_heads else "_mha")
+        try:
+            bind("attention", query, keys, keys, backend=name)
+        except LayerZeroError:                 # not built, or policy says no
+            return None
+        self.kernels["attention"] = f"{name}, with rope and cache in one call"
+        return getattr(native_build.module(), "token", None)
+
+    def _attend(self, i: int) -> Run:
+        c, memory, token = self.config, self.memory, self._token
+        tables = (self.decoder.window_tables if c.has_window(i) else self.decoder.tables)
+        assert tables is not None
+        window = c.window if c.has_window(i) else 0
+        scale = c.attention_scale or c.head_dim ** -0.5
+        if token is None:
+            return self._attend_in_parts(i, tables, window, scale)
+        (cos, sin), dtype, empty = tables, DTYPES[self._x.dtype], torch.empty
+        if cos.dtype != self._x.dtype:
+            cos, sin = cos.to(self._x.dtype), sin.to(self._x.dtype)
+        at_cos, at_sin, row = cos.data_ptr(), sin.data_ptr(), cos.stride(0) * cos.element_size()
+        heads, kv_heads, dim, half = c.heads, c.kv_heads, c.head_dim, c.rotated // 2
+        shape, kind, threads = (1, 1, heads * dim), self._x.dtype, torch.get_num_threads
+        token_bytes = kv_heads * dim * self._x.element_size()
+
+        def attend(qkv: Tensor, place: int, held: Any = (cos, sin)) -> Tensor:
+            keys, values = memory.keys[i], memory.values[i]
+            out = empty(shape, dtype=kind)
+            first = max(0, place + 1 - window) if window else 0
+            before, angle = first * token_bytes, place * row
+            token(dtype, qkv.data_ptr(), at_cos + angle, at_sin + angle, keys.data_ptr() + before,
+                  values.data_ptr() + before, out.data_ptr(), 1, heads, kv_heads, dim, half, 0,
+                  keys.stride(0), place - first, scale, threads())
+            return out
+
+        return attend
+
+    def _attend_in_parts(self, i: int, tables: tuple[Tensor, Tensor], window: int,
+                         scale: float) -> Run:
+        c, memory, like = self.config, self.memory, self._x
+        sizes = (c.heads, c.kv_heads, c.kv_heads)
+        heads = like.new_zeros((1, 1, sum(sizes), c.head_dim))
+        q, k, _ = heads.split(sizes, 2)
+        norms = [self._norm(f"{i}.{n}_norm", t) for n, t in (("q", q), ("k", k))] if c.qk_norm \
+            else None
+        fixed = {} if c.rotated == c.head_dim else {"rotary_dim": c.rotated}
+        if norms:
+            q, k = q.clone(), k.clone()
+        rope = self._bind("rope", q, k, tables[0][:1], tables[1][:1], style=c.rope_style,
+                          layout="bshd", **fixed)
+        options = {"scale": scale, **({"softcap": c.softcap} if c.softcap else {})}
+
+        def attend(qkv: Tensor, place: int) -> Tensor:
+            q, k, v = qkv.view(1, 1, -1, c.head_dim).split(sizes, 2)
+            if norms:
+                q, k = norms[0](q), norms[1](k)
+            q, k = rope(q, k, tables[0][place:place + 1], tables[1][place:place + 1])
+            if self._narrow:
+                out: Tensor = memory.attend(call_op, i, q, k, v)
+                return out.flatten(2)
+            keys, values = memory.keys[i], memory.values[i]
+            keys[:, place:place + 1], values[:, place:place + 1] = k, v
+            first = max(0, place + 1 - window) if window else 0
+            seen = slice(first, place + 1)
+            found: Tensor = self._attention(q.transpose(1, 2), keys[:, seen].transpose(1, 2),
+                                            values[:, seen].transpose(1, 2), options)
+            return found.transpose(1, 2).flatten(2)
+
+        return attend
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+        run, span = self._bound.get("attention", (None, Span()))
+        if run is None or not span.covers(k.shape[2]):
+            run = bind("attention", q, k, v, **options)
+            span = dict(run.row.sizes).get("seq_k", Span())
+            self._bound["attention"], self.kernels["attention"] = (run, span), run.kernel
+        return run(q, k, v)

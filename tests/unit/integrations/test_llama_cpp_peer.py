@@ -1,0 +1,73 @@
+"""The comparison with llama.cpp: its arithmetic, and its process by a runner that stands in."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerzero.integrations.gguf import llama_cpp
+from layerzero.spec.errors import ConfigError
+
+# Answers as llama_cpp_runner.py does, with a model whose next token is the last one plus 1.
+STAND_IN = """
+import json, sys
+print("a line of llama.cpp's own", flush=True)
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["count"] > 9:
+        raise SystemExit(3)
+    first = request["prompt"][-1] + 1
+    tokens = list(range(first, first + request["count"]))
+    print(json.dumps({"tokens": tokens, "top": [[(t, -0.5)] for t in tokens], "rss": 1}),
+          flush=True)
+"""
+
+
+def listed(logits: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    values, ids = logits.double().log_softmax(-1).topk(count)
+    return list(zip(ids.tolist(), values.tolist()))
+
+
+def test_divergence_of_listed_tokens():
+    gen = torch.Generator().manual_seed(0)
+    theirs = torch.randn(100, generator=gen) * 3
+    ours = theirs + 0.3 * torch.randn(100, generator=gen)
+    p, q = (t.double().log_softmax(-1) for t in (theirs, ours))
+    exact = float((p.exp() * (p - q)).sum())
+    whole, gap = llama_cpp.divergence(listed(theirs, 100), ours)
+    assert whole == pytest.approx(exact, rel=1e-9)
+    assert gap == pytest.approx(float(p.max() - p[ours.argmax()]), abs=1e-12)
+    part, _ = llama_cpp.divergence(listed(theirs, 20), ours)
+    assert 0 < part <= exact                   # the rest as one event can only lower it
+    same, none = llama_cpp.divergence(listed(theirs, 20), theirs)
+    assert same == pytest.approx(0.0, abs=1e-9) and none == 0.0
+    far = theirs.clone()
+    far[int(theirs.argmin())] = 50.0
+    assert llama_cpp.divergence(listed(theirs, 20), far)[1] == math.inf
+
+
+def test_agreement_counts_ties():
+    rows = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.9, 0.0], [2.0, 0.0, 0.0]])
+    ours = torch.tensor([[2.0, 1.0, 0.0], [1.9, 2.0, 0.0], [0.0, 2.0, 0.0]])
+    found = llama_cpp.agreement("three", [listed(row, 3) for row in rows], ours)
+    assert (found.positions, found.top_1) == (3, pytest.approx(1 / 3))
+    assert found.agreed == pytest.approx(2 / 3) and not found.passed
+    assert json.loads(json.dumps(found.to_json()))["passed"] is False
+    assert llama_cpp.agreement("same", [listed(row, 3) for row in rows], rows).passed
+
+
+def test_the_process(monkeypatch, tmp_path):
+    runner = tmp_path / "runner.py"
+    runner.write_text(STAND_IN)
+    monkeypatch.setattr(llama_cpp, "RUNNER", runner)
+    with llama_cpp.peer_process(Path(sys.executable), "model", 1, 64) as peer:
+        assert peer.ask([4, 5], 3)["tokens"] == [6, 7, 8]
+        assert peer.ask([1], 1, top=1)["top"] == [[[2, -0.5]]]
+        with pytest.raises(ConfigError, match="ended with 3 before it answered"):
+            peer.ask([1], 10)

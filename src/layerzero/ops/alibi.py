@@ -87,8 +87,11 @@ ALTERATIONS: tuple[Alteration, ...] = (
     "is_causal", False),
     replace_argument("position bias", "the other sign", "slopes", lambda v: -v["slopes"]))
 
+STRESS: tuple[dict[str, Any], ...] = ({"heads": 1, "sq": 3, "sk": 66_013},)
+
 OP = Op(
-    name="alibi", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="alibi", family="position", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),

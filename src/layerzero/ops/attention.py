@@ -182,6 +182,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 
 STRESS: tuple[dict[str, Any], ...] = (
+    # keys beyond 2^13 and 2^16, queries beyond 2^13
+    {"b": 1, "hq": 2, "hkv": 1, "sq": 3, "sk": 8_269, "d": 16},
+    {"b": 1, "hq": 2, "hkv": 2, "sq": 1, "sk": 66_013, "d": 8},
+    {"b": 1, "hq": 1, "hkv": 1, "sq": 8_269, "sk": 3, "d": 8},
+    {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 8_269, "d": 16, "mask": "bool"},
+    # scale and softcap, with lse
+    {"scale": 0.3, "softcap": 2.0, "lse": True, "sq": 5, "sk": 9},
     {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},
     {"b": 8200, "hq": 8, "hkv": 4, "sq": 1, "sk": 2, "d": 8},
     {"b": 1, "hq": 65540, "hkv": 1, "sq": 1, "sk": 2, "d": 8},

@@ -86,8 +86,12 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("scale", "no label smoothing", "label_smoothing", 0.0),
     change_results("scale", "the mean over all rows, ignored ones too", _mean_over_all_rows))
 
+# ids beyond 2^16
+STRESS: tuple[dict[str, Any], ...] = ({"vocab": 200_003, "rows": (4,), "reduction": "none"},)
+
 OP = Op(
-    name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     # The same for all dtypes of the logits: the result is at least float32.
     tolerance=Tolerance({"float16": (1e-4, 1e-5), "bfloat16": (1e-4, 1e-5), "float32": (1e-4, 1e-5),

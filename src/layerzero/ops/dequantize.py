@@ -154,7 +154,10 @@ def _storage_dtype(name: str) -> str:
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"rows": (8,), "width": 64, "granularity": "block", "block_size": 8, "format": "int8"},
-    {"rows": (4,), "width": 64, "granularity": "block", "block_size": 16, "format": "int4"})
+    {"rows": (4,), "width": 64, "granularity": "block", "block_size": 16, "format": "int4"},
+    # more than 256 blocks in a row, rows beyond 2^16
+    {"rows": (2,), "width": 16_448, "format": "int4", "block_size": 32},
+    {"rows": (66_001,), "width": 2})
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged", swap_nibbles("q")))

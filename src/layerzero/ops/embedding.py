@@ -80,9 +80,12 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 ALTERATIONS: tuple[Alteration, ...] = (replace_argument("scale", "the scale left out", "scale",
                                                         1.0),)
 
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16, rows beyond 2^17
+    {"vocab": 200_003, "width": 3, "shape": (9,)}, {"vocab": 9, "width": 2, "shape": (131_077,)})
+
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES, alterations=ALTERATIONS,
+    cases=CASES, stress=STRESS, alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",

@@ -95,8 +95,13 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *NORM, Alteration("convention", "the bias left out", drop_argument("bias")),
     replace_argument("convention", "one group", "groups", 1))
 
+STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, channels beyond 2^14
+    {"b": 66_001, "c": 2, "groups": 1, "size": (1, 2)},
+    {"b": 1, "c": 16_412, "groups": 4, "size": (1, 2)})
+
 OP = Op(
-    name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="group_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),

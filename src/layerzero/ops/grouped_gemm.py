@@ -90,9 +90,12 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
             "group_sizes"))
 
 
+STRESS: tuple[dict[str, Any], ...] = (         # more than 256 groups, rows beyond 2^16
+    {"sizes": (1, 2, 0) * 100, "k": 4, "n": 3}, {"sizes": (66_001, 3), "k": 2, "n": 2})
+
 OP = Op(
     name="grouped_gemm", family="grouped_gemm", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES,
+    cases=CASES, stress=STRESS,
     reference_kernel=READS_ON_HOST,
     # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
     # tighter bound.

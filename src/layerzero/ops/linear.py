@@ -63,8 +63,13 @@ ALTERATIONS: tuple[Alteration, ...] = (
     Alteration("convention", "the bias left out", drop_argument("bias")),
     replace_argument("convention", "the activation left out", "activation", None), *ACTIVATIONS[:4])
 
+STRESS: tuple[dict[str, Any], ...] = (         # k and n beyond 2^14 and 2^15, rows beyond 2^17
+    {"k": 16_411, "n": 9, "rows": (2,)}, {"k": 9, "n": 33_003, "rows": (2,)},
+    {"k": 3, "n": 2, "rows": (131_077,)})
+
 OP = Op(
-    name="linear", family="linear", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="linear", family="linear", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
     # tighter bound.

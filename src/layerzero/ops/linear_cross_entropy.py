@@ -72,9 +72,12 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     check_targets("linear_cross_entropy", values, facts)
 
 
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
+    {"vocab": 200_003, "width": 2, "rows": (4,), "reduction": "none"},)
+
 OP = Op(
     name="linear_cross_entropy", family="loss", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES,
+    cases=CASES, stress=STRESS,
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-4, 1e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"hidden": "*rows width", "weight": "vocab width", "targets": "*rows", "bias": "vocab"},

@@ -84,14 +84,15 @@ def inputs(
     context: tuple[int, ...] = (17, 5, 40), lengths_q: tuple[int, ...] = (), heads: int = 4,
     ckv: int = 64, kpe: int = 16, page_size: int = 16, causal: bool = True, scale: float = 0.125,
     lse: bool = False, table: str = "int32", order: str = "shuffled", one_buffer: bool = False,
-    extreme: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    extreme: bool = False, large_pool: bool = False, dtype: torch.dtype = torch.float32,
+    device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots hold inf. `one_buffer`: both caches are
     views of one tensor."""
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,
-                                                          order)
+                                                          order, 33_000 if large_pool else 2)
     tokens = sum(lengths_q) if lengths_q else len(context)
 
     def rand(*shape: int) -> Tensor:
@@ -146,6 +147,10 @@ SAME_DTYPE: tuple[Condition, ...] = tuple(
     for cache in ("ckv_cache", "kpe_cache") for d in FLOATS)
 
 STRESS: tuple[dict[str, Any], ...] = (
+    # more than 256 pages, keys beyond 2^13, page ids beyond 2^15
+    {"context": (1_037, 3), "page_size": 4, "heads": 2, "ckv": 8, "kpe": 4},
+    {"context": (8_269,), "page_size": 64, "heads": 2, "ckv": 8, "kpe": 4},
+    {"context": (9, 70), "page_size": 1, "large_pool": True, "heads": 2, "ckv": 8, "kpe": 4},
     {"context": (16, 32, 48)}, {"page_size": 5, "context": (21, 4, 5)},
     {"lengths_q": (3, 0, 9), "causal": False})
 

@@ -104,8 +104,13 @@ ALTERATIONS: tuple[Alteration, ...] = (
     *ACTIVATIONS, *(Alteration("convention", f"{n} left out", drop_argument(n))
     for n in ("bias_in", "bias_up", "bias_down")))
 
+STRESS: tuple[dict[str, Any], ...] = (         # sizes beyond 2^14, rows beyond 2^16
+    {"hidden": 5, "inner": 16_411, "rows": (2,)}, {"hidden": 16_411, "inner": 5, "rows": (2,)},
+    {"hidden": 3, "inner": 2, "rows": (66_001,)})
+
 OP = Op(
-    name="mlp", family="mlp", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="mlp", family="mlp", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     # Twice the tolerance of a linear layer: these are two in sequence.
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),

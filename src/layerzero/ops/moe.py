@@ -150,8 +150,14 @@ ALTERATIONS: tuple[Alteration, ...] = (
                      lambda v: "input"
     if v["weight_on"] == "output" else "output"))
 
+STRESS: tuple[dict[str, Any], ...] = (
+    *({"by": "logits", "top_k": 1, "scoring": scoring, "normalize": normalize}
+      for scoring in ("softmax", "sigmoid") for normalize in (True, False)),
+    {"experts": 300, "hidden": 4, "inner": 3, "rows": (9,)})
+
 OP = Op(
-    name="moe", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="moe", family="moe", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     reference_kernel=READS_ON_HOST,
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),

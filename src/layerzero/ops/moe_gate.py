@@ -105,8 +105,12 @@ ALTERATIONS: tuple[Alteration, ...] = (
                         drop_argument("e_score_correction_bias")),
     replace_argument("distribution", "groups ignored", "n_group", 1))
 
+STRESS: tuple[dict[str, Any], ...] = (         # rows beyond 2^16, experts beyond 256
+    {"rows": (66_001,), "experts": 4, "top_k": 1}, {"experts": 384, "top_k": 8, "rows": (3,)})
+
 OP = Op(
-    name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs, cases=CASES,
+    name="moe_gate", family="moe", reference=reference, meta=meta, inputs=inputs,
+    cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     tolerance=Tolerance({"float32": (1e-5, 1e-6)}),
     shapes={"logits": "*rows experts", "e_score_correction_bias": "experts"},

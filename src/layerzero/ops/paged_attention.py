@@ -107,7 +107,8 @@ def inputs(
     window: int = -1, softcap: float = 0.0, scale: float | None = None, stored: str = "",
     scales: str = "", lse: bool = False, layout: str = "NHD",
     table: str = "int32", order: str = "shuffled", stride: str = "", extreme: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+    large_pool: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Returns random arguments for one case; unused slots and table entries hold inf and -1. No
     lengths_q: decode.
@@ -118,7 +119,7 @@ def inputs(
     gen = torch.Generator("cpu").manual_seed(seed)
     integers = getattr(torch, table)
     block_table, context_lens, used, pages = random_table(gen, context, page_size, integers, device,
-                                                          order)
+                                                          order, 33_000 if large_pool else 2)
 
     def strided(t: Tensor) -> Tensor:
         if not stride:
@@ -238,6 +239,10 @@ _SHARED = {"block_table": "batch max_pages", "context_lens": "batch", "cu_seqlen
            "key_scale": "~kv_heads", "value_scale": "~kv_heads"}
 
 STRESS: tuple[dict[str, Any], ...] = (
+    # more than 256 pages, keys beyond 2^13, page ids beyond 2^15
+    {"context": (1_037, 3), "page_size": 4, "hq": 2, "hkv": 1, "d": 8},
+    {"context": (8_269,), "page_size": 64, "hq": 2, "hkv": 1, "d": 8},
+    {"context": (9, 70), "page_size": 1, "large_pool": True, "hq": 2, "hkv": 1, "d": 8},
     {"context": (16, 32, 48)}, {"context": (15, 33, 1)}, {"page_size": 5, "context": (21, 4, 5)},
     {"context": (64, 192), "page_size": 64, "hq": 6, "hkv": 3},
     {"context": (33,) * 9, "order": "neighbours"},

@@ -178,7 +178,13 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 
 STRESS: tuple[dict[str, Any], ...] = (
     {"n": 64, "k": 64, "group": 1, "rows": (3,)},
-    {"n": 32, "k": 512, "group": 16, "format": "int4"})
+    {"n": 32, "k": 512, "group": 16, "format": "int4"},
+    # more than 256 groups, k and n beyond 2^14
+    *({"format": f, "k": 16_448, "n": 5, "group": 32, "rows": (2,)}
+      for f in ("int8", "int4", "fp8_e4m3")),
+    *({"format": f, "k": 16_448, "n": 5, "rows": (1,)} for f in ("int8", "int4")),
+    *({"format": f, "k": 32, "n": 16_411, "rows": (2,)} for f in ("int8", "int4")),
+    {"k": 16_448, "n": 6, "rows": (1,), "activations": "int8"})
 
 ALTERATIONS: tuple[Alteration, ...] = (
     *QUANTIZED, Alteration("convention", "the two codes of a byte exchanged",

@@ -58,7 +58,7 @@ def inputs(
     b: int = 2, hq: int = 4, hkv: int = 2, s: int = 9, d: int = 64, rotary: int = 0,
     style: str = "rotate_half", layout: str = "bhsd", ids: str = "", batched: bool = False,
     packed: bool = False, alone: bool = False, stride: str = "", table_dtype: str = "float32",
-    far: bool = False, dtype: torch.dtype = torch.float32,
+    far: bool = False, long_table: bool = False, dtype: torch.dtype = torch.float32,
     device: str = "cpu", seed: int = 0,
 ) -> dict[str, Any]:
     """`ids`: "int64", "int32" or "shared" ids into a table; `batched`: cos and sin for each row of
@@ -79,7 +79,7 @@ def inputs(
         return x[0] if packed else x
 
     rotary = rotary or d
-    rows = s + 13 if ids else s
+    rows = 70_001 if long_table and ids else s + 13 if ids else s
     positions = (torch.randint(0, 100_000, (b if batched else 1, rows, 1), generator=gen) if far
                  else (
          torch.arange(rows)[:, None] + torch.arange(b if batched else 1)[:, None, None]))
@@ -92,6 +92,8 @@ def inputs(
     if shape is not None:
         position_ids = torch.randint(0, rows, shape, generator=gen).to(
             device=device, dtype=torch.int32 if ids == "int32" else torch.int64)
+        if position_ids.numel():
+            position_ids[..., -1] = rows - 1   # the end of the table, however long
     return {"q": tensor(hq), "k": None if alone else tensor(hkv), "cos": cos, "sin": sin,
             "position_ids": position_ids, "style": style, "layout": layout, "rotary_dim": None
             if rotary == d else rotary}
@@ -159,7 +161,11 @@ def _fits_batch(name: str, lead: tuple[int, ...], batch_shape: tuple[int, ...]) 
 STRESS: tuple[dict[str, Any], ...] = (
     {"far": True, "s": 3, "ids": "int64"},
     {"b": 3, "ids": "int64", "batched": False, "layout": "bshd", "hkv": 1},
-    {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2})
+    {"b": 5, "s": 4097, "hq": 1, "hkv": 1, "d": 2},
+    {"b": 1, "s": 131_077, "hq": 1, "hkv": 1, "d": 2},
+    # positions beyond 2^12 and 2^16, of a table as models have it
+    *({"long_table": True, "ids": "int64", "s": 5, "d": 8, "hq": 2, "hkv": 1, "layout": layout,
+       "style": style} for layout, style in (("bhsd", "rotate_half"), ("bshd", "interleaved"))))
 
 
 # Mistakes that a kernel for this op could make.

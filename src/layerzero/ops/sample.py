@@ -211,7 +211,11 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"batch": 64, "vocab": 50, "min_p": 0.3}, {"batch": 64, "vocab": 33, "temperature": 2.5},
     {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
     {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
-    {"vocab": 9001, "top_p": 0.9, "penalties": "history"})
+    {"vocab": 9001, "top_p": 0.9, "penalties": "history"},
+    # ids beyond 2^16
+    {"vocab": 150_001, "batch": 3, "scale": 1.0},
+    {"vocab": 150_001, "batch": 3, "temperature": 0.0},
+    {"vocab": 150_001, "batch": 3, "scale": 1.0, "top_k": 40})
 
 
 # Mistakes that a kernel for this op could make.

@@ -118,9 +118,12 @@ CASES: tuple[dict[str, Any], ...] = (
     {"drafted": 20, "alike": 0.99, "batch": 3},
 )
 
+STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16
+    {"vocab": 150_001, "batch": 3, "drafted": 1},)
+
 OP = Op(
     name="speculative_verify", family="sampling", reference=reference, meta=meta, inputs=inputs,
-    cases=CASES,
+    cases=CASES, stress=STRESS,
     tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
     shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch drafted",

@@ -152,9 +152,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {"vocab": 5003, "batch": 2}, {"without_replacement": True, "alike": 0.9, "batch": 16},
 )
 
+STRESS: tuple[dict[str, Any], ...] = ({"vocab": 70_001, "batch": 2},)      # ids beyond 2^16
+
 OP = Op(
     name="speculative_verify_tree", family="sampling", reference=reference, meta=meta,
-    inputs=inputs, cases=CASES,
+    inputs=inputs, cases=CASES, stress=STRESS,
     tolerance=Tolerance({"float32": (0.0, 0.0)}),      # tokens must be equal
     main="target_probs",
     shapes={"target_probs": "batch positions vocab", "draft_tokens": "batch nodes",

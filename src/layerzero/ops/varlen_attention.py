@@ -108,6 +108,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
               "KV cache wants causal_align='bottom_right'.", CausalAlignmentWarning)
 
 STRESS: tuple[dict[str, Any], ...] = (
+    # keys beyond 2^16
+    {"lengths_q": (1, 2), "lengths_k": (65_990, 61), "hq": 1, "hkv": 1, "d": 8},
     {"lengths_q": (0, 0, 5)}, {"lengths_q": (5, 0), "lengths_k": (7, 3)},
     {"lengths_q": (3,), "lengths_k": (0,)},
     {"lengths_q": (64, 192), "causal": True, "align": "top_left"},

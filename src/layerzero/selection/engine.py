@@ -59,6 +59,7 @@ class Surroundings:
     shipped: Shipped = NOTHING_SHIPPED
     # kernel -> kind of call -> why not
     refused: Mapping[str, Mapping[str, Reason]] = field(default_factory=dict)
+    failed: Mapping[str, Reason] = field(default_factory=dict)     # kernel -> why verification did
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,7 @@ class Demands(NamedTuple):
     # what torch.nn.attention.sdpa_kernel allows; None: everything
     sdpa_backends: Collection[str] | None
     refused: Callable[[Kernel], Reason | None]     # why it cannot serve this kind of call, if known
+    failed: Mapping[str, Reason]               # kernels that failed verification, unless named
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
@@ -273,7 +275,8 @@ class Demands(NamedTuple):
             None if named or settings["jit"] == "in_request"
             else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
-            facts.get("sdpa_backends"), partial(_refused, facts, around, named))
+            facts.get("sdpa_backends"), partial(_refused, facts, around, named),
+            {} if named else around.failed)
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -285,7 +288,8 @@ class Demands(NamedTuple):
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
                     or (self.tested and kernel.untested)
-                    or self.switched_off(kernel) or self.refused(kernel) is not None)
+                    or self.switched_off(kernel) or self.refused(kernel) is not None
+                    or kernel.id in self.failed)
 
     def switched_off(self, kernel: Kernel) -> bool:
         """Whether torch.nn.attention.sdpa_kernel excludes this implementation of attention."""
@@ -328,8 +332,8 @@ class Demands(NamedTuple):
         if self.switched_off(kernel):
             own = kernel.sdpa_backend or "none of torch's implementations"
             reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
-        refused = self.refused(kernel)
-        return reasons if refused is None else [*reasons, refused]
+        others = (self.refused(kernel), self.failed.get(kernel.id))
+        return [*reasons, *(reason for reason in others if reason is not None)]
 
 
 def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:

@@ -279,6 +279,10 @@ class Code(str, Enum):
     CERTIFICATE_REFUSED = (
         "CERTIFICATE_REFUSED", Category.POLICY, "its certificate is not trusted: {got}",
         "run lz verify kernels for it")
+    CERTIFICATION_FAILED = (
+        "CERTIFICATION_FAILED", Category.POLICY, "failed when it was verified here: {got}",
+        "run lz verify kernels for it once it is corrected, or name it with backend= to run it "
+        "anyway")
     LZ_DISABLED = (
         "LZ_DISABLED", Category.POLICY, "LayerZero is disabled here; only torch's default runs",
         "leave the lz.disabled() block, or set disabled: false")

@@ -32,6 +32,7 @@ from ..spec.sealed import SealedFolder, replace_file, trusted_folder
 from . import events
 
 FORMAT = 1
+FAILED = ".failed.json"                        # beside the certificates
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,26 @@ class Certificate(Record, header={"format": FORMAT}):
         return None
 
 
+@dataclass(frozen=True)
+class FailedCertification(Record, header={"format": FORMAT}):
+    """That a kernel failed verification: its build, contract and device, the class of the mistake
+    and its evidence. It holds as long as a certificate would."""
+
+    kernel: str
+    op: str
+    build: str
+    contract: str
+    device: str                                # signature
+    kind: str
+    says: str
+    made_at: str = ""
+    layerzero: str = ""
+
+    def applies(self, kernel: Kernel, device: Device) -> bool:
+        return (self.kernel, self.build, self.contract, self.device) == (
+            kernel.id, build_of(kernel), contract_of(kernel.op), device.signature)
+
+
 def contract_of(op: Op) -> str:
     """Returns a hash that changes with what the op computes, its tolerance, and its test cases."""
     contract = _contracts.get(op)
@@ -100,9 +121,23 @@ def folder(device: Device) -> Path:
 
 
 def write(certificate: Certificate, device: Device) -> Path:
-    """Writes the certificate where selection finds it, whole or not at all."""
-    store, body = _store(), certificate.to_json()
-    path = trusted_folder(store.root, store.name, device.signature) / f"{certificate.kernel}.json"
+    """Writes the certificate where selection finds it, whole or not at all; an earlier failure is
+    forgotten."""
+    path = _write(f"{certificate.kernel}.json", certificate.to_json(), device)
+    path.with_name(f"{certificate.kernel}{FAILED}").unlink(missing_ok=True)
+    return path
+
+
+def write_failure(failure: FailedCertification, device: Device) -> Path:
+    """Writes that a kernel failed, which keeps selection from it; a certificate it had is gone."""
+    path = _write(f"{failure.kernel}{FAILED}", failure.to_json(), device)
+    path.with_name(f"{failure.kernel}.json").unlink(missing_ok=True)
+    return path
+
+
+def _write(name: str, body: Mapping[str, Any], device: Device) -> Path:
+    store = _store()
+    path = trusted_folder(store.root, store.name, device.signature) / name
     text = json.dumps({"certificate": body, "seal": _seal(body, store.key(create=True))}, indent=1)
     replace_file(path, text.encode())
     return path
@@ -110,6 +145,10 @@ def write(certificate: Certificate, device: Device) -> Path:
 
 def read(path: Path) -> Certificate:
     """Reads a certificate; DataError if it is none, or was changed after it was sealed."""
+    return Certificate.from_json(_sealed_body(path))
+
+
+def _sealed_body(path: Path) -> Mapping[str, Any]:
     data = read_json(path, "a certificate as lz verify kernels writes it", nan=True)
     if not isinstance(data, Mapping) or not isinstance(data.get("certificate"), Mapping):
         raise DataError(f"{path}: wanted a certificate and its seal, got {str(data)[:120]}")
@@ -126,7 +165,28 @@ def read(path: Path) -> Certificate:
             f"{path}: the seal does not fit: the file was changed after it was written, or comes "
             "from another machine; run lz verify kernels here, or share the seal key "
             "(LAYERZERO_SEAL_KEY)")
-    return Certificate.from_json(data["certificate"])
+    body: Mapping[str, Any] = data["certificate"]
+    return body
+
+
+def failures(kernels: Iterable[Kernel], device: Device) -> dict[str, Reason]:
+    """Returns why kernels failed verification here, as they are now. A file that is not trusted
+    keeps nobody out, and says so."""
+    names = {path.name for path in folder(device).glob(f"*{FAILED}")}
+    failed = {}
+    for kernel in kernels if names else ():
+        if kernel.backend == "reference" or f"{kernel.id}{FAILED}" not in names:
+            continue
+        try:
+            failure = FailedCertification.from_json(
+                _sealed_body(folder(device) / f"{kernel.id}{FAILED}"))
+        except DataError as e:
+            events.emit(CertificateRefused(op=kernel.op.name, kernel=kernel.id, problem=str(e)))
+            continue
+        if failure.applies(kernel, device):
+            failed[kernel.id] = Reason(Code.CERTIFICATION_FAILED, None,
+                                       f"{failure.kind}: {failure.says[:200]}")
+    return failed
 
 
 def statuses(kernels: Iterable[Kernel], device: Device) -> dict[str, Certificate | Reason]:

@@ -32,6 +32,7 @@ from ..spec.errors import RegistrationError
 from ..spec.event import Event, HealthChanged, PolicyRejected, WorldPublished
 from ..spec.kernel import Kernel
 from ..spec.op import Op
+from ..spec.paths import cache_dir
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import Condition, Rule
@@ -124,7 +125,7 @@ class World:
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, proven,
                 lambda: memory.headroom(kind, policy), lambda: self.captures(kind), shipped,
-                self.refused)
+                self.refused, self.failed_certifications(kind))
         return around  # type: ignore[no-any-return]
 
     def shipped(self, kind: str) -> Shipped:
@@ -135,6 +136,17 @@ class World:
                                                              self.place(kind))
             self.memo["shipped", kind] = measurements
         return measurements  # type: ignore[no-any-return]
+
+    def failed_certifications(self, kind: str) -> Mapping[str, Reason]:
+        """Returns why kernels failed when they were verified on this machine."""
+        failed = self.memo.get(("failed", kind))
+        if failed is None:
+            failed = {}
+            if (cache_dir() / "certificates").is_dir():
+                from . import certificates  # reads files; not needed where nothing was verified
+                failed = certificates.failures(self.catalog.kernels, self.device(kind))
+            self.memo["failed", kind] = failed
+        return failed  # type: ignore[no-any-return]
 
     def captures(self, kind: str) -> Mapping[str, bool]:
         """Returns whether each kernel that was captured here is safe in a CUDA graph."""

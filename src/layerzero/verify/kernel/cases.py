@@ -190,7 +190,7 @@ def small_stress(op: Op) -> list[Case]:
     return [c for c in op.stress if _relative_size(op, c) <= 40]
 
 
-def _numbers(op: Op) -> dict[str, Any]:
+def numbers_of(op: Op) -> dict[str, Any]:
     """Returns the input generator's integer and integer-tuple parameters with their defaults."""
     defaults = {n: p.default for n, p in inspect.signature(op.inputs).parameters.items()
                 if n != "seed"}
@@ -200,7 +200,7 @@ def _numbers(op: Op) -> dict[str, Any]:
 
 def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
     """Yields cases with one number changed; where it is large, the others are small."""
-    numbers = _numbers(op)
+    numbers = numbers_of(op)
     small = {n: min(d, 8) if type(d) is int else tuple(min(i, 5) for i in d)
              for n, d in numbers.items()}
     for name, default in numbers.items():
@@ -214,7 +214,7 @@ def _sweep(op: Op, sizes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _cross(op: Op, rng: random.Random, count: int, stress: Sequence[Case]) -> Iterator[Case]:
-    pool, numbers = [*op.cases, *stress], list(_numbers(op).items())
+    pool, numbers = [*op.cases, *stress], list(numbers_of(op).items())
     yielded = 0
     for _ in range(6 * count):
         if yielded == count:
@@ -236,7 +236,7 @@ def _relative_size(op: Op, case: Case) -> float:
     def volume(n: Any) -> float:
         return math.prod(max(i, 1) for i in n) if isinstance(n, tuple) else max(n, 1)
 
-    numbers = _numbers(op)
+    numbers = numbers_of(op)
     sizes = {n: case[n] for n in numbers if type(case.get(n)) is int
              or isinstance(case.get(n), tuple)}
     return math.prod(volume(n) / volume(numbers[name]) for name, n in sizes.items())

@@ -36,12 +36,20 @@ from ...spec.reason import Reason
 from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate, contract_of
+from .calls import check_many_calls, check_non_finite, check_sizes
 from .capture import certificate_fields
 from .cases import case_key, cases_for, dtypes_for, find_argument_cases, is_degenerate
-from .circumstances import WithArgument, check_dropout, check_threads, circumstances
+from .circumstances import (
+    WithArgument,
+    check_dropout,
+    check_threads,
+    circumstances,
+    tensor_circumstances,
+)
 from .contract import CaseResult, call, case_values, check_case, formula, refusals, results_of
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
+from .pairs import pair_cases, residues
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
 # and their seeds
@@ -109,8 +117,9 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
     started, results, failed, ran_since = time.perf_counter(), [], 0, 0  # type: float, list[CaseResult], int, int
     with warnings.catch_warnings(), _allow_recompiles(kernel):
         warnings.simplefilter("ignore")
-        for check in _checks(kernel, device, lane, LANES[lane] if seeds is None else seeds):
-            result = check()
+        checks = _checks(kernel, device, lane, LANES[lane] if seeds is None else seeds)
+        while (check := _next_check(kernel, checks)) is not None:
+            result = _guarded_check(kernel, check)
             results.append(result)
             failed += result.status == "failed"
             ran_since += failed > 0 and result.status != "skipped"
@@ -118,11 +127,42 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
                 on_result(result)
             if stop_early and (failed >= 6 or ran_since >= 16):
                 break
-    diagnosis = diagnose(kernel, results, device)
+    diagnosis = _diagnosis(kernel, results, device)
     verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis)
     certificate = _certificate(kernel, device, verdict) if verdict.status == "passed" else None
     return Verdict(kernel.id, kernel.op.name, lane, tuple(results), certificate, diagnosis,
                    time.perf_counter() - started)
+
+
+def _next_check(kernel: Kernel,
+                checks: Iterator[Callable[[], CaseResult]]) -> Callable[[], CaseResult] | None:
+    """Returns the next check; one that fails where none could be made."""
+    try:
+        return next(checks, None)
+    except FAULTS as e:
+        return partial(CaseResult, kernel.id, {}, kernel.op.dtypes[0], "failed", kinds=("fault",),
+                       detail=f"its cases could not be made: {type(e).__name__}: {e}")
+
+
+def _guarded_check(kernel: Kernel, check: Callable[[], CaseResult]) -> CaseResult:
+    """Runs a check. What escapes from it, as from a formula with inputs that a kernel has spoilt,
+    is a result of this kernel."""
+    try:
+        return check()
+    except FAULTS as e:
+        arguments = getattr(check, "args", ())
+        case = next((a for a in arguments if isinstance(a, Mapping)), {})
+        return CaseResult(kernel.id, case, kernel.op.dtypes[0], "failed", kinds=("fault",),
+                          detail=f"the check itself ended in {type(e).__name__}: {e}")
+
+
+def _diagnosis(kernel: Kernel, results: Sequence[CaseResult], device: str) -> Diagnosis | None:
+    try:
+        return diagnose(kernel, results, device)
+    except FAULTS as e:
+        first = next(r for r in results if r.status == "failed")
+        return Diagnosis("unknown", f"{first.detail} (its diagnosis ended in {type(e).__name__}: "
+                                    f"{e})")
 
 
 def _allow_recompiles(kernel: Kernel) -> Any:
@@ -139,15 +179,18 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
     """Certifies kernels in turn; each certificate is on disk before the next begins, so it may be
     interrupted.
 
-    A kernel that fails loses the certificate it had.
+    A kernel that fails loses the certificate it had, and is remembered: selection does not choose
+    it by itself any more. One whose verification itself breaks has failed too; the others go on.
     """
     target = hardware.probe(device)
-    for kernel in kernels:
+    ops = list(dict.fromkeys(kernel.op.name for kernel in kernels))
+    # op by op: what the formula gives is computed once for all kernels of an op
+    for kernel in sorted(kernels, key=lambda kernel: ops.index(kernel.op.name)):
         verdict = certify(kernel, device, lane, seeds)
         if verdict.certificate is not None:
             certificates.write(verdict.certificate, target)
         elif verdict.status == "failed":
-            (certificates.folder(target) / f"{kernel.id}.json").unlink(missing_ok=True)
+            certificates.write_failure(_failure(kernel, device, verdict), target)
         yield verdict
 
 
@@ -198,6 +241,7 @@ def _checks(kernel: Kernel, device: str, lane: str,
                     for argument_case in argument_cases if argument_case.donor is not None
                     for dtype in dtypes_for(op, lane, argument_case.case))
         yield from _circumstance_checks(kernel, cells, device, lane, seed)
+        yield from _many_call_checks(kernel, first or cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
 
@@ -223,28 +267,71 @@ def _accepts(kernel: Kernel, cell: Cell, device: str, seed: int) -> bool:
 
 def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
                          seed: int) -> Iterator[Callable[[], CaseResult]]:
-    """Yields checks on cells that the kernel accepts, one per dtype; more in the longer lanes."""
-    op, chosen = kernel.op, []                 # type: Op, list[Cell]
+    """Yields checks on cells that the kernel accepts, one per dtype, more in the longer lanes; and
+    on one more for each tensor that those do not give, of how it lies in memory."""
+    op = kernel.op
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     for dtype in ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
-        chosen += [c for c, _ in zip(_most_tensors_first(op, accepted, device), range(count))]
-    for case, dtype in chosen:
-        yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
-                    for circumstance in circumstances(op, lane))
+        ranked = _most_tensors_first(op, accepted, device)
+        for _, (case, dtype) in ranked[:count]:
+            yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                        for circumstance in circumstances(op, lane))
+        seen = set().union(*(names for names, _ in ranked[:count])) if ranked else set()
+        for names, (case, dtype) in ranked[count:]:
+            missing, seen = names - seen, seen | names
+            yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
+                        for name in sorted(missing)
+                        for circumstance in tensor_circumstances(op, name, lane))
 
 
-def _most_tensors_first(op: Op, cells: Iterator[Cell], device: str) -> list[Cell]:
-    """Sorts up to 24 cells by their number of tensors, without those with strided or empty ones."""
-    ranked: list[tuple[int, int, Cell]] = []
+def _most_tensors_first(op: Op, cells: Iterator[Cell],
+                        device: str) -> list[tuple[frozenset[str], Cell]]:
+    """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
+    come cells whose main tensor has a dimension of one. Strided or empty ones are left out."""
+    ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
         values = case_values(op, cell[0], cell[1], device)
-        tensors = [v for v in values.values() if isinstance(v, Tensor)]
-        if "stride" not in cell[0] and all(t.numel() for t in tensors):
-            ranked.append((-len(tensors), len(ranked), cell))
-        if len(ranked) == 24:
+        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
+        if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
+            main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
+            flat = main is None or main.dim() < 2 or min(main.shape) < 2
+            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()), len(ranked),
+                           frozenset(tensors), cell))
+        if len(ranked) == 48:
             break
-    return [cell for _, _, cell in sorted(ranked, key=lambda row: row[:2])]
+    return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
+
+
+def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
+                      seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
+    The formula itself needs none of the last two."""
+    op = kernel.op
+    accepted = [c for c in cells if c[1] == op.dtypes[0] and _accepts(kernel, c, device, seed)]
+    accepted += [] if accepted else [c for c in cells if _accepts(kernel, c, device, seed)][:1]
+    if op.read is not None or not accepted:
+        return
+    plain, (case, dtype) = accepted[0], _smallest(op, accepted[:12], device)
+    calls = 1200 if lane == "quick" else 5000
+    yield partial(check_many_calls, kernel, case, dtype, device, seed,
+                  calls // 10 if kernel.backend == "reference" else calls)
+    yield partial(check_non_finite, kernel, *plain, device, seed)
+    if kernel.backend != "reference":
+        yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed)
+                    for name, cases in residues(op, lane, seed))
+        yield from (partial(check_case, kernel, case, dtype, device, seed)
+                    for case, dtype in pair_cases(kernel, device, lane, seed).cells)
+
+
+def _smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
+    """Returns the smallest cell with more than a few elements of its main tensor."""
+    def size(cell: Cell) -> int:
+        values = case_values(op, cell[0], cell[1], device)
+        elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
+        return elements if values[op.main_tensor].numel() > 1 else 1 << 40
+
+    return min(cells, key=size)
 
 
 def _gradient_checks(kernel: Kernel, device: str, lane: str,
@@ -263,7 +350,20 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for case in cases[:1] for name in op.differentiable)
 
 
-# The certificate.
+# The certificate, or the failure.
+
+def _failure(kernel: Kernel, device: str, verdict: Verdict) -> certificates.FailedCertification:
+    diagnosis = verdict.diagnosis
+    return certificates.FailedCertification(
+        kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
+        hardware.probe(device).signature, diagnosis.kind if diagnosis else "unknown",
+        diagnosis.says if diagnosis else str(verdict.failures[0]), _now(),
+        loading.installed_version("layerzero") or "")
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
 
 def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
     target, ran = hardware.probe(device), [r for r in verdict.results if r.status != "skipped"]
@@ -278,7 +378,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
-        made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.facts import dtype_name
+from ...dispatch.facts import dtype_name, read
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
@@ -49,20 +49,51 @@ class OtherLayout(Circumstance):
 
 
 class Expanded(Circumstance):
-    """One tensor expanded from its first row (stride 0)."""
+    """One tensor expanded along a dimension (stride 0), all of it equal to its first part."""
 
-    def __init__(self, tensor: str) -> None:
-        self.tensor, self.name = tensor, f"{tensor} spread"
+    def __init__(self, tensor: str, dim: int) -> None:
+        self.tensor, self.dim, self.name = tensor, dim, f"{tensor} spread along dimension {dim}"
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
-        if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dim() < 2 or t.shape[0] < 2
-            or not t.numel()):
+        if not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2:
             return None
+        first = t.narrow(self.dim, 0, 1)
         # unused slots of a page may hold NaN
-        if t.dtype.itemsize == 1 or not bool(t[0].isfinite().all()):
+        if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1
+                             and not bool(first.isfinite().all())):
             return None
-        return {**values, self.tensor: t[:1].expand_as(t)}
+        return _if_allowed(op, {**values, self.tensor: first.expand_as(t)})
+
+
+class Broadcast(Circumstance):
+    """A tensor that may be broadcast, such as a mask, expanded by the caller (stride 0)."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"{tensor} broadcast by the caller"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t, facts = values[self.tensor], read(op, values)
+        tokens = op.patterns[values[op.variant] if op.variant else ""].get(self.tensor, ())
+        if not isinstance(t, Tensor) or not tokens or any(not n.startswith("~") for n in tokens):
+            return None
+        shape = tuple(facts[n.lstrip("~")] for n in tokens)
+        return None if tuple(t.shape) == shape else _if_allowed(
+            op, {**values, self.tensor: t.expand(shape)})
+
+
+def _if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the values if the contract allows such a call, else None."""
+    try:
+        facts = read(op, values)
+        if any(rule.check(facts) is not None for rule in op.requires):
+            return None
+        if op.extra_check is not None:
+            op.extra_check(values, facts)
+        op.reference(**values)
+    except FAULTS:                             # an invalid call may raise anything
+        return None
+    return values
 
 
 class UnusualValues(Circumstance):
@@ -194,6 +225,63 @@ class Repeated(Circumstance):
     runs = 8
 
 
+class OtherThreadCount(Circumstance):
+    """Torch computes with another number of threads: work is divided otherwise."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.name = threads, f"with torch.set_num_threads({threads})"
+
+    def around(self, device: str) -> Any:
+        return _thread_count(self.threads)
+
+
+@contextmanager
+def _thread_count(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class ReusedMemory(Circumstance):
+    """Tensors that lie where earlier ones lay, which are gone: same address, size and version."""
+
+    name = "at the addresses of earlier tensors"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        plain = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.is_contiguous()
+                 and t.numel() and t.device.type == "cpu" and isinstance(other[n], Tensor)
+                 and other[n].shape == t.shape and other[n].dtype == t.dtype}
+        if not plain:
+            return None
+        memory = {n: (bytearray(t.nbytes + 64), t.dtype, t.shape) for n, t in plain.items()}
+        if any(not isinstance(values[n], Tensor) or other[n].shape != values[n].shape
+               for n in values if isinstance(other[n], Tensor)):
+            return None
+        for _ in range(2):                     # the tensors of these calls are gone afterwards
+            call(kernel, {**other, **{n: _placed(memory[n], other[n]) for n in plain}})
+        return {**values, **{n: _placed(memory[n], t) for n, t in plain.items()}}
+
+
+def _placed(memory: tuple[bytearray, torch.dtype, torch.Size], contents: Tensor) -> Tensor:
+    """Returns a tensor of its own over the memory, with these contents. Writing the memory leaves
+    no trace in a version."""
+    buffer, dtype, shape = memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        offset = -address % 64
+        raw = contents.contiguous().reshape(-1).view(torch.uint8)
+        torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=raw.numel()).copy_(raw)
+        code = torch.uint8 if dtype.itemsize == 1 else dtype
+        tensor = torch.frombuffer(buffer, dtype=code, offset=offset,
+                                  count=contents.numel()).reshape(shape)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
 class FarApart(Circumstance):
     """Rows of one tensor span 2^31 elements. This takes gigabytes of address space, not of
     memory."""
@@ -203,27 +291,34 @@ class FarApart(Circumstance):
 
     def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
         t = values[self.tensor]
-        if not isinstance(t, Tensor) or t.dtype.itemsize > 2 or not t.is_floating_point():
-            return None
-        distant = with_distant_rows(t)
+        distant = with_distant_rows(t) if isinstance(t, Tensor) else None
         return None if distant is None else {**values, self.tensor: distant}
 
 
 def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     """Yields the circumstances of a lane: quick has each kind, full every layout of every
     tensor."""
-    yield from (ChangedInPlace(), AfterAnotherCall(), Autocast(), InferenceMode(),
-                RecordingGradients(), Repeated())
+    yield from (ChangedInPlace(), AfterAnotherCall(), ReusedMemory(), Autocast(), InferenceMode(),
+                RecordingGradients(), Repeated(), OtherThreadCount(3))
     if op.read is not None:
         return
+    if lane != "quick":
+        yield from (OtherThreadCount(n) for n in (1, 2, 4, 7))
     yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
-    floats = [p.name for p in op.params if p.kind == "tensor"]
-    layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed")
-    yield from (OtherLayout(name, layout) for name in floats for layout in layouts)
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
     yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
-    yield from (Expanded(name) for name in main)
-    yield from (FarApart(name) for name in (main if lane != "quick" else (op.main_tensor,)))
+    for name in op.tensors:
+        yield from tensor_circumstances(op, name, lane)
+
+
+def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]:
+    """Yields how one tensor may lie in memory: in other layouts, misaligned, expanded, far apart.
+    """
+    layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
+    yield from (OtherLayout(name, layout) for layout in layouts)
+    yield from (Expanded(name, dim) for dim in range(5))
+    yield Broadcast(name)
+    yield FarApart(name)
 
 
 @contextmanager

@@ -7,11 +7,10 @@ A diagnosis is a class, a sentence with its evidence, where the kernel fails ("e
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,17 @@ from ...machine.faults import FAULTS
 from ...spec.alteration import Results
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .circumstances import circumstances
-from .contract import CaseResult, Circumstance, call, case_values, formula, results_of, upcast
+from .conditions import failing_conditions, find_circumstance
+from .contract import (
+    CaseResult,
+    Circumstance,
+    call,
+    case_values,
+    formula,
+    refusals,
+    results_of,
+    upcast,
+)
 from .guarded import guarded, poisoned_memory
 
 # class -> what to do about it
@@ -57,22 +65,33 @@ CLASSES: Mapping[str, str] = {
     "dtype": "the result has the dtype of the contract, whatever autocast says",
     "layout": "honour the strides, or declare a rule (contiguous): such calls are then copied or "
               "refused",
+    "stale cache": "look contents up by what cannot come again: an address, an id or a version "
+                   "alone can",
     "state": "keep nothing between calls that is not looked up by contents or version",
     "shape": "return what the op's meta function says",
     "global state": "leave torch's settings and random numbers as they were",
     "threads": "give every call scratch memory of its own",
     "index overflow": "count offsets in 64 bits",
     "mode": "one way for every mode of torch: gradients recorded or not, inference mode or not",
+    "result": "return a plain tensor of the caller's own: no Parameter, no inference tensor, "
+              "nothing that is kept",
+    "leak": "free what a call allocates, or use it again",
+    "non-finite values": "a NaN or an infinity appears where the formula has one, and nowhere else",
+    "overflow": "subtract the maximum before exponentials, and accumulate where there is range",
+    "ties": "of equal numbers the one with the lowest index comes first",
+    "last rows": "rows that are left over by tiles or vectors need a loop or mask of their own",
     "sizes": "the kernel is wrong for some sizes only: mend it, or let a rule refuse them",
     "fault": "mend it, or let a rule refuse what it cannot do",
     "unknown": "compare it with the op's reference on the case above",
 }
 # Kinds of complaint that are the diagnosis if every failing case has them.
-_DIRECT = ("distribution", "in-place change", "aliasing", "shape", "dtype", "threads", "fault",
-           "global state")
+_DIRECT = ("distribution", "in-place change", "aliasing", "result", "leak", "shape", "dtype",
+           "threads", "fault", "global state")
 _BY_CIRCUMSTANCE = (
     ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
-    ("changed in place", "state"), ("after another call", "state"),
+    ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
+    ("after another call", "state"), ("NaN and infinity", "non-finite values"),
+    ("set_num_threads", "threads"), (" calls", "state"), ("broadcast by", "layout"),
     ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"),
     (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
     ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
@@ -80,7 +99,8 @@ _BY_CIRCUMSTANCE = (
 _BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
             ("softcap", "scale"), ("causal_align", "alignment"), ("stride_last", "layout"),
             ("contiguous", "layout"))
-STRIDED = ("sparse", "padded", "transposed", "offset", "spread")
+_NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
+STRIDED = ("sparse", "padded", "transposed", "offset", "spread", "broadcast by")
 MAX_RERUNS = 8                                 # failing cases that are rerun
 
 
@@ -118,14 +138,18 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     for kind in _DIRECT:
         if all(kind in r.kinds for r in failed):
             return kind, failed[0].detail
-    forward = [r for r in failed if not r.circumstance.startswith("backward")]
+    # a backward case judges the result of its forward pass too
+    forward = [r for r in failed if not r.circumstance.startswith("backward")
+               or {"error", "not finite"} & set(r.kinds)]
     if not forward:
         return "gradient", f"the forward pass is right, the backward is not: {failed[0].detail}"
+    if all(r.circumstance.startswith("backward") for r in forward):
+        return "mode", f"right as it is, wrong where gradients are recorded: {forward[0].detail}"
     alteration = _explain_by_alteration(kernel, forward, device)
     if alteration:
         return alteration
     strided = [r for r in forward if "stride" in r.case or "memory" in r.case
-               or r.circumstance.endswith(STRIDED)]
+               or any(word in r.circumstance for word in STRIDED)]
     if len(strided) == len(forward) and not any("out of bounds" in r.kinds for r in forward):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
     memory_fault = _explain_by_memory(kernel, forward, device)
@@ -149,24 +173,34 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
         has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in forward)
         return ("state" if has_errors else "non-determinism",
                 f"the result depends on earlier calls: {forward[0].detail}")
-    for fact, kind in _BY_FACT:
-        if fact in where:
-            return kind, forward[0].detail
     if kernel.op.read is not None:
         return "unknown", f"no altered reference explains it: {forward[0].detail}"
+    arguments = _confirmed_arguments(kernel, forward, device)
+    for fact, kind in _BY_FACT:
+        if fact in where and (fact in _NO_ARGUMENT or any(fact in name for name in arguments)):
+            return kind, forward[0].detail
+    of_sizes = any(r.passed for r in results) and where
+    if of_sizes and "(it passes" in where:
+        return "sizes", forward[0].detail
+    by_values = _explain_by_values(kernel, forward, device)
+    if by_values:
+        return by_values
     dtypes = {r.dtype for r in forward}
-    argument = _common_argument(kernel.op, where)
-    if argument and "float32" in dtypes:
+    if arguments and "float32" in dtypes:
         return ("convention",
-                f"right without {argument}, wrong with it, in float32 too: {forward[0].detail}")
+                f"right without {' or without '.join(arguments)}, wrong with it, in float32 too: "
+                f"{forward[0].detail}")
+    if of_sizes and "% " in where:
+        return "sizes", forward[0].detail
     right_when_wide = ("float32" not in dtypes
                        and any(r.passed and r.dtype == "float32" for r in results))
-    if right_when_wide or all(r.error < 0.05 for r in forward):
-        excess = (f"{forward[0].ratio:.1f} times what is allowed" if math.isfinite(forward[0].ratio)
+    ratios = [r.ratio for r in forward if "error" in r.kinds]
+    if ratios and min(ratios) > 1 and (right_when_wide or all(r.error < 0.05 for r in forward)):
+        excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
                   else "other codes")
         return "precision", (f"close, but {excess}, in "
                              f"{', '.join(sorted(dtypes))}: {forward[0].detail}")
-    if any(r.passed for r in results) and where:
+    if of_sizes:
         return "sizes", forward[0].detail
     if kernel.op.family == "sampling":
         return ("distribution",
@@ -174,14 +208,90 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     return "unknown", f"no altered reference explains it: {forward[0].detail}"
 
 
-def _common_argument(op: Op, where: str) -> str:
-    """Returns the optional argument that all failing calls give, "" if there is none."""
-    for part in where.split(" and "):
-        name, _, value = part.partition(" is ")
-        param = op.by_name.get(name.split(" ")[0].partition(".")[0])
-        if param is not None and not param.required and value != str(param.default):
-            return param.name
-    return ""
+# By changing one thing alone.
+
+def _confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[str]:
+    """Returns the optional arguments of which each, left out alone, makes every sampled failing
+    call right."""
+    op = kernel.op
+    common: set[str] | None = None
+    for r in _sample([r for r in failed if not r.circumstance], 3):
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        given = [p for p in op.params if not p.required and p.name != op.variant
+                 and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
+        fixed = {p.name for p in given
+                 if _is_right(kernel, {**values, p.name: p.default}, r.dtype)}
+        common = fixed if common is None else common & fixed
+    return [p.name for p in op.params if p.name in (common or ())]
+
+
+def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Does the kernel serve this call, and as the formula does?"""
+    op = kernel.op
+    try:
+        if refusals(kernel, values):
+            return False
+        if op.extra_check is not None:
+            op.extra_check(values, read(op, values))
+        with torch.no_grad():
+            return _are_close(op, dtype, results_of(call(kernel, values)),
+                              formula(op, upcast(values)))
+    except FAULTS:                             # the call makes no sense without the argument
+        return False
+
+
+def _explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
+    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
+    """
+    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
+    sample = _sample([r for r in failed if not r.circumstance], 3)
+    for r in sample:
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        main = values[op.main_tensor]
+        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
+            continue
+        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
+        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
+        spaced = main.float() + (order.float() - order.numel() / 2) * 2.0 ** -6
+        if "not finite" in r.kinds:
+            votes["overflow" if _is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
+        elif _has_ties(main) and _is_right(kernel, {**values, op.main_tensor: spaced.to(main)},
+                                           r.dtype):
+            votes["ties"] += 1
+        elif _only_last_rows(kernel, values, r.dtype):
+            votes["last rows"] += 1
+    texts = {"overflow": "right with the same numbers 128 times smaller",
+             "non-finite values": "not finite where the formula is, or the other way",
+             "ties": "right where no two numbers of a row are equal",
+             "last rows": "every row but the last ones is right"}
+    for kind, count in votes.items():
+        if count == len(sample):
+            return kind, f"{texts[kind]}: {failed[0].detail}"
+    return None
+
+
+def _has_ties(t: Tensor) -> bool:
+    return any(row.unique().numel() < row.numel() for row in t.reshape(-1, t.shape[-1])[:64]
+               ) if t.dim() else False
+
+
+def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
+    try:
+        with torch.no_grad():
+            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
+        rtol, atol = kernel.op.tolerance.of(dtype)
+        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
+                               equal_nan=True)
+    except FAULTS:
+        return False
+    for axis in range(max(wrong.dim() - 1, 0)):
+        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
+        bad = int(rows.sum())
+        if 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
+            return True
+    return False
 
 
 def _listed_names(names: Sequence[str]) -> str:
@@ -268,16 +378,12 @@ def _sample(failed: Sequence[CaseResult], count: int) -> list[CaseResult]:
     return ranked[::step][:count]
 
 
-def _find_circumstance(op: Op, name: str) -> Circumstance | None:
-    return next((c for c in circumstances(op, "full") if c.name == name), None)
-
-
 def _values_of(kernel: Kernel, r: CaseResult, device: str) -> dict[str, Any] | None:
     """Returns the values of a case in its circumstance; None if that changes more than values."""
     values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
     if not r.circumstance:
         return values
-    circumstance = _find_circumstance(kernel.op, r.circumstance)
+    circumstance = find_circumstance(kernel.op, r.circumstance)
     if circumstance is None or (type(circumstance).before is not Circumstance.before
                                 or type(circumstance).around is not Circumstance.around):
         return None
@@ -342,95 +448,3 @@ def _has_holes(out: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
                 and not bool((y == torch.iinfo(x.dtype).max).any())):
                 return True
     return False
-
-
-# By the facts of failing calls.
-
-def failing_conditions(op: Op, results: Iterable[CaseResult], device: str = "cpu") -> str:
-    """Returns the one or two facts that distinguish failing cases from passing ones; "" if none
-    do."""
-    calls: list[tuple[bool, dict[str, Any]]] = []
-    for r in results:
-        if r.status == "skipped" or r.circumstance.startswith("backward"):
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                values = case_values(op, r.case, r.dtype, device, r.seed)
-                circumstance = _find_circumstance(op, r.circumstance) if r.circumstance else None
-                values = ((circumstance.alter(op, values) or values) if circumstance is not None
-                          else values)
-                facts = {n: v for n, v in read(op, values).items()
-                         if not n.endswith(("alignment", "requires_grad"))}
-            except FAULTS:
-                continue
-        calls.append((r.status == "failed", {**facts, "circumstance": r.circumstance or None}))
-    failing, passing = [f for has_failed, f in calls if has_failed], [f for has_failed, f in calls
-                                                                      if not has_failed]
-    if not failing or not passing:
-        return ""
-    tests = [(text, {i for i, f in enumerate(passing) if test(f)})
-             for text, test in _candidate_tests(failing, passing)]
-    single = [text for text, passing_with_it in tests if not passing_with_it]
-    if single:
-        return single[0]
-    selective = [first for first in tests if len(first[1]) < len(passing)]
-    pairs = itertools.combinations(selective, 2)
-    return next((f"{first[0]} and {second[0]}" for first, second in pairs
-                 if not first[1] & second[1]), "")
-
-
-Test = Callable[[Mapping[str, Any]], bool]
-
-
-def _candidate_tests(failing: Sequence[Mapping[str, Any]],
-                     passing: Sequence[Mapping[str, Any]]) -> list[tuple[str, Test]]:
-    """Returns tests that all failing cases meet, the most specific first."""
-    beyond: list[tuple[str, Test]] = []
-    equal: list[tuple[str, Test]] = []
-    numbers: list[tuple[str, Test]] = []
-    remainder: list[tuple[str, Test]] = []
-    bounds: list[tuple[str, Test]] = []
-    for name in failing[0]:
-        values: list[Any] = [f.get(name) for f in failing]
-        first = values[0]
-        if all(_is_number(v) for v in values):
-            passing_values = [f[name] for f in passing if _is_number(f.get(name))]
-            if passing_values and min(values) > 4 * max(*passing_values, 1):
-                beyond.append(
-                    (f"{name} >= {min(values):g} (it passes up to {max(passing_values):g})",
-                     _between(name, min(values), math.inf)))
-        if all(type(v) is type(first) and v == first for v in values):
-            if first is not None and first is not False and first not in ("", -1):
-                (numbers if _is_number(first)
-                 else equal).append((f"{name} is {first}", _equals(name, first)))
-            continue
-        if all(v is not None for v in values) and isinstance(first, str):
-            equal.append((f"{name} is given", lambda f, n=name: f.get(n) is not None))  # type: ignore[misc]
-        if not all(_is_number(v) for v in values):
-            continue
-        bounds.append((f"{name} >= {min(values):g}", _between(name, min(values), math.inf)))
-        bounds.append((f"{name} <= {max(values):g}", _between(name, -math.inf, max(values))))
-        for divisor in (128, 64, 32, 16, 8, 4, 3, 2):
-            remainders = {v % divisor for v in values}
-            if len(remainders) == 1 and all(type(v) is int for v in values):
-                remainder.append((f"{name} % {divisor} = {min(remainders)}",
-                                  _has_remainder(name, divisor, min(remainders))))
-                break
-    return [*equal, *beyond, *numbers, *remainder, *bounds]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _equals(name: str, value: Any) -> Test:
-    return lambda f: bool(f.get(name) == value)
-
-
-def _between(name: str, low: float, high: float) -> Test:
-    return lambda f: _is_number(f.get(name)) and low <= f[name] <= high
-
-
-def _has_remainder(name: str, divisor: int, remainder: int) -> Test:
-    return lambda f: type(f.get(name)) is int and f[name] % divisor == remainder

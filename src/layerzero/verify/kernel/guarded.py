@@ -3,6 +3,9 @@ other layouts."""
 
 from __future__ import annotations
 
+import mmap
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +15,11 @@ from torch import Tensor
 
 MARGIN_BYTES = 4096                            # on either side of a guarded tensor
 MAX_BYTES = 1 << 28
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0     # MAP_NORESERVE, which Python 3.13 names
 LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 
-# Watching memory and global state.
+# Watching memory.
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
     """Copies the whole storage and version of every tensor; of very large storages only the
@@ -42,21 +46,6 @@ def _watched_bytes(t: Tensor) -> Tensor:
     if t.untyped_storage().nbytes() > MAX_BYTES:
         return t.detach().contiguous().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-
-
-def global_state(device: str) -> dict[str, Any]:
-    """Returns the process-wide state that no kernel may change."""
-    state: dict[str, Any] = {
-        "the default dtype": torch.get_default_dtype(),
-        "the number of threads": torch.get_num_threads(),
-        "grad mode": torch.is_grad_enabled(), "autocast": torch.is_autocast_enabled("cpu"),
-        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
-        "the state of torch's random numbers": torch.get_rng_state().numpy().tobytes()}
-    if device.startswith("cuda"):
-        state["the state of the device's random numbers"] = torch.cuda.get_rng_state(
-            device).numpy().tobytes()
-    return state
 
 
 # Poisoned memory.
@@ -161,11 +150,27 @@ def with_distant_rows(t: Tensor) -> Tensor | None:
     if t.dim() < 2 or t.shape[0] < 2 or not t.numel():
         return None
     row_stride = (1 << 31) // (t.shape[0] - 1) + t[0].numel()
-    try:
-        storage = torch.empty((t.shape[0] - 1) * row_stride + t[0].numel(), dtype=t.dtype,
-                              device=t.device)
-    except (RuntimeError, MemoryError):
+    storage = _address_space((t.shape[0] - 1) * row_stride + t[0].numel(), t)
+    if storage is None:
         return None
     inner = t[0].contiguous().stride()
     distant = storage.as_strided(t.shape, (row_stride, *inner))
     return distant.copy_(t)
+
+
+def _address_space(size: int, like: Tensor) -> Tensor | None:
+    """Returns memory of which only the pages that are written exist; None if there is none."""
+    if like.device.type != "cpu":
+        free, _ = torch.cuda.mem_get_info() if like.device.type == "cuda" else (0, 0)
+        return (torch.empty(size, dtype=like.dtype, device=like.device)
+                if size * like.element_size() < free // 2 else None)
+    try:
+        # no swap is reserved for it: a machine with little memory has the addresses too
+        pages = mmap.mmap(-1, size * like.element_size(), flags=mmap.MAP_PRIVATE
+                          | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    except (OSError, ValueError, AttributeError):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flat = torch.frombuffer(pages, dtype=torch.uint8)
+    return flat.view(like.dtype)

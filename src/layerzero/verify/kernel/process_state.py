@@ -1,0 +1,236 @@
+"""What a kernel must leave as it was after each call: settings, random numbers, modes, environment;
+and the memory that calls leave behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import locale
+import os
+import random
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+_DENORMAL, _HALF_ULP = 5e-324, 2.0 ** -53
+
+
+class Setting(NamedTuple):
+    """One part of the state: how it is read, and how it is put back where that is possible."""
+
+    name: str
+    get: Callable[[], Any]
+    put_back: Callable[[Any], None] | None = None
+    slow: bool = False                         # read before and after a case, not around each call
+
+
+def _arithmetic() -> bytes:
+    """Tells flushed denormals and another rounding mode by what this thread computes.
+
+    As bytes: where denormals are flushed, comparisons flush them too.
+    """
+    one = float(len("1"))                      # no constant: the compiler must not fold it
+    return struct.pack("3d", _DENORMAL * one, one + _HALF_ULP, -one - _HALF_ULP)
+
+
+def _put_back_arithmetic(_: Any) -> None:
+    torch.set_flush_denormal(False)
+
+
+def _numpy_random() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or "numpy.random" not in sys.modules:
+        return None
+    state = numpy.random.get_state()
+    return state[1].tobytes(), state[2:]
+
+
+def _put_back_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _default_device() -> Any:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # type: ignore[attr-defined]
+
+
+def _put_back_default_device(before: Any) -> None:
+    torch.set_default_device(before if before is None else before.device)
+
+
+def _cuda_precision() -> str:
+    """Reads TF32 and reduced-precision settings; torch refuses where old and new ways are mixed."""
+    try:
+        flags = (torch._C._get_cublas_allow_tf32(), torch._C._get_cudnn_allow_tf32(),
+                 torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+                 torch._C._get_cublas_allow_bf16_reduced_precision_reduction())
+    except RuntimeError as e:
+        return str(e)
+    return repr(flags)
+
+
+def _newer_precision() -> tuple[Any, ...]:
+    """Returns the fp32_precision of torch 2.9 and later."""
+    places = (torch.backends, torch.backends.mkldnn, getattr(torch.backends.mkldnn, "matmul", None))
+    return tuple(str(getattr(place, "fp32_precision", None)) for place in places)
+
+
+def _autocast() -> tuple[Any, ...]:
+    return (*((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+              for kind in ("cpu", "cuda")), torch.is_autocast_cache_enabled())
+
+
+def _put_back_autocast(before: tuple[Any, ...]) -> None:
+    for kind, (enabled, dtype) in zip(("cpu", "cuda"), before):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(before[2])
+
+
+def _sdpa() -> tuple[bool, ...]:
+    cuda = torch.backends.cuda
+    return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled())
+
+
+def _put_back_sdpa(before: tuple[bool, ...]) -> None:
+    cuda = torch.backends.cuda
+    for enable, value in zip((cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp,
+                              cuda.enable_math_sdp, cuda.enable_cudnn_sdp), before):
+        enable(value)
+
+
+def _modes() -> tuple[Any, ...]:
+    return (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
+            torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
+
+
+def _interpreter() -> tuple[Any, ...]:
+    return (sys.getrecursionlimit(), os.getcwd(), locale.setlocale(locale.LC_ALL),
+            signal.getsignal(signal.SIGINT))
+
+
+def _switch_collector(on: bool) -> None:
+    (gc.enable if on else gc.disable)()
+
+
+_SETTINGS: tuple[Setting, ...] = (
+    Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("the default device", _default_device, _put_back_default_device),
+    Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Setting("autocast", _autocast, _put_back_autocast),
+    Setting("a mode of torch", _modes),
+    Setting("deterministic mode", lambda: (torch.are_deterministic_algorithms_enabled(),
+                                           torch.is_deterministic_algorithms_warn_only_enabled())),
+    Setting("the precision of float32 products", torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision),
+    Setting("a TF32 or reduced-precision flag", _cuda_precision),
+    Setting("fp32_precision", _newer_precision),
+    Setting("oneDNN", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Setting("cuDNN", lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(),
+                              torch._C._get_cudnn_deterministic())),
+    Setting("which of torch's attentions are enabled", _sdpa, _put_back_sdpa),
+    Setting("denormals or rounding", _arithmetic, _put_back_arithmetic),
+    Setting("the state of torch's random numbers", lambda: torch.get_rng_state().numpy().tobytes()),
+    Setting("the state of Python's random numbers", random.getstate, random.setstate, slow=True),
+    Setting("the state of numpy's random numbers", _numpy_random, slow=True),
+    Setting("the environment", lambda: dict(os.environ), _put_back_environment, slow=True),
+    Setting("the garbage collector", gc.isenabled, _switch_collector),
+    Setting("the interpreter (recursion limit, folder, locale, SIGINT)", _interpreter),
+)
+
+
+def _cuda_settings(device: str) -> tuple[Setting, ...]:
+    return (
+        Setting("the state of the device's random numbers",
+                lambda: torch.cuda.get_rng_state(device).numpy().tobytes()),
+        Setting("the current CUDA device", torch.cuda.current_device, torch.cuda.set_device),
+        Setting("the current CUDA stream", lambda: torch.cuda.current_stream().cuda_stream))
+
+
+def _settings(device: str) -> tuple[Setting, ...]:
+    return _SETTINGS + (_cuda_settings(device) if device.startswith("cuda") else ())
+
+
+# What compiling a kernel may change once: it happens on a first call only.
+COMPILING = ("the environment", "the garbage collector",
+             "the interpreter (recursion limit, folder, locale, SIGINT)")
+
+
+def process_state(device: str, slow: bool = True) -> dict[str, Any]:
+    """Returns the process-wide state that no kernel may change; without `slow`, what is read
+    around every call."""
+    return {setting.name: setting.get() for setting in _settings(device)
+            if slow or not setting.slow}
+
+
+def put_back(before: dict[str, Any], device: str) -> list[str]:
+    """Returns which parts of the state have changed; those that can be are put back, so that one
+    kernel's fault is not held against the next."""
+    changed = [s for s in _settings(device) if s.name in before and s.get() != before[s.name]]
+    for setting in changed:
+        if setting.put_back is not None:
+            setting.put_back(before[setting.name])
+    return [setting.name for setting in changed]
+
+
+# Memory that calls leave behind.
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+
+
+@lru_cache(maxsize=None)
+def _mallinfo() -> Any:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if function is not None:
+        function.restype = _Mallinfo
+    return function
+
+
+# Bytes or objects for each call that are a leak if every round of calls leaves them behind.
+_LEAKS = {"Python objects": 1, "bytes of the C heap": 64, "bytes of resident memory": 2048,
+          "bytes of device memory": 64}
+
+
+def memory_in_use(device: str) -> dict[str, int]:
+    """Returns what is in use, by every way of counting that there is here."""
+    counts = {"Python objects": sys.getallocatedblocks()}
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        return {**counts, "bytes of device memory": torch.cuda.memory_allocated(device)}
+    function = _mallinfo()
+    if function is not None:
+        info = function()
+        counts["bytes of the C heap"] = int(info.uordblks + info.hblkhd)
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+        counts["bytes of resident memory"] = pages * os.sysconf("SC_PAGE_SIZE")
+    return counts
+
+
+def find_leak(rounds: list[dict[str, int]], calls: int) -> str:
+    """Returns what every round of `calls` calls left behind; "" if nothing did."""
+    for name, limit in _LEAKS.items():
+        growth = [after[name] - before[name] for before, after in pairwise(rounds)
+                  if name in after]
+        if growth and min(growth) >= limit * calls:
+            return f"each call leaves {min(growth) / calls:.0f} {name} behind"
+    return ""
+
+
+def holders(storage: torch.UntypedStorage) -> int | None:
+    """Returns how many owners a storage has besides this handle; None where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else int(count(storage._cdata)) - 1

@@ -1,0 +1,87 @@
+"""Checks what a kernel returns before its numbers: shapes and dtypes, whose memory it is, and who
+else holds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .process_state import holders
+
+
+class Complaint(NamedTuple):
+    """What is wrong: a kind, which diagnosis.py interprets, and a text."""
+
+    kind: str
+    text: str
+
+
+def find_wrong_shapes(got: Sequence[Any], declared: Sequence[Tensor]) -> Iterator[Complaint]:
+    if len(got) != len(declared):
+        yield Complaint("shape", f"returned {len(got)} results, the contract says {len(declared)}")
+    for i, (a, b) in enumerate(zip(got, declared)):
+        if not isinstance(a, Tensor):
+            yield Complaint("shape", f"result {i} is {a!r}, the contract says a tensor")
+        elif a.shape != b.shape or a.dtype != b.dtype or a.device.type != b.device.type:
+            yield Complaint("dtype" if a.shape == b.shape else "shape",
+                            f"result {i} is {tuple(a.shape)} {a.dtype} on {a.device.type}, the "
+                            f"contract says {tuple(b.shape)} {b.dtype} on {b.device.type}")
+
+
+def find_aliasing(runs: Sequence[tuple[Any, ...]],
+                  values: Mapping[str, Any]) -> Iterator[Complaint]:
+    inputs = {storage_address(v): name for name, v in values.items() if isinstance(v, Tensor)
+              and v.numel()}
+    for i, t in enumerate(runs[0]):
+        if not isinstance(t, Tensor) or not t.numel():
+            continue
+        if storage_address(t) in inputs:
+            yield Complaint("aliasing",
+                            f"result {i} shares memory with {inputs[storage_address(t)]}")
+        if any(isinstance(u, Tensor) and u.numel() and storage_address(u) == storage_address(t)
+               for other in runs[1:] for u in other):
+            yield Complaint("aliasing", f"result {i} shares memory with the result of another call")
+        if t.numel() > 1 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride())):
+            yield Complaint("aliasing", f"result {i} has several indices for one element of memory")
+
+
+def storage_address(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def find_foreign_memory(results: Sequence[Any], values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yields what a caller cannot use as his own: a Parameter, an inference tensor outside that
+    mode, a gradient that nobody asked for, memory that the kernel still holds."""
+    held = _held_objects(results)              # first: what follows refers to them too
+    tensors = [t for t in results if isinstance(t, Tensor)]
+    inputs = [v for v in values.values() if isinstance(v, Tensor)]
+    given = {storage_address(v) for v in inputs}
+    kinds = {type(v) for v in inputs} | {Tensor}
+    inference = torch.is_inference_mode_enabled() or any(v.is_inference() for v in inputs)
+    for i, t in enumerate(tensors):
+        if type(t) not in kinds or isinstance(t, torch.nn.Parameter):
+            yield Complaint("result", f"result {i} is a {type(t).__name__}, not a plain tensor")
+        if t.is_inference() and not inference:
+            yield Complaint("result", f"result {i} is an inference tensor, which autograd refuses")
+        if t.requires_grad and not torch.is_grad_enabled():
+            yield Complaint("result", f"result {i} requires a gradient where none is recorded")
+        if torch.is_grad_enabled() or not t.numel() or storage_address(t) in given:
+            continue                           # autograd may keep what it needs
+        storage = t.untyped_storage()
+        owners = {id(o) for r in tensors for o in (r, r._base) if o is not None
+                  and storage_address(o) == storage.data_ptr()}
+        count = holders(storage)
+        if held[i] or (count is not None and count > len(owners)):
+            yield Complaint("result", f"the kernel still holds the memory of result {i}")
+
+
+def _held_objects(results: Sequence[Any]) -> list[bool]:
+    """Tells for each tensor whether someone else refers to it, as the kernel that keeps it does."""
+    objects = [*results, torch.empty(0)]       # the last one is ours alone
+    counts = [sys.getrefcount(objects[i]) for i in range(len(objects))]
+    return [count > counts[-1] + 1 for r, count in zip(results, counts) if isinstance(r, Tensor)]

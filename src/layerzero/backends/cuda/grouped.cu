@@ -11,7 +11,7 @@
 //
 // Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
 // STAGES, K_TOKEN and V_TOKEN (token strides), PAGE (0: K and V are buffers; else the page size, a
-// multiple of 16), SOFTCAP, WEIGHT (what reading a key costs, in rows that it is multiplied with).
+// multiple of 16), SOFTCAP.
 #define SPLITS 1                                   // of combine.h: blocks are no clusters
 #include "device.h"
 #include "combine.h"
@@ -19,32 +19,35 @@
 
 struct Params {
     const u16 *q, *k, *v;
-    const i32* items;                              // (count, 4), or with PAGE `Item`s, written by `plan`
+    const i32* items;                              // (count, 4); without PAGE
     const i32 *table, *lengths, *starts;           // with PAGE
-    i32* cuts;                                     // (passes, splits + 1): where the splits begin
-    float* parts;                                  // (splits, slots, heads, DIM), and of each row
-    Float2* stats;                                 // maximum and sum
     u16* out;
     float* lse;                                    // or null
+    float* workspace;                              // see Workspace
     i32 k_head, v_head, k_page, v_page, table_row, q_token, q_head;            // strides in elements
-    i32 tokens, heads, slots, splits, count, pass_items, batch, left, right;
+    // weight: what reading a key costs, in rows that it is multiplied with
+    i32 heads, splits, count, pass_items, max_queries, batch, left, right, weight;
     float scale, unscale, cap;                     // times log2(e), as exponentials are in base 2
 };
 
-struct Item {                                      // queries [slot, slot + n), and keys [start, end)
-    i32 slot, n, start, end;
+struct alignas(16) Item {                          // queries [first, first + n) see keys of [start, end)
+    i32 first, n, start, end;
     i32 diagonal;                                  // the key that is aligned with the first query
     i32 row, shift;                                // with PAGE: key x is at position x + shift of this table row
     i32 unused;
 };
 
-struct Span {                                      // of an item
+struct alignas(16) Span {                          // of an item
     i32 low, high;                                 // keys that its queries see
     i32 fresh;                                     // those from here on are in no Span before it
     i32 rows;
 };
 
-struct Column { i32 low, high, row; };             // keys that it sees here; slot * GROUP + head of the group
+struct alignas(16) Column {
+    i32 low, high;                                 // keys that it sees here
+    i32 token, row;                                // item * max_queries * GROUP + query * GROUP + head of the group
+};
+
 struct Range { i32 begin, end; };
 
 constexpr int KEYS = 16;                           // of a warp's MMA tile
@@ -62,19 +65,41 @@ static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 static_assert(MOST * DIM * 2 <= STAGE, "queries fit into the last stage");
 static_assert(MOST <= THREADS, "an item for each thread");
 constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
-constexpr int FAR = 0x7FFFFFFF;
+constexpr int FAR = 1 << 30;                       // past all keys
 
 template <int N> struct Tiles { static constexpr int value = N; };
 
 FN int least(int a, int b) { return a < b ? a : b; }
 FN int most(int a, int b) { return a > b ? a : b; }
 
+// Global memory between the launches: the items of a plan, then for each split the outputs and the
+// maxima and sums of all rows of items, and for each pass where its splits begin.
+struct Workspace {
+    Item* items;
+    float* parts;
+    Float2* stats;
+    i32* cuts;
+    int rows;                                      // of all items, for all heads
+};
+
+FN Workspace workspace_of(const Params& p) {
+    const int rows = p.count * p.max_queries * p.heads;
+    float* const parts = p.workspace + (PAGE ? p.count * 8 : 0);
+    float* const stats = parts + (i64)p.splits * rows * DIM;
+    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, (i32*)(stats + (i64)p.splits * rows * 2), rows};
+}
+
+// A row's index in the parts.
+FN i64 part_of(const Params& p, int rows, int split, int row, int kv_head) {
+    return (i64)split * rows + (row / GROUP) * p.heads + kv_head * GROUP + row % GROUP;
+}
+
 FN Item item_of(const Params& p, int index) {
 #if PAGE
-    return ((const Item*)p.items)[index];
+    return ((const Item*)p.workspace)[index];
 #else
     const i32* v = p.items + index * 4;            // q_start, n, k_start, m
-    return Item{v[0], v[1], v[2], v[2] + v[3], v[2] + v[3] - v[1], 0, 0, 0};
+    return Item{v[0], least(v[1], p.max_queries), v[2], v[2] + v[3], v[2] + v[3] - v[1], 0, 0, 0};
 #endif
 }
 
@@ -133,7 +158,7 @@ KERNEL(grouped, Params, WARPS * 32)
         ROLLED for (int n = 0; n < count; ++n) {
             const Span span = spans[n];
             const int end = least(x, span.high);
-            cost += (i64)span.rows * most(end - span.low, 0) + (i64)WEIGHT * most(end - span.fresh, 0);
+            cost += (i64)span.rows * most(end - span.low, 0) + (i64)p.weight * most(end - span.fresh, 0);
         }
         return cost;
     };
@@ -151,8 +176,9 @@ KERNEL(grouped, Params, WARPS * 32)
     }
     sync_block();
     const int begin = cut[0], stop = cut[1];
+    const Workspace workspace = workspace_of(p);
     if (kv_head == 0 && thread() < 2 && (thread() == 0 || split + 1 == p.splits))
-        p.cuts[pass * (p.splits + 1) + split + thread()] = cut[thread()];
+        workspace.cuts[pass * (p.splits + 1) + split + thread()] = cut[thread()];
     if (begin >= stop) return;
 
     // Steps of keys, none of which is seen by no item, are copied a few ahead.
@@ -226,9 +252,10 @@ KERNEL(grouped, Params, WARPS * 32)
         if (span.high > keys.end || (span.high == keys.end && n < thread())) column += span.rows;
     }
     if (most(keys.begin, begin) < least(keys.end, stop)) {
+        const int row = (pass * p.pass_items + thread()) * p.max_queries * GROUP;
         ROLLED for (int n = 0; n < item.n * GROUP; ++n) {
             const Range seen = keys_of(p, item, n / GROUP);
-            columns[column + n] = Column{most(seen.begin, begin), least(seen.end, stop), item.slot * GROUP + n};
+            columns[column + n] = Column{most(seen.begin, begin), least(seen.end, stop), item.first + n / GROUP, row + n};
         }
     }
     const int tiles = (used + 7) / 8;
@@ -242,11 +269,9 @@ KERNEL(grouped, Params, WARPS * 32)
     ROLLED for (int n = thread(); n < row_groups * warp_tiles * 8 * UNITS; n += THREADS) {
         const int at = n / UNITS;
         Four halves = {0, 0, 0, 0};
-        if (at < used) {
-            const int slot = columns[at].row / GROUP, head = columns[at].row % GROUP;
-            halves = load4(p.q + offset64(slot < p.tokens ? slot : slot - p.tokens, p.q_token)
-                           + offset64(kv_head * GROUP + head, p.q_head) + n % UNITS * 8);
-        }
+        if (at < used)
+            halves = load4(p.q + offset64(columns[at].token, p.q_token)
+                           + offset64(kv_head * GROUP + columns[at].row % GROUP, p.q_head) + n % UNITS * 8);
         store4(queries + swizzle(at, n % UNITS), halves);
     }
     // What all of this warp's columns see, and what any of them sees.
@@ -303,7 +328,7 @@ KERNEL(grouped, Params, WARPS * 32)
             UNROLL for (int c = 0; c < TILES; ++c)
                 UNROLL for (int e = 0; e < 2; ++e) {
                     const int at = first_column + c * 8 + 2 * t + e;
-                    const Column seen = at < used ? columns[at] : Column{0, 0, 0};
+                    const Column seen = at < used ? columns[at] : Column{0, 0, 0, 0};
                     UNROLL for (int n = e; n < 4; n += 2) {
                         const int key = first + n / 2 * 8 + g;
                         if (key < seen.low || key >= least(seen.high, end)) scores[c][n] = -bits_float(0x7F800000);
@@ -397,10 +422,9 @@ KERNEL(grouped, Params, WARPS * 32)
             out[2] = out[2] * old + bits_float(values.z) * share;
             out[3] = out[3] * old + bits_float(values.w) * share;
         }
-        const int slot = columns[at].row / GROUP, head = kv_head * GROUP + columns[at].row % GROUP;
-        const i64 to = ((i64)split * p.slots + slot) * p.heads + head;
-        store4(p.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) p.stats[to] = Float2{top, sum};
+        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
+        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
+        if (quad == 0) workspace.stats[to] = Float2{top, sum};
     }
 }
 
@@ -410,43 +434,41 @@ KERNEL(merge, Params, WARPS * 32)
     const int head = block_x() * WARPS + warp(), token = block_y();
     if (head >= p.heads) return;
     constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
+    const Workspace workspace = workspace_of(p);
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
     ROLLED for (int base = 0; base < p.count; base += 32) {
-        bool its = false;
+        bool here = false;
         if (base + lane() < p.count) {
             const Item item = item_of(p, base + lane());
-            const int slot = item.slot < p.tokens ? item.slot : item.slot - p.tokens;
-            its = item.n > 0 && slot <= token && token < slot + item.n;
+            here = item.first <= token && token < item.first + item.n;
         }
-        ROLLED for (u32 found = ballot(its); found; found &= found - 1) {
+        ROLLED for (u32 found = ballot(here); found; found &= found - 1) {
             int index = base;
             while (!(found >> (index - base) & 1)) ++index;
             const Item item = item_of(p, index);
             const Range keys = keys_of(p, item);
-            const i32* cuts = p.cuts + index / p.pass_items * (p.splits + 1);
-            const int slot = item.slot < p.tokens ? token : token + p.tokens;
+            const i32* cuts = workspace.cuts + index / p.pass_items * (p.splits + 1);
+            const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
             ROLLED for (int first = 0; first < p.splits; first += 32) {
                 const int split = first + lane();
-                Float2 stats = {NONE, 0};
-                const bool part_of = split < p.splits
-                    && most(keys.begin, cuts[split]) < least(keys.end, cuts[split + 1]);
-                if (part_of) stats = p.stats[((i64)split * p.slots + slot) * p.heads + head];
-                const u32 parts = ballot(part_of);
+                const bool seen = split < p.splits && most(keys.begin, cuts[split]) < least(keys.end, cuts[split + 1]);
+                const Float2 stats = seen ? workspace.stats[(i64)split * workspace.rows + row] : Float2{NONE, 0};
+                const u32 splits = ballot(seen);
                 const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
-                const float share = part_of ? fast_exp2(stats.x - higher) : 0.0f;
+                const float share = fast_exp2(stats.x - higher) * (seen ? 1.0f : 0.0f);
                 top = higher;
                 sum = sum * old + warp_sum(share * stats.y);
                 UNROLL for (int n = 0; n < PER_LANE; ++n)
                     UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
                 ROLLED for (int n = 0; n < 32; n += AHEAD) {
-                    if (!(parts >> n & ((1 << AHEAD) - 1))) continue;
+                    if (!(splits >> n & ((1 << AHEAD) - 1))) continue;
                     UNROLL for (int m = 0; m < AHEAD; ++m) {
                         const float weight = shuffle(share, n + m);
+                        const float* from = workspace.parts + ((i64)(first + n + m) * workspace.rows + row) * DIM;
                         UNROLL for (int i = 0; i < PER_LANE; ++i) {
                             Four values = {0, 0, 0, 0};
-                            if (parts >> (n + m) & 1 && i * 32 + lane() < QUADS)
-                                values = load4(p.parts + (((i64)(first + n + m) * p.slots + slot) * p.heads + head) * DIM
-                                               + (i * 32 + lane()) * 4);
+                            if (splits >> (n + m) & 1 && i * 32 + lane() < QUADS)
+                                values = load4(from + (i * 32 + lane()) * 4);
                             out[i][0] += weight * bits_float(values.x);
                             out[i][1] += weight * bits_float(values.y);
                             out[i][2] += weight * bits_float(values.z);
@@ -523,11 +545,11 @@ KERNEL(plan, Params, WARPS * 32)
         }
     }
     sync_block();
-    Item* const items = (Item*)p.items + block_x() * p.pass_items;
+    Item* const items = workspace_of(p).items + block_x() * p.pass_items;
     ROLLED for (int i = thread(); i < per; i += THREADS) {
         const Sequence s = i < count ? sequences[i] : Sequence{};
         const int beyond = s.length - s.n - s.shared;                          // of the diagonal
-        items[2 * i] = Item{p.tokens + s.begin, s.shared ? s.n : 0, s.prefix, s.prefix + s.shared,
+        items[2 * i] = Item{s.begin, s.shared ? s.n : 0, s.prefix, s.prefix + s.shared,
                             s.prefix + s.shared + beyond, s.leader, -s.prefix, 0};
         items[2 * i + 1] = Item{s.begin, s.n, s.tail, s.tail + s.length - s.shared, s.tail + beyond, base + i,
                                 s.shared - s.tail, 0};

@@ -460,22 +460,21 @@ KERNEL(merge, Params, WARPS * 32)
                 sum = sum * old + warp_sum(share * stats.y);
                 UNROLL for (int n = 0; n < PER_LANE; ++n)
                     UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
-                ROLLED for (int n = 0; n < 32; n += AHEAD) {
-                    if (!(splits >> n & ((1 << AHEAD) - 1))) continue;
+                const int low = -warp_max(seen ? -split : -FAR), high = warp_max(seen ? split + 1 : 0);
+                ROLLED for (int n = low; n < high; n += AHEAD)
                     UNROLL for (int m = 0; m < AHEAD; ++m) {
-                        const float weight = shuffle(share, n + m);
-                        const float* from = workspace.parts + ((i64)(first + n + m) * workspace.rows + row) * DIM;
+                        // where there is no part, another is read in its place and counts nothing
+                        const bool real = n + m < high && splits >> (n + m - first) & 1;
+                        const float weight = shuffle(share, n + m - first) * (real ? 1.0f : 0.0f);
+                        const float* from = workspace.parts + ((i64)(real ? n + m : low) * workspace.rows + row) * DIM;
                         UNROLL for (int i = 0; i < PER_LANE; ++i) {
-                            Four values = {0, 0, 0, 0};
-                            if (splits >> (n + m) & 1 && i * 32 + lane() < QUADS)
-                                values = load4(from + (i * 32 + lane()) * 4);
+                            const Four values = load4(from + (i * 32 + lane() % QUADS) * 4);
                             out[i][0] += weight * bits_float(values.x);
                             out[i][1] += weight * bits_float(values.y);
                             out[i][2] += weight * bits_float(values.z);
                             out[i][3] += weight * bits_float(values.w);
                         }
                     }
-                }
             }
         }
     }

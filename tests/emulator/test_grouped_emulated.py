@@ -40,7 +40,7 @@ PAGED: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    monkeypatch.setattr(grouped, "config", lambda *facts: grouped.Config(2, 3, 3))
+    monkeypatch.setattr(grouped, "config", lambda *facts: grouped.Config(2, 4, 3, 32, 3))
     grouped._compiled.cache_clear()
     yield
     grouped._compiled.cache_clear()
@@ -60,7 +60,7 @@ def test_wherever_the_keys_are_cut(splits: int, weight: int) -> None:
     key, value = (torch.randn(200, 2, 64).bfloat16() for _ in range(2))
     items = torch.tensor([(i, 1, 7 * (i % 3), 20 * (i + 1)) for i in range(9)], dtype=torch.int32)
     cut = grouped.grouped(query, key, value, items, 1, 180, return_lse=True,
-                          chosen=grouped.Config(2, 3, splits, weight))
+                          chosen=grouped.Config(2, 4, 3, 32, splits, weight))
     for (out, lse), row in zip(zip(*cut), range(9)):
         begin = 7 * (row % 3)
         k, v = (t[begin:begin + 20 * (row + 1)].float().repeat_interleave(4, 1)
@@ -121,5 +121,5 @@ def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None
     for rows, items, kv_heads, keys, dim in itertools.product((1, 16), (1, 64, 1000), (1, 8, 64),
                                                               (1, 100_000), (64, 128, 256)):
         made = CONFIG(rows, items, kv_heads, keys, dim, machine)
-        assert grouped.shared_bytes(dim, made.warps, made.stages) <= machine.shared
-        assert made.splits >= 1 and grouped.max_rows(dim, made.warps) >= rows
+        assert grouped.shared_bytes(dim, made) <= machine.shared
+        assert made.splits >= 1 and made.rows >= rows

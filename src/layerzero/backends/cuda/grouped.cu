@@ -1,17 +1,18 @@
-// Attention of few queries each of many items over keys that the items share, in two launches:
-// each byte of K and V that several items see is read once.
+// Attention of few queries each of many items over keys that the items share: each byte of K and V
+// that several items see is read once.
 //
-// Keys have one coordinate: the row of the buffer, or a virtual row that `plan` gives to each page,
-// the same for sequences that share it. An item's queries see ranges of it, which may overlap in
-// any way. A block takes one KV head and one of `splits` ranges of about equal cost; the rows of
-// all items that see a key of the range (queries times GROUP heads) are columns of MMA tiles whose
-// rows are 16 keys. Warps are row groups times key subsets, by the number of columns: all warps
-// copy a step of 16 keys per warp to a ring in shared memory, and each processes its keys for its
-// columns. A block stores the maximum, sum and output of its columns in fp32; `merge` adds them up.
+// Keys have one coordinate: the row of the buffer, or a virtual row for each page of each sequence,
+// the same one where neighbouring sequences share leading pages (`compare` counts these before). An
+// item's queries see ranges of it, which may overlap in any way. A block takes one KV head and one
+// of `splits` ranges of about equal cost; the rows of all items that see a key of the range
+// (queries times GROUP heads) are columns of MMA tiles whose rows are 16 keys. Warps are row groups
+// times key sets, by the number of columns: all warps copy STEP keys at a time to a ring in shared
+// memory, and each processes its keys for its columns. A block stores the maximum, sum and output
+// of its columns in fp32, and `merge` adds them up.
 //
 // Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
-// STAGES, K_TOKEN and V_TOKEN (token strides), PAGE (0: K and V are buffers; else the page size, a
-// multiple of 16), SOFTCAP.
+// COLS (tiles of 8 columns of a warp), STAGES, STEP (keys of a stage), K_TOKEN and V_TOKEN (token strides), PAGE (0: K and V are
+// buffers; else the page size, a multiple of 16), SOFTCAP.
 #define SPLITS 1                                   // of combine.h: blocks are no clusters
 #include "device.h"
 #include "combine.h"
@@ -26,8 +27,8 @@ struct Params {
     float* workspace;                              // see Workspace
     i32 k_head, v_head, k_page, v_page, table_row, q_token, q_head;            // strides in elements
     // weight: what reading a key costs, in rows that it is multiplied with
-    i32 heads, splits, count, pass_items, max_queries, batch, left, right, weight;
-    float scale, unscale, cap;                     // times log2(e), as exponentials are in base 2
+    i32 heads, splits, count, pass_items, max_queries, batch, max_pages, left, right, weight;
+    float scale, cap;                              // times log2(e), as exponentials are in base 2
 };
 
 struct alignas(16) Item {                          // queries [first, first + n) see keys of [start, end)
@@ -50,19 +51,20 @@ struct alignas(16) Column {
 
 struct Range { i32 begin, end; };
 
-constexpr int KEYS = 16;                           // of a warp's MMA tile
-constexpr int STEP = KEYS * WARPS;                 // keys of a stage
+constexpr int KEYS = 16;                           // of an MMA tile
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = DIM / 8;                     // of 16 bytes per row
 constexpr int AT_ONCE = 32 / UNITS;                // rows that a warp copies together
+constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
 constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
 constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
-constexpr int COLS = DIM <= 128 ? 4 : 2;           // tiles of 8 columns of a warp
 constexpr int MOST = WARPS * COLS * 8;             // columns of a block, and items of a pass
+constexpr int QUERY_STAGES = (MOST * DIM * 2 + STAGE - 1) / STAGE;             // the last ones hold the queries at first
 typedef Combine<COLS * 8, DIM> Part;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
+static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP >= KEYS, "a warp copies rows of one tile");
 static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
-static_assert(MOST * DIM * 2 <= STAGE, "queries fit into the last stage");
+static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
 static_assert(MOST <= THREADS, "an item for each thread");
 constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
 constexpr int FAR = 1 << 30;                       // past all keys
@@ -72,13 +74,14 @@ template <int N> struct Tiles { static constexpr int value = N; };
 FN int least(int a, int b) { return a < b ? a : b; }
 FN int most(int a, int b) { return a > b ? a : b; }
 
-// Global memory between the launches: the items of a plan, then for each split the outputs and the
-// maxima and sums of all rows of items, and for each pass where its splits begin.
+// Global memory between the launches: with PAGE the items, then for each split the outputs and the
+// maxima and sums of all rows of items, for each pass where its splits begin, and for each sequence
+// how many leading pages are those of the one before.
 struct Workspace {
     Item* items;
     float* parts;
     Float2* stats;
-    i32* cuts;
+    i32 *cuts, *common;
     int rows;                                      // of all items, for all heads
 };
 
@@ -86,7 +89,8 @@ FN Workspace workspace_of(const Params& p) {
     const int rows = p.count * p.max_queries * p.heads;
     float* const parts = p.workspace + (PAGE ? p.count * 8 : 0);
     float* const stats = parts + (i64)p.splits * rows * DIM;
-    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, (i32*)(stats + (i64)p.splits * rows * 2), rows};
+    i32* const cuts = (i32*)(stats + (i64)p.splits * rows * 2);
+    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, cuts, cuts + p.count / p.pass_items * (p.splits + 1), rows};
 }
 
 // A row's index in the parts.
@@ -115,76 +119,121 @@ FN Range keys_of(const Params& p, const Item& item) {
     return keys.begin < keys.end ? keys : Range{0, 0};
 }
 
+#if PAGE
+// Two items for each sequence of a pass: the leading pages that it shares with its neighbours, and
+// the rest. Runs of sequences that share pages are extended while that saves more reads.
+FN Item plan(const Params& p, const Workspace& workspace, u8* room, int pass) {
+    struct Sequence { i32 first, n, length, common, leader, shared, prefix, rest; };
+    Sequence* const sequences = (Sequence*)room;
+    constexpr int FEWEST = 64;                     // shared keys that are worth an item
+    const int most_sequences = p.pass_items / 2, base = pass * most_sequences;
+    const int count = least(most_sequences, p.batch - base);
+    if (thread() < count) {
+        const int index = base + thread(), first = p.starts ? p.starts[index] : index;
+        sequences[thread()] = Sequence{first, p.starts ? p.starts[index + 1] - first : 1, p.lengths[index],
+                                       workspace.common[index], 0, 0, 0, 0};
+    }
+    sync_block();
+    if (thread() == 0) {
+        int x = 0;
+        ROLLED for (int leader = 0, next; leader < count; leader = next) {
+            int pages = 0;
+            for (next = leader + 1; next < count; ++next) {
+                const int common = sequences[next].common, others = next - leader;
+                const int fewer = others == 1 ? common : least(pages, common);
+                if (fewer * PAGE < FEWEST || (i64)fewer * others < (i64)pages * (others - 1)) break;
+                pages = fewer;
+            }
+            const int prefix = x;
+            x += pages * PAGE;
+            for (int i = leader; i < next; ++i) {
+                const int rest = x;
+                x += (sequences[i].length - pages * PAGE + KEYS - 1) / KEYS * KEYS;
+                sequences[i].leader = base + leader, sequences[i].shared = pages * PAGE;
+                sequences[i].prefix = prefix, sequences[i].rest = rest;
+            }
+        }
+    }
+    sync_block();
+    if (thread() / 2 >= count) return Item{};
+    const Sequence s = sequences[thread() / 2];
+    const int beyond = s.length - s.n - s.shared;  // keys between the shared pages and the diagonal
+    if (thread() % 2)
+        return Item{s.first, s.n, s.rest, s.rest + s.length - s.shared, s.rest + beyond, base + thread() / 2,
+                    s.shared - s.rest, 0};
+    return Item{s.first, s.shared ? s.n : 0, s.prefix, s.prefix + s.shared, s.prefix + s.shared + beyond, s.leader,
+                -s.prefix, 0};
+}
+#endif
+
 KERNEL(grouped, Params, WARPS * 32)
 {
     u8* const room = shared() + RING;
     Span* const spans = (Span*)room;               // MOST
     Column* const columns = (Column*)(spans + MOST);                           // MOST
-    Range* const steps = (Range*)(columns + MOST); // STAGES
+    Range* const sources = (Range*)(columns + MOST);                           // with PAGE, MOST: row and shift of items
+    Range* const steps = sources + (PAGE ? MOST : 0);                          // STAGES
     i32* const cut = (i32*)(steps + STAGES);       // begin and end of this split
     const int split = block_x(), kv_head = block_y(), pass = block_z();
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
+    const Workspace workspace = workspace_of(p);
 
-    // The items of this pass.
+    // The items of this pass, one for each thread.
     const int count = least(p.pass_items, p.count - pass * p.pass_items);
-    Item item = {};
-    Range keys = {0, 0};
+#if PAGE
+    const Item item = plan(p, workspace, shared(), pass);
     if (thread() < count) {
-        item = item_of(p, pass * p.pass_items + thread());
-        keys = keys_of(p, item);
-        spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
+        sources[thread()] = Range{item.row, item.shift};
+        if (kv_head == 0 && split == 0) workspace.items[pass * p.pass_items + thread()] = item;
+    }
+#else
+    const Item item = thread() < count ? item_of(p, pass * p.pass_items + thread()) : Item{};
+#endif
+    const Range keys = keys_of(p, item);
+    if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
+    sync_block();
+    int fresh = keys.begin, lowest = FAR, highest = 0;
+    for (int n = 0; n < count; ++n) {
+        const Span other = spans[n];
+        if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = most(fresh, other.high);
+        if (other.low < other.high) lowest = least(lowest, other.low), highest = most(highest, other.high);
     }
     sync_block();
-    if (thread() < count) {
-        int fresh = keys.begin;
-        ROLLED for (int n = 0; n < count; ++n) {
-            const Span other = spans[n];
-            if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = most(fresh, other.high);
-        }
-        spans[thread()].fresh = least(fresh, keys.end);
-    }
+    if (thread() < count) spans[thread()].fresh = least(fresh, keys.end);
     sync_block();
 
     // Cut the keys where the cost reaches split / splits of the total.
-    int lowest = FAR, highest = 0;
-    ROLLED for (int n = 0; n < count; ++n) {
-        const Span span = spans[n];
-        if (span.low < span.high) lowest = least(lowest, span.low), highest = most(highest, span.high);
-    }
     lowest = highest ? lowest / KEYS * KEYS : 0;
     const int grain = (highest - lowest + THREADS * KEYS - 1) / (THREADS * KEYS) * KEYS;
-    auto cost_before = [&](int x) {
-        i64 cost = 0;
-        ROLLED for (int n = 0; n < count; ++n) {
-            const Span span = spans[n];
-            const int end = least(x, span.high);
-            cost += (i64)span.rows * most(end - span.low, 0) + (i64)p.weight * most(end - span.fresh, 0);
-        }
-        return cost;
-    };
-    i64* const costs = (i64*)shared();             // of the keys before each thread's grain, and of all
     const int mine = lowest + thread() * grain;
-    costs[thread()] = cost_before(mine);
-    if (thread() == 0) costs[THREADS] = cost_before(FAR);
+    i64 cost = 0, all = 0;                         // of the keys before this thread's grain, and of all
+    for (int n = 0; n < count; ++n) {
+        const Span span = spans[n];
+        const int end = least(mine, span.high);
+        cost += (i64)span.rows * most(end - span.low, 0) + (i64)p.weight * most(end - span.fresh, 0);
+        all += (i64)span.rows * (span.high - span.low) + (i64)p.weight * (span.high - span.fresh);
+    }
+    i64* const costs = (i64*)shared();
+    costs[thread()] = cost;
+    if (thread() == 0) costs[THREADS] = all;
     if (thread() < 2) cut[thread()] = split + thread() == p.splits ? highest : lowest;
     sync_block();
     UNROLL for (int n = 0; n < 2; ++n) {
-        const i64 target = costs[THREADS] * (split + n) / p.splits, before = costs[thread()];
-        const i64 after = costs[thread() + 1];
-        if (before < target && target <= after && split + n < p.splits)
-            cut[n] = mine + ((int)((target - before) * grain / (after - before)) + KEYS - 1) / KEYS * KEYS;
+        const i64 target = all * (split + n) / p.splits, after = costs[thread() + 1];
+        if (cost < target && target <= after && split + n < p.splits)
+            cut[n] = mine + ((int)((target - cost) * grain / (after - cost)) + KEYS - 1) / KEYS * KEYS;
     }
     sync_block();
     const int begin = cut[0], stop = cut[1];
-    const Workspace workspace = workspace_of(p);
     if (kv_head == 0 && thread() < 2 && (thread() == 0 || split + 1 == p.splits))
         workspace.cuts[pass * (p.splits + 1) + split + thread()] = cut[thread()];
     if (begin >= stop) return;
 
-    // Steps of keys, none of which is seen by no item, are copied a few ahead.
+    // Steps of keys, each of which some item sees, are copied a few ahead.
     int x = begin, until = begin;                  // the next key; one item covers [x, until)
-    int source = 0;                                // that item
-    i64 page = 0;                                  // of this warp's keys in the next step
+    Range source = {0, 0};                         // with PAGE: table row and shift of that item,
+    i64 page = 0;                                  // page and slot of this warp's rows of the next step
+    const int copied = warp() * COPIED;
     auto seek = [&]() {
         if (x >= until) {
             int next = FAR;
@@ -198,39 +247,38 @@ KERNEL(grouped, Params, WARPS * 32)
                     furthest = end > furthest ? end : furthest;
                 }
             furthest = warp_max(furthest);
-            until = (int)(furthest >> 32), source = (int)(u32)furthest;
+            until = (int)(furthest >> 32);
+            if (PAGE) source = sources[(u32)furthest];
         }
 #if PAGE
-        const int key = x + warp() * KEYS;
-        if (key < least(until, stop)) {
-            const Item from = item_of(p, pass * p.pass_items + source);
-            const int position = key + from.shift;
-            page = offset64(position % PAGE, 1) | (i64)p.table[offset64(from.row, p.table_row) + position / PAGE] << 32;
+        if (x + copied / KEYS * KEYS < least(until, stop)) {
+            const int position = x + copied + source.end;
+            page = (i64)p.table[offset64(source.begin, p.table_row) + position / PAGE] << 32 | position % PAGE;
         }
 #endif
     };
     const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
     const u16* const v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN) + unit * 8;
-    const int copy_at = swizzle(warp() * KEYS + row_in_copy, unit);
-    int filled = 0;
-    auto fetch = [&]() {
-        const int end = x < stop ? least(least(x + STEP, until), stop) : x, first = x + warp() * KEYS;
+    const int copy_at = swizzle(copied + row_in_copy, unit);
+    int filled = 0;                                // the stage that is filled next
+    auto fetch = [&]() {                           // zeros past the last key of a tile
+        const int end = x < stop ? least(least(x + STEP, until), stop) : x;
         if (thread() == 0) steps[filled] = Range{x, end};
-        if (first < end) {
+        if (x + copied / KEYS * KEYS < end) {
 #if PAGE
-            const i64 from = page >> 32;
-            const u16* k_from = k + from * p.k_page + offset64((int)page, K_TOKEN);
-            const u16* v_from = v + from * p.v_page + offset64((int)page, V_TOKEN);
+            const u16* k_from = k + (page >> 32) * p.k_page + offset64((int)page, K_TOKEN);
+            const u16* v_from = v + (page >> 32) * p.v_page + offset64((int)page, V_TOKEN);
 #else
-            const u16 *k_from = k + offset64(first, K_TOKEN), *v_from = v + offset64(first, V_TOKEN);
+            const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
 #endif
-            const int real = end - first - row_in_copy;
-            UNROLL for (int n = 0; n < KEYS; n += AT_ONCE) {
+            const int real = end - x - copied - row_in_copy;
+            UNROLL for (int n = 0; n < COPIED; n += AT_ONCE) {
                 u8* to = shared() + filled * STAGE + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
                 copy_async(to, k_from + n * K_TOKEN, n < real);
                 copy_async(to + HALF_STAGE, v_from + n * V_TOKEN, n < real);
             }
         }
+        copy_commit();
         filled = filled == STAGES - 1 ? 0 : filled + 1;
         if (x < stop) {
             x = end;
@@ -238,18 +286,15 @@ KERNEL(grouped, Params, WARPS * 32)
         }
     };
     seek();
-    ROLLED for (int n = 0; n < STAGES - 1; ++n) {
-        fetch();
-        copy_commit();
-    }
+    ROLLED for (int n = 0; n < STAGES - QUERY_STAGES; ++n) fetch();
 
     // Columns: rows of the items that see a key here, by descending end.
     int used = 0, column = 0;
-    ROLLED for (int n = 0; n < count; ++n) {
+    for (int n = 0; n < count; ++n) {
         const Span span = spans[n];
-        if (most(span.low, begin) >= least(span.high, stop)) continue;
-        used += span.rows;
-        if (span.high > keys.end || (span.high == keys.end && n < thread())) column += span.rows;
+        const int rows = most(span.low, begin) < least(span.high, stop) ? span.rows : 0;
+        used += rows;
+        if (span.high > keys.end || (span.high == keys.end && n < thread())) column += rows;
     }
     if (most(keys.begin, begin) < least(keys.end, stop)) {
         const int row = (pass * p.pass_items + thread()) * p.max_queries * GROUP;
@@ -259,13 +304,13 @@ KERNEL(grouped, Params, WARPS * 32)
         }
     }
     const int tiles = (used + 7) / 8;
-    int row_groups = 1;
+    int row_groups = WARPS * KEYS / STEP;          // at least as many warps as there are tiles of keys
     while (row_groups * COLS < tiles) row_groups *= 2;
     const int warp_tiles = (tiles + row_groups - 1) / row_groups, key_sets = WARPS / row_groups;
     const int row_group = warp() % row_groups, key_set = warp() / row_groups;
     const int first_column = row_group * warp_tiles * 8;
     sync_block();
-    u8* const queries = shared() + (STAGES - 1) * STAGE;                       // the stage that is filled last
+    u8* const queries = shared() + (STAGES - QUERY_STAGES) * STAGE;
     ROLLED for (int n = thread(); n < row_groups * warp_tiles * 8 * UNITS; n += THREADS) {
         const int at = n / UNITS;
         Four halves = {0, 0, 0, 0};
@@ -277,15 +322,15 @@ KERNEL(grouped, Params, WARPS * 32)
     // What all of this warp's columns see, and what any of them sees.
     int all_begin = 0, all_end = FAR, any_begin = FAR, any_end = 0;
     if (lane() < warp_tiles * 8 && first_column + lane() < used) {
-        const Column mine = columns[first_column + lane()];
-        all_begin = any_begin = mine.low, all_end = any_end = mine.high;
+        const Column seen = columns[first_column + lane()];
+        all_begin = any_begin = seen.low, all_end = any_end = seen.high;
     }
     all_begin = warp_max(all_begin), all_end = -warp_max(-all_end);
     any_begin = -warp_max(-any_begin), any_end = warp_max(any_end);
     sync_block();
     u32 q[COLS][DIM / 16][2];
     const int query_at = swizzle(first_column + lane() % 8, lane() / 8);
-    float best[COLS][2], threshold[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
+    float best[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
     UNROLL for (int c = 0; c < COLS; ++c) {
         UNROLL for (int n = 0; n < DIM / 16; n += 2) {
             u32 both[4] = {0, 0, 0, 0};
@@ -296,17 +341,17 @@ KERNEL(grouped, Params, WARPS * 32)
             q[c][n + 1][1] = both[3];
         }
         UNROLL for (int e = 0; e < 2; ++e) {
-            const bool real = first_column + c * 8 + 2 * t + e < used;
-            best[c][e] = real ? NONE : 0.0f;
-            threshold[c][e] = real ? NONE : bits_float(0x7F800000);            // the score up to which `best` need not change
+            best[c][e] = first_column + c * 8 + 2 * t + e < used ? NONE : 0.0f;
             total[c][e] = 0;
         }
         UNROLL for (int n = 0; n < DIM / 16; ++n) acc[c][n][0] = acc[c][n][1] = acc[c][n][2] = acc[c][n][3] = 0;
     }
+    if (QUERY_STAGES > 1) sync_block();            // the queries are read
+    ROLLED for (int n = 1; n < QUERY_STAGES; ++n) fetch();
 
     const int key_at = swizzle(lane() % 16, lane() / 16);
     const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + HALF_STAGE;
-    const float scale = SOFTCAP ? 1.0f : p.scale, unscale = SOFTCAP ? 1.0f : p.unscale;
+    const float scale = SOFTCAP ? 1.0f : p.scale;
     auto attend = [&](auto chosen, int at, int first, int end) {
         constexpr int TILES = decltype(chosen)::value, CHAINS = TILES == 1 ? 2 : 1;
         float sums[CHAINS][TILES][4];
@@ -337,7 +382,7 @@ KERNEL(grouped, Params, WARPS * 32)
         }
         bool higher = false;
         UNROLL for (int c = 0; c < TILES; ++c)
-            UNROLL for (int n = 0; n < 4; ++n) higher |= scores[c][n] > threshold[c][n % 2];
+            UNROLL for (int n = 0; n < 4; ++n) higher |= scores[c][n] * scale - best[c][n % 2] > ENOUGH;
         if (ballot(higher)) {                      // at the first keys, and rarely after
             UNROLL for (int c = 0; c < TILES; ++c)
                 UNROLL for (int e = 0; e < 2; ++e) {
@@ -346,7 +391,6 @@ KERNEL(grouped, Params, WARPS * 32)
                     top = fmaxf(top * scale, best[c][e]);
                     const float rescale = fast_exp2(best[c][e] - top);
                     best[c][e] = top;
-                    if (first_column + c * 8 + 2 * t + e < used) threshold[c][e] = (top + ENOUGH) * unscale;
                     total[c][e] *= rescale;
                     UNROLL for (int n = 0; n < DIM / 16; ++n) {
                         acc[c][n][e] *= rescale;
@@ -375,14 +419,13 @@ KERNEL(grouped, Params, WARPS * 32)
         const Range step = steps[stage];
         if (step.begin >= step.end) break;
         fetch();
-        copy_commit();
-        ROLLED for (int n = key_set; n < WARPS; n += key_sets) {
+        ROLLED for (int n = key_set; n < STEP / KEYS; n += key_sets) {
             const int first = step.begin + n * KEYS;
             if (first >= least(step.end, any_end)) break;
             if (first + KEYS <= any_begin) continue;
             const int at = stage * STAGE + n * KEYS * DIM * 2;
-            if (warp_tiles == 1) attend(Tiles<1>(), at, first, step.end);
-            else if (warp_tiles == 2) attend(Tiles<2>(), at, first, step.end);
+            if (COLS == 1 || warp_tiles == 1) attend(Tiles<1>(), at, first, step.end);
+            else if (COLS == 2 || warp_tiles == 2) attend(Tiles<COLS == 1 ? 1 : 2>(), at, first, step.end);
             else attend(Tiles<COLS>(), at, first, step.end);
         }
     }
@@ -491,67 +534,22 @@ KERNEL(merge, Params, WARPS * 32)
 }
 
 #if PAGE
-// Finds the leading pages that neighbouring rows of the block table have in common, and writes two
-// items for each sequence: the pages that it shares with its neighbours, and the rest. A block
-// plans one pass; `pass_items` is twice the sequences of a pass.
-KERNEL(plan, Params, WARPS * 32)
+// Counts the leading pages of each sequence that are those of the one before: a block each.
+KERNEL(compare, Params, WARPS * 32)
 {
-    struct Sequence { i32 begin, n, length, common, leader, shared, prefix, tail; };
-    Sequence* const sequences = (Sequence*)shared();
-    constexpr int FEWEST = 64;                     // shared keys that are worth a second item
-    const int per = p.pass_items / 2, base = block_x() * per, count = least(per, p.batch - base);
-    ROLLED for (int i = warp(); i < count; i += WARPS) {
-        const int index = base + i, length = p.lengths[index];
-        const int begin = p.starts ? p.starts[index] : index, n = p.starts ? p.starts[index + 1] - begin : 1;
-        int common = 0;                            // leading pages that are those of the sequence before
-        if (i > 0) {
-            const int limit = least(length, p.lengths[index - 1]) / PAGE;
-            const i32* row = p.table + offset64(index, p.table_row);
-            common = limit;
-            ROLLED for (int first = 0; first < limit; first += 128) {
-                int differs = FAR;
-                UNROLL for (int m = 96; m >= 0; m -= 32) {
-                    const int at = first + m + lane();
-                    if (at < limit && row[at] != row[at - p.table_row]) differs = at;
-                }
-                differs = -warp_max(-differs);
-                if (differs < limit) {
-                    common = differs;
-                    break;
-                }
-            }
-        }
-        if (lane() == 0) sequences[i] = Sequence{begin, n, length, common, 0, 0, 0, 0};
-    }
+    i32* const first = (i32*)shared();             // the first page that differs, for each warp
+    const int index = block_x(), width = p.max_pages;
+    const i32* row = p.table + offset64(index, p.table_row);
+    int differs = index ? FAR : 0;
+    if (index)
+        for (int n = thread(); n < width; n += THREADS)
+            if (row[n] != row[n - p.table_row]) differs = least(differs, n);
+    differs = -warp_max(-differs);
+    if (lane() == 0) first[warp()] = differs;
     sync_block();
-    if (thread() == 0) {                           // runs of sequences, extended while that saves more reads
-        int x = 0;
-        ROLLED for (int leader = 0, next; leader < count; leader = next) {
-            int shared = 0;
-            ROLLED for (next = leader + 1; next < count; ++next) {
-                const int others = next - leader, fewer = others == 1 ? sequences[next].common
-                                                                     : least(shared, sequences[next].common);
-                if (fewer * PAGE < FEWEST || (i64)fewer * others < (i64)shared * (others - 1)) break;
-                shared = fewer;
-            }
-            const int prefix = x;
-            x += shared * PAGE;
-            ROLLED for (int i = leader; i < next; ++i) {
-                sequences[i].leader = base + leader, sequences[i].shared = shared * PAGE;
-                sequences[i].prefix = prefix, sequences[i].tail = x;
-                x += (sequences[i].length - shared * PAGE + KEYS - 1) / KEYS * KEYS;
-            }
-        }
-    }
-    sync_block();
-    Item* const items = workspace_of(p).items + block_x() * p.pass_items;
-    ROLLED for (int i = thread(); i < per; i += THREADS) {
-        const Sequence s = i < count ? sequences[i] : Sequence{};
-        const int beyond = s.length - s.n - s.shared;                          // of the diagonal
-        items[2 * i] = Item{s.begin, s.shared ? s.n : 0, s.prefix, s.prefix + s.shared,
-                            s.prefix + s.shared + beyond, s.leader, -s.prefix, 0};
-        items[2 * i + 1] = Item{s.begin, s.n, s.tail, s.tail + s.length - s.shared, s.tail + beyond, base + i,
-                                s.shared - s.tail, 0};
-    }
+    if (thread() > 0) return;
+    UNROLL for (int n = 0; n < WARPS; ++n) differs = least(differs, first[n]);
+    const int full = index ? least(p.lengths[index], p.lengths[index - 1]) / PAGE : 0;
+    workspace_of(p).common[index] = least(differs, full);
 }
 #endif

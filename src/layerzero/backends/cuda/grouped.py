@@ -13,28 +13,30 @@ from torch import Tensor
 from . import compiler
 
 LOG2E = 1.4426950408889634
-KEYS = 16                  # of a warp in a stage
-STAGES = 3
 UNBOUNDED = 1 << 29        # a window that hides nothing
 
-_PARAMS = struct.Struct("@10P16i3f")
+_PARAMS = struct.Struct("@10P17i2f")
 
 
 class Config(NamedTuple):
     warps: int
+    cols: int              # tiles of 8 rows that a warp holds in registers
     stages: int
+    step: int              # keys of a stage
     splits: int
-    weight: int = 96       # what reading a key costs, in rows that it is multiplied with
+    weight: int = 32       # what reading a key costs, in rows that it is multiplied with
 
 
-def max_rows(dim: int, warps: int) -> int:
-    """Returns the rows that a block holds in registers: all rows of the items of a pass."""
-    return warps * (32 if dim <= 128 else 16)
+    @property
+    def rows(self) -> int:
+        """Of a block: as many as the items of a pass have."""
+        return self.warps * self.cols * 8
 
 
-def shared_bytes(dim: int, warps: int, stages: int) -> int:
-    """Returns the bytes of shared memory: stages of keys and values, items, columns and steps."""
-    return stages * (warps * KEYS * dim * 4 + 8) + max_rows(dim, warps) * 32 + 8
+def shared_bytes(dim: int, cfg: Config) -> int:
+    """Returns the bytes of shared memory: stages of keys and values, spans, columns and sources of
+    items, and steps."""
+    return cfg.stages * (cfg.step * dim * 4 + 8) + cfg.rows * 40 + 8
 
 
 @lru_cache(maxsize=4096)
@@ -42,32 +44,31 @@ def config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
            machine: compiler.Machine) -> Config:
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
-    warps = 8 if dim <= 128 else 4
-    while shared_bytes(dim, warps, STAGES) > machine.shared and warps > 2:
-        warps //= 2
-    passes = -(-items // max(max_rows(dim, warps) // rows, 1))
-    splits = min(machine.processors // (kv_heads * passes), -(-keys // (warps * KEYS)))
-    return Config(warps, STAGES, max(splits, 1))
+    large, small = (Config(16, 256 // dim, 6, 8192 // dim, 1),
+                    Config(4, 256 // dim, 4, 4096 // dim, 1))
+    cfg = large if shared_bytes(dim, large) <= machine.shared else small
+    passes = -(-items // (cfg.rows // rows))
+    splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
+    return cfg._replace(splits=max(splits, 1))
 
 
 class _Launches(NamedTuple):
-    plan: Any
+    compare: Any
     attend: Any
     merge: Any
 
 
 @lru_cache(maxsize=None)
 def _compiled(bf16: bool, dim: int, group: int, k_token: int, v_token: int, page: int,
-              softcap: bool, warps: int, stages: int) -> _Launches:
-    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("WARPS", warps),
-              ("STAGES", stages), ("K_TOKEN", k_token), ("V_TOKEN", v_token), ("PAGE", page),
-              ("SOFTCAP", int(softcap)))
-    threads = warps * 32
+              softcap: bool, cfg: Config) -> _Launches:
+    macros = (("BF16", int(bf16)), ("DIM", dim), ("GROUP", group), ("WARPS", cfg.warps),
+              ("COLS", cfg.cols), ("STAGES", cfg.stages), ("STEP", cfg.step), ("K_TOKEN", k_token),
+              ("V_TOKEN", v_token), ("PAGE", page), ("SOFTCAP", int(softcap)))
+    threads = cfg.warps * 32
     return _Launches(
-        compiler.kernel("grouped.cu", "plan", macros, threads, 32 * max_rows(dim, warps))
-        if page else None,
+        compiler.kernel("grouped.cu", "compare", macros, threads, 4 * cfg.warps) if page else None,
         compiler.kernel("grouped.cu", "grouped", macros, threads,
-                        shared_bytes(dim, warps, stages)),
+                        shared_bytes(dim, cfg)),
         compiler.kernel("grouped.cu", "merge", macros, threads))
 
 
@@ -81,29 +82,30 @@ def _launch(
     strides of key and value. `sizes`: KV heads, items or sequences, items that one of them
     becomes, and the most queries of one."""
     kv_heads, entries, parts, max_queries = sizes
+    max_pages = pages[0].shape[1] if pages[0] is not None else 0
     rows, heads, dim = query.shape
     group = heads // kv_heads
     run = _compiled(query.dtype == torch.bfloat16, dim, group, *tokens, page, softcap > 0,
-                    cfg.warps, cfg.stages)
+                    cfg._replace(splits=1, weight=0))
     # a pass has as many entries as fit into a block, even if all of them see a key
-    per_pass = max_rows(dim, cfg.warps) // (group * max_queries * parts)
+    per_pass = cfg.rows // (group * max_queries * parts)
     passes = -(-entries // per_pass)
     count = parts * (passes * per_pass if page else entries)
     out = torch.empty((rows, heads, dim), dtype=query.dtype, device=query.device)
     log_sums = (torch.empty((rows, heads), dtype=torch.float32, device=query.device) if lse
                 else None)
-    size = ((8 * count if page else 0) + passes * (cfg.splits + 1)
+    size = ((8 * count + entries if page else 0) + passes * (cfg.splits + 1)
             + cfg.splits * count * max_queries * heads * (dim + 2))
     workspace = torch.empty(size, dtype=torch.float32, device=query.device)
     # With a softcap, scores are multiplied inside tanh, which is computed as an exponential.
-    factors = ((2 * LOG2E * scale / softcap, 1.0, softcap * LOG2E) if softcap > 0
-               else (scale * LOG2E, 1.0 / (scale * LOG2E), 0.0))
+    factors = ((2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap > 0
+               else (scale * LOG2E, 0.0))
     params = (_PARAMS, query, key, value, items, *pages, out, log_sums, workspace, *strides,
               query.stride(0), query.stride(1), heads, cfg.splits, count, parts * per_pass,
-              max_queries, entries, *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight,
+              max_queries, entries, max_pages, *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight,
               *factors)
     if page:
-        run.plan.launch((passes, 1, 1), *params)
+        run.compare.launch((entries, 1, 1), *params)
     run.attend.launch((cfg.splits, kv_heads, passes), *params)
     run.merge.launch((-(-heads // cfg.warps), rows, 1), *params)
     return out if log_sums is None else (out, log_sums)

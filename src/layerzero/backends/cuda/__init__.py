@@ -12,6 +12,7 @@ from typing import Any
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.grouped_attention import OP as grouped_attention
 from ...ops.paged_attention import OP as paged_attention
 from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
@@ -26,7 +27,8 @@ from . import compiler
 HARDWARE: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=90))
 HALF = r.dtypes("float16", "bfloat16")
 MAX_GRID = 65535           # grid limit of the second and third axis
-MAX_ROWS = 32              # of decode.cu: query heads of a KV head times their tokens
+MAX_ROWS = 32              # of an item or sequence: query heads of a KV head times their tokens
+MAX_SEQUENCES = 1024       # of paged_attention_shared: every row of the result looks for its own
 MAX_ROWS_WIDE = 16         # for head_dim > 128: more do not fit into registers
 
 
@@ -38,6 +40,16 @@ def _attention() -> Callable[..., Any]:
 def _paged_attention() -> Callable[..., Any]:
     from .decode import paged_attention_decode
     return paged_attention_decode
+
+
+def _grouped_attention() -> Callable[..., Any]:
+    from .grouped import grouped_attention_decode
+    return grouped_attention_decode
+
+
+def _paged_attention_shared() -> Callable[..., Any]:
+    from .grouped import paged_attention_shared
+    return paged_attention_shared
 
 
 def _quantized_linear() -> Callable[..., Any]:
@@ -86,16 +98,32 @@ def _few_rows(tokens: str, most: int) -> tuple[r.Condition, ...]:
 
 
 def _decode_rules(tokens: str) -> tuple[r.Condition, ...]:
-    """Returns the rules that decode.cu has for dense and for paged K and V."""
+    """Returns the rules that decode.cu and grouped.cu have for all K and V."""
     return (HALF, r.one_of("head_dim", 64, 128, 256, code=Code.HEAD_DIM_INVALID),
             r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID), *_few_rows(tokens, MAX_ROWS),
             *(r.when(r.at_least("head_dim", 129), rule)
               for rule in _few_rows(tokens, MAX_ROWS_WIDE)),
-            r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_most("batch", MAX_GRID),
             r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_most("kv_heads", MAX_GRID),
             r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED),
-            r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
             r.unit_stride("query"), r.aligned("query", 16))
+
+
+# of decode.cu, beyond those
+BATCH: tuple[r.Condition, ...] = (
+    r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_most("batch", MAX_GRID),
+    r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED))
+
+PAGES: tuple[r.Condition, ...] = (             # how both read a paged cache
+    r.any_of(r.absent("cu_seqlens_q.dtype"), r.present("max_seqlen_q", Code.MISSING_METADATA)),
+    r.multiple_of("page_size", 16, Code.PAGE_SIZE_UNSUPPORTED), *_read_in_place("key_cache"),
+    *_read_in_place("value_cache"),
+    *(r.when(r.equals("dtype", d),
+             r.one_of(f"{t}_cache.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+      for t in ("key", "value") for d in ("float16", "bfloat16")),
+    *(r.absent(f"{t}_scale.dtype", Code.KV_CACHE_DTYPE_MISMATCH) for t in ("key", "value")),
+    r.dtypes("int32", of="block_table.dtype"), r.dtypes("int32", of="context_lens.dtype"),
+    r.one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED),
+    r.unit_stride("block_table"), r.unit_stride("context_lens"), r.unit_stride("cu_seqlens_q"))
 
 
 def _decode_shared(rows: str) -> str:
@@ -104,6 +132,9 @@ def _decode_shared(rows: str) -> str:
     return (f"256 * head_dim + (({rows}) + 7) // 8 * 16 * head_dim + ({rows}) * (4 * head_dim + "
             "192) + 16")
 
+
+# grouped.shared_bytes for two warps
+GROUPED_SHARED = "384 * head_dim + 2080"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and
 # scales.
@@ -140,7 +171,7 @@ BOTTOM_RIGHT = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNME
 
 KERNELS = (
     _kernel("attention_decode", attention, _attention, 10.0, 20.0, *_decode_rules("seq_q"),
-            r.at_least("seq_q", 1, Code.EMPTY_INPUT), *_read_in_place("key"),
+            *BATCH, r.at_least("seq_q", 1, Code.EMPTY_INPUT), *_read_in_place("key"),
             *_read_in_place("value"), r.when(r.equals("is_causal", True), BOTTOM_RIGHT),
             r.when(r.at_least("window_left", 0), BOTTOM_RIGHT),
             r.equals("window_right", -1, Code.WINDOW_UNSUPPORTED),
@@ -152,21 +183,27 @@ KERNELS = (
                  "through global memory"),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 10.0, 20.0,
             *_decode_rules("max_seqlen_q"),
-            r.any_of(r.absent("cu_seqlens_q.dtype"),
-                     r.present("max_seqlen_q", Code.MISSING_METADATA)),
-            r.multiple_of("page_size", 16, Code.PAGE_SIZE_UNSUPPORTED),
-            *_read_in_place("key_cache"),
-            *_read_in_place("value_cache"),
-            *(r.when(r.equals("dtype", d),
-                     r.one_of(f"{t}_cache.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
-              for t in ("key", "value") for d in ("float16", "bfloat16")),
-            *(r.absent(f"{t}_scale.dtype", Code.KV_CACHE_DTYPE_MISMATCH) for t in ("key", "value")),
-            r.dtypes("int32", of="block_table.dtype"), r.dtypes("int32", of="context_lens.dtype"),
-            r.one_of("cu_seqlens_q.dtype", None, "int32", code=Code.DTYPE_UNSUPPORTED),
-            r.unit_stride("block_table"),
-            r.unit_stride("context_lens"), r.unit_stride("cu_seqlens_q"), variants=("NHD", "HND"),
+            *BATCH, *PAGES, variants=("NHD", "HND"),
             shared_memory=_decode_shared("group * max(max_seqlen_q, 1)"),
             less_work="reads each page once, where it lies; no length is read on the host"),
+    _kernel("paged_attention_shared", paged_attention, _paged_attention_shared, 5.0, 40.0,
+            *_decode_rules("max_seqlen_q"), *PAGES,
+            r.at_least("batch", 2, Code.SHAPE_UNSUPPORTED), r.at_most("batch", MAX_SEQUENCES),
+            r.any_of(r.absent("max_seqlen_q"), r.at_least("max_seqlen_q", 1, Code.EMPTY_INPUT)),
+            r.at_least("tokens", 1, Code.EMPTY_INPUT), r.at_most("tokens", MAX_GRID),
+            r.at_most("seq_k", 1 << 22), variants=("NHD", "HND"),
+            shared_memory=GROUPED_SHARED,
+            note="finds on the device which leading pages neighbouring sequences share, and reads "
+                 "these once"),
+    _kernel("grouped_attention_decode", grouped_attention, _grouped_attention, 10.0, 30.0,
+            *_decode_rules("max_seqlen_q"), r.at_least("max_seqlen_q", 1, Code.EMPTY_INPUT),
+            r.at_least("n_items", 1, Code.EMPTY_INPUT), r.at_most("n_items", 4096),
+            r.at_least("tokens_q", 1, Code.EMPTY_INPUT), r.at_most("tokens_q", MAX_GRID),
+            r.at_most("tokens_k", 1 << 29), *_read_in_place("key"), *_read_in_place("value"),
+            r.contiguous("items"), r.absent("chunk_starts.dtype", Code.SHAPE_UNSUPPORTED),
+            r.absent("chunk_lengths.dtype", Code.SHAPE_UNSUPPORTED),
+            shared_memory=GROUPED_SHARED,
+            less_work="reads a key once for all items that see it; no item is read on the host"),
     _kernel("quantized_linear", quantized_linear, _quantized_linear, 10.0, 14.0, HALF,
             *WEIGHT_RULES, r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_most("rows", 16),
             r.equals("activations", "none"), r.unit_stride("bias"), shared_memory=GEMV_SHARED,

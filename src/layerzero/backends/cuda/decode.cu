@@ -13,6 +13,7 @@
 // of 16), STARTS (queries are packed), CAUSAL, WINDOW (a query sees `left` keys before its own).
 #include "device.h"
 #include "combine.h"
+#include "tiles.h"
 
 struct Params {                                    // what the first copies need is in one cache line of constants
     const u16 *q, *k, *v;
@@ -36,16 +37,6 @@ typedef Combine<ROWS, DIM> Combiner;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
 static_assert(Combiner::PART <= RING, "a warp's part fits into its ring of keys");
 constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
-
-// Byte offset of a 16-byte unit of a row. Units are permuted within a row, so that eight rows of
-// one unit fall into different banks.
-FN int swizzle(int row, int unit) { return row * (DIM * 2) + ((unit ^ (row & 7)) * 16); }
-
-// The offset `units` units further in the row; `units` has no bit below or at one that differs
-// between lanes.
-FN int advance_units(int at, int units) { return (at ^ (units % 8 * 16)) + units / 8 * 128; }
-
-FN i64 offset64(int index, int stride) { return (i64)((u64)(u32)index * (u32)stride); }        // both are >= 0
 
 KERNEL(decode, Params, WARPS * 32)
 {

@@ -1,0 +1,560 @@
+// Attention of few queries each of many items over keys that the items share: each byte of K and V
+// that several items see is read once.
+//
+// Keys have one coordinate: the row of the buffer, or a virtual row for each page of each sequence,
+// the same one where neighbouring sequences share leading pages (`compare` counts these before). An
+// item's queries see ranges of it, which may overlap in any way. A block takes one KV head and one
+// of `splits` ranges of about equal cost; the rows of all items that see a key of the range
+// (queries times GROUP heads) are columns of MMA tiles whose rows are 16 keys. Warps are row groups
+// times key sets, by the number of columns: all warps copy STEP keys at a time to a ring in shared
+// memory, and each processes its keys for its columns. A block stores the maximum, sum and output
+// of its columns in fp32, and `merge` adds them up.
+//
+// Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
+// COLS (tiles of 8 columns of a warp), STAGES, STEP (keys of a stage), K_TOKEN and V_TOKEN (token strides), PAGE (0: K and V are
+// buffers; else the page size, a multiple of 16), SOFTCAP.
+#define SPLITS 1                                   // of combine.h: blocks are no clusters
+#include "device.h"
+#include "combine.h"
+#include "tiles.h"
+
+struct Params {
+    const u16 *q, *k, *v;
+    const i32* items;                              // (count, 4); without PAGE
+    const i32 *table, *lengths, *starts;           // with PAGE
+    u16* out;
+    float* lse;                                    // or null
+    float* workspace;                              // see Workspace
+    i32 k_head, v_head, k_page, v_page, table_row, q_token, q_head;            // strides in elements
+    // weight: what reading a key costs, in rows that it is multiplied with
+    i32 heads, splits, count, pass_items, max_queries, batch, max_pages, left, right, weight;
+    float scale, cap;                              // times log2(e), as exponentials are in base 2
+};
+
+struct alignas(16) Item {                          // queries [first, first + n) see keys of [start, end)
+    i32 first, n, start, end;
+    i32 diagonal;                                  // the key that is aligned with the first query
+    i32 row, shift;                                // with PAGE: key x is at position x + shift of this table row
+    i32 unused;
+};
+
+struct alignas(16) Span {                          // of an item
+    i32 low, high;                                 // keys that its queries see
+    i32 fresh;                                     // those from here on are in no Span before it
+    i32 rows;
+};
+
+struct alignas(16) Column {
+    i32 low, high;                                 // keys that it sees here
+    i32 token, row;                                // item * max_queries * GROUP + query * GROUP + head of the group
+};
+
+struct Range { i32 begin, end; };
+
+constexpr int KEYS = 16;                           // of an MMA tile
+constexpr int THREADS = WARPS * 32;
+constexpr int UNITS = DIM / 8;                     // of 16 bytes per row
+constexpr int AT_ONCE = 32 / UNITS;                // rows that a warp copies together
+constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
+constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
+constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
+constexpr int MOST = WARPS * COLS * 8;             // columns of a block, and items of a pass
+constexpr int QUERY_STAGES = (MOST * DIM * 2 + STAGE - 1) / STAGE;             // the last ones hold the queries at first
+typedef Combine<COLS * 8, DIM> Part;
+static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
+static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP >= KEYS, "a warp copies rows of one tile");
+static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
+static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
+static_assert(MOST <= THREADS, "an item for each thread");
+constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
+constexpr int FAR = 1 << 30;                       // past all keys
+
+template <int N> struct Tiles { static constexpr int value = N; };
+
+FN int least(int a, int b) { return a < b ? a : b; }
+FN int most(int a, int b) { return a > b ? a : b; }
+
+// Global memory between the launches: with PAGE the items, then for each split the outputs and the
+// maxima and sums of all rows of items, for each pass where its splits begin, and for each sequence
+// how many leading pages are those of the one before.
+struct Workspace {
+    Item* items;
+    float* parts;
+    Float2* stats;
+    i32 *cuts, *common;
+    int rows;                                      // of all items, for all heads
+};
+
+FN Workspace workspace_of(const Params& p) {
+    const int rows = p.count * p.max_queries * p.heads;
+    float* const parts = p.workspace + (PAGE ? p.count * 8 : 0);
+    float* const stats = parts + (i64)p.splits * rows * DIM;
+    i32* const cuts = (i32*)(stats + (i64)p.splits * rows * 2);
+    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, cuts, cuts + p.count / p.pass_items * (p.splits + 1), rows};
+}
+
+// A row's index in the parts.
+FN i64 part_of(const Params& p, int rows, int split, int row, int kv_head) {
+    return (i64)split * rows + (row / GROUP) * p.heads + kv_head * GROUP + row % GROUP;
+}
+
+FN Item item_of(const Params& p, int index) {
+#if PAGE
+    return ((const Item*)p.workspace)[index];
+#else
+    const i32* v = p.items + index * 4;            // q_start, n, k_start, m
+    return Item{v[0], least(v[1], p.max_queries), v[2], v[2] + v[3], v[2] + v[3] - v[1], 0, 0, 0};
+#endif
+}
+
+// The keys that query i sees.
+FN Range keys_of(const Params& p, const Item& item, int i) {
+    return Range{most(item.start, item.diagonal + i - p.left), least(item.end, item.diagonal + i + p.right + 1)};
+}
+
+FN Range keys_of(const Params& p, const Item& item) {
+    if (item.n <= 0) return Range{0, 0};
+    Range keys = {keys_of(p, item, 0).begin, keys_of(p, item, item.n - 1).end};
+    if (PAGE) keys.begin = keys.begin / KEYS * KEYS;                           // a tile lies in one page
+    return keys.begin < keys.end ? keys : Range{0, 0};
+}
+
+#if PAGE
+// Two items for each sequence of a pass: the leading pages that it shares with its neighbours, and
+// the rest. Runs of sequences that share pages are extended while that saves more reads.
+FN Item plan(const Params& p, const Workspace& workspace, u8* room, int pass) {
+    struct Sequence { i32 first, n, length, common, leader, shared, prefix, rest; };
+    Sequence* const sequences = (Sequence*)room;
+    constexpr int FEWEST = 64;                     // shared keys that are worth an item
+    const int most_sequences = p.pass_items / 2, base = pass * most_sequences;
+    const int count = least(most_sequences, p.batch - base);
+    if (thread() < count) {
+        const int index = base + thread(), first = p.starts ? p.starts[index] : index;
+        sequences[thread()] = Sequence{first, p.starts ? p.starts[index + 1] - first : 1, p.lengths[index],
+                                       workspace.common[index], 0, 0, 0, 0};
+    }
+    sync_block();
+    if (thread() == 0) {
+        int x = 0;
+        ROLLED for (int leader = 0, next; leader < count; leader = next) {
+            int pages = 0;
+            for (next = leader + 1; next < count; ++next) {
+                const int common = sequences[next].common, others = next - leader;
+                const int fewer = others == 1 ? common : least(pages, common);
+                if (fewer * PAGE < FEWEST || (i64)fewer * others < (i64)pages * (others - 1)) break;
+                pages = fewer;
+            }
+            const int prefix = x;
+            x += pages * PAGE;
+            for (int i = leader; i < next; ++i) {
+                const int rest = x;
+                x += (sequences[i].length - pages * PAGE + KEYS - 1) / KEYS * KEYS;
+                sequences[i].leader = base + leader, sequences[i].shared = pages * PAGE;
+                sequences[i].prefix = prefix, sequences[i].rest = rest;
+            }
+        }
+    }
+    sync_block();
+    if (thread() / 2 >= count) return Item{};
+    const Sequence s = sequences[thread() / 2];
+    const int beyond = s.length - s.n - s.shared;  // keys between the shared pages and the diagonal
+    if (thread() % 2)
+        return Item{s.first, s.n, s.rest, s.rest + s.length - s.shared, s.rest + beyond, base + thread() / 2,
+                    s.shared - s.rest, 0};
+    return Item{s.first, s.shared ? s.n : 0, s.prefix, s.prefix + s.shared, s.prefix + s.shared + beyond, s.leader,
+                -s.prefix, 0};
+}
+#endif
+
+KERNEL(grouped, Params, WARPS * 32)
+{
+    u8* const room = shared() + RING;
+    Span* const spans = (Span*)room;               // MOST
+    Column* const columns = (Column*)(spans + MOST);                           // MOST
+    Range* const sources = (Range*)(columns + MOST);                           // with PAGE, MOST: row and shift of items
+    Range* const steps = sources + (PAGE ? MOST : 0);                          // STAGES
+    i32* const cut = (i32*)(steps + STAGES);       // begin and end of this split
+    const int split = block_x(), kv_head = block_y(), pass = block_z();
+    const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
+    const Workspace workspace = workspace_of(p);
+
+    start_next_launch();
+    if (PAGE) wait_for_launch_before();            // for what is in common
+
+    // The items of this pass, one for each thread.
+    const int count = least(p.pass_items, p.count - pass * p.pass_items);
+#if PAGE
+    const Item item = plan(p, workspace, shared(), pass);
+    if (thread() < count) {
+        sources[thread()] = Range{item.row, item.shift};
+        if (kv_head == 0 && split == 0) workspace.items[pass * p.pass_items + thread()] = item;
+    }
+#else
+    const Item item = thread() < count ? item_of(p, pass * p.pass_items + thread()) : Item{};
+#endif
+    const Range keys = keys_of(p, item);
+    if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
+    sync_block();
+    int fresh = keys.begin, lowest = FAR, highest = 0;
+    for (int n = 0; n < count; ++n) {
+        const Span other = spans[n];
+        if (other.low < keys.begin || (other.low == keys.begin && n < thread())) fresh = most(fresh, other.high);
+        if (other.low < other.high) lowest = least(lowest, other.low), highest = most(highest, other.high);
+    }
+    sync_block();
+    if (thread() < count) spans[thread()].fresh = least(fresh, keys.end);
+    sync_block();
+
+    // Cut the keys where the cost reaches split / splits of the total.
+    lowest = highest ? lowest / KEYS * KEYS : 0;
+    const int grain = (highest - lowest + THREADS * KEYS - 1) / (THREADS * KEYS) * KEYS;
+    const int mine = lowest + thread() * grain;
+    i64 cost = 0, all = 0;                         // of the keys before this thread's grain, and of all
+    for (int n = 0; n < count; ++n) {
+        const Span span = spans[n];
+        const int end = least(mine, span.high);
+        cost += (i64)span.rows * most(end - span.low, 0) + (i64)p.weight * most(end - span.fresh, 0);
+        all += (i64)span.rows * (span.high - span.low) + (i64)p.weight * (span.high - span.fresh);
+    }
+    i64* const costs = (i64*)shared();
+    costs[thread()] = cost;
+    if (thread() == 0) costs[THREADS] = all;
+    if (thread() < 2) cut[thread()] = split + thread() == p.splits ? highest : lowest;
+    sync_block();
+    UNROLL for (int n = 0; n < 2; ++n) {
+        const i64 target = all * (split + n) / p.splits, after = costs[thread() + 1];
+        if (cost < target && target <= after && split + n < p.splits)
+            cut[n] = mine + ((int)((target - cost) * grain / (after - cost)) + KEYS - 1) / KEYS * KEYS;
+    }
+    sync_block();
+    const int begin = cut[0], stop = cut[1];
+    if (kv_head == 0 && thread() < 2 && (thread() == 0 || split + 1 == p.splits))
+        workspace.cuts[pass * (p.splits + 1) + split + thread()] = cut[thread()];
+    if (begin >= stop) return;
+
+    // Steps of keys, each of which some item sees, are copied a few ahead.
+    int x = begin, until = begin;                  // the next key; one item covers [x, until)
+    Range source = {0, 0};                         // with PAGE: table row and shift of that item,
+    i64 page = 0;                                  // page and slot of this warp's rows of the next step
+    const int copied = warp() * COPIED;
+    auto seek = [&]() {
+        if (x >= until) {
+            int next = FAR;
+            ROLLED for (int n = lane(); n < count; n += 32)
+                if (spans[n].high > x) next = least(next, most(spans[n].low, x));
+            x = -warp_max(-next);
+            u64 furthest = 0;
+            ROLLED for (int n = lane(); n < count; n += 32)
+                if (spans[n].low <= x && spans[n].high > x) {
+                    const u64 end = (u64)(u32)spans[n].high << 32 | (u32)n;
+                    furthest = end > furthest ? end : furthest;
+                }
+            furthest = warp_max(furthest);
+            until = (int)(furthest >> 32);
+            if (PAGE) source = sources[(u32)furthest];
+        }
+#if PAGE
+        if (x + copied / KEYS * KEYS < least(until, stop)) {
+            const int position = x + copied + source.end;
+            page = (i64)p.table[offset64(source.begin, p.table_row) + position / PAGE] << 32 | position % PAGE;
+        }
+#endif
+    };
+    const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
+    const u16* const v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN) + unit * 8;
+    const int copy_at = swizzle(copied + row_in_copy, unit);
+    int filled = 0;                                // the stage that is filled next
+    auto fetch = [&]() {                           // zeros past the last key of a tile
+        const int end = x < stop ? least(least(x + STEP, until), stop) : x;
+        if (thread() == 0) steps[filled] = Range{x, end};
+        if (x + copied / KEYS * KEYS < end) {
+#if PAGE
+            const u16* k_from = k + (page >> 32) * p.k_page + offset64((int)page, K_TOKEN);
+            const u16* v_from = v + (page >> 32) * p.v_page + offset64((int)page, V_TOKEN);
+#else
+            const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
+#endif
+            const int real = end - x - copied - row_in_copy;
+            UNROLL for (int n = 0; n < COPIED; n += AT_ONCE) {
+                u8* to = shared() + filled * STAGE + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
+                copy_async(to, k_from + n * K_TOKEN, n < real);
+                copy_async(to + HALF_STAGE, v_from + n * V_TOKEN, n < real);
+            }
+        }
+        copy_commit();
+        filled = filled == STAGES - 1 ? 0 : filled + 1;
+        if (x < stop) {
+            x = end;
+            seek();
+        }
+    };
+    seek();
+    ROLLED for (int n = 0; n < STAGES - QUERY_STAGES; ++n) fetch();
+
+    // Columns: rows of the items that see a key here, by descending end.
+    int used = 0, column = 0;
+    for (int n = 0; n < count; ++n) {
+        const Span span = spans[n];
+        const int rows = most(span.low, begin) < least(span.high, stop) ? span.rows : 0;
+        used += rows;
+        if (span.high > keys.end || (span.high == keys.end && n < thread())) column += rows;
+    }
+    if (most(keys.begin, begin) < least(keys.end, stop)) {
+        const int row = (pass * p.pass_items + thread()) * p.max_queries * GROUP;
+        ROLLED for (int n = 0; n < item.n * GROUP; ++n) {
+            const Range seen = keys_of(p, item, n / GROUP);
+            columns[column + n] = Column{most(seen.begin, begin), least(seen.end, stop), item.first + n / GROUP, row + n};
+        }
+    }
+    const int tiles = (used + 7) / 8;
+    int row_groups = WARPS * KEYS / STEP;          // at least as many warps as there are tiles of keys
+    while (row_groups * COLS < tiles) row_groups *= 2;
+    const int warp_tiles = (tiles + row_groups - 1) / row_groups, key_sets = WARPS / row_groups;
+    const int row_group = warp() % row_groups, key_set = warp() / row_groups;
+    const int first_column = row_group * warp_tiles * 8;
+    sync_block();
+    u8* const queries = shared() + (STAGES - QUERY_STAGES) * STAGE;
+    ROLLED for (int n = thread(); n < row_groups * warp_tiles * 8 * UNITS; n += THREADS) {
+        const int at = n / UNITS;
+        Four halves = {0, 0, 0, 0};
+        if (at < used)
+            halves = load4(p.q + offset64(columns[at].token, p.q_token)
+                           + offset64(kv_head * GROUP + columns[at].row % GROUP, p.q_head) + n % UNITS * 8);
+        store4(queries + swizzle(at, n % UNITS), halves);
+    }
+    // What all of this warp's columns see, and what any of them sees.
+    int all_begin = 0, all_end = FAR, any_begin = FAR, any_end = 0;
+    if (lane() < warp_tiles * 8 && first_column + lane() < used) {
+        const Column seen = columns[first_column + lane()];
+        all_begin = any_begin = seen.low, all_end = any_end = seen.high;
+    }
+    all_begin = warp_max(all_begin), all_end = -warp_max(-all_end);
+    any_begin = -warp_max(-any_begin), any_end = warp_max(any_end);
+    sync_block();
+    u32 q[COLS][DIM / 16][2];
+    const int query_at = swizzle(first_column + lane() % 8, lane() / 8);
+    float best[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
+    UNROLL for (int c = 0; c < COLS; ++c) {
+        UNROLL for (int n = 0; n < DIM / 16; n += 2) {
+            u32 both[4] = {0, 0, 0, 0};
+            if (c < warp_tiles) ldmatrix4(both, queries + c * 8 * (DIM * 2) + advance_units(query_at, 2 * n));
+            q[c][n][0] = both[0];
+            q[c][n][1] = both[1];
+            q[c][n + 1][0] = both[2];
+            q[c][n + 1][1] = both[3];
+        }
+        UNROLL for (int e = 0; e < 2; ++e) {
+            best[c][e] = first_column + c * 8 + 2 * t + e < used ? NONE : 0.0f;
+            total[c][e] = 0;
+        }
+        UNROLL for (int n = 0; n < DIM / 16; ++n) acc[c][n][0] = acc[c][n][1] = acc[c][n][2] = acc[c][n][3] = 0;
+    }
+    if (QUERY_STAGES > 1) sync_block();            // the queries are read
+    ROLLED for (int n = 1; n < QUERY_STAGES; ++n) fetch();
+
+    const int key_at = swizzle(lane() % 16, lane() / 16);
+    const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + HALF_STAGE;
+    const float scale = SOFTCAP ? 1.0f : p.scale;
+    auto attend = [&](auto chosen, int at, int first, int end) {
+        constexpr int TILES = decltype(chosen)::value, CHAINS = TILES == 1 ? 2 : 1;
+        float sums[CHAINS][TILES][4];
+        UNROLL for (int i = 0; i < CHAINS; ++i)
+            UNROLL for (int c = 0; c < TILES; ++c) sums[i][c][0] = sums[i][c][1] = sums[i][c][2] = sums[i][c][3] = 0;
+        UNROLL for (int s = 0; s < DIM / 16; ++s) {
+            u32 keys[4];
+            ldmatrix4(keys, shared() + at + advance_units(key_at, 2 * s));
+            UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(sums[s % CHAINS][c], keys, q[c][s]);
+        }
+        float scores[TILES][4];                    // keys g and g + 8, two columns each
+        UNROLL for (int c = 0; c < TILES; ++c)
+            UNROLL for (int n = 0; n < 4; ++n) {
+                scores[c][n] = CHAINS == 2 ? sums[0][c][n] + sums[CHAINS - 1][c][n] : sums[0][c][n];
+                if (SOFTCAP)                       // tanh by an exponential
+                    scores[c][n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[c][n] * p.scale));
+            }
+        if (first < all_begin || first + KEYS > least(all_end, end)) {
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    const int at = first_column + c * 8 + 2 * t + e;
+                    const Column seen = at < used ? columns[at] : Column{0, 0, 0, 0};
+                    UNROLL for (int n = e; n < 4; n += 2) {
+                        const int key = first + n / 2 * 8 + g;
+                        if (key < seen.low || key >= least(seen.high, end)) scores[c][n] = -bits_float(0x7F800000);
+                    }
+                }
+        }
+        bool higher = false;
+        UNROLL for (int c = 0; c < TILES; ++c)
+            UNROLL for (int n = 0; n < 4; ++n) higher |= scores[c][n] * scale - best[c][n % 2] > ENOUGH;
+        if (ballot(higher)) {                      // at the first keys, and rarely after
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    float top = fmaxf(scores[c][e], scores[c][e + 2]);
+                    UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+                    top = fmaxf(top * scale, best[c][e]);
+                    const float rescale = fast_exp2(best[c][e] - top);
+                    best[c][e] = top;
+                    total[c][e] *= rescale;
+                    UNROLL for (int n = 0; n < DIM / 16; ++n) {
+                        acc[c][n][e] *= rescale;
+                        acc[c][n][e + 2] *= rescale;
+                    }
+                }
+        }
+        u32 weights[TILES][2];
+        UNROLL for (int c = 0; c < TILES; ++c) {
+            float w[4];
+            UNROLL for (int n = 0; n < 4; ++n) w[n] = fast_exp2(scores[c][n] * scale - best[c][n % 2]);
+            total[c][0] += w[0] + w[2];
+            total[c][1] += w[1] + w[3];
+            weights[c][0] = transpose_8x8(pack2<BF16>(w[0], w[1]));
+            weights[c][1] = transpose_8x8(pack2<BF16>(w[2], w[3]));
+        }
+        UNROLL for (int n = 0; n < DIM / 16; ++n) {
+            u32 values[4];
+            ldmatrix4_transposed(values, shared() + at + advance_units(value_at, 2 * n));
+            UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(acc[c][n], values, weights[c]);
+        }
+    };
+    ROLLED for (int stage = 0;; stage = stage == STAGES - 1 ? 0 : stage + 1) {
+        copy_wait<STAGES - 2>();
+        sync_block();                              // this stage has arrived, and the one before it is read
+        const Range step = steps[stage];
+        if (step.begin >= step.end) break;
+        fetch();
+        ROLLED for (int n = key_set; n < STEP / KEYS; n += key_sets) {
+            const int first = step.begin + n * KEYS;
+            if (first >= least(step.end, any_end)) break;
+            if (first + KEYS <= any_begin) continue;
+            const int at = stage * STAGE + n * KEYS * DIM * 2;
+            if (COLS == 1 || warp_tiles == 1) attend(Tiles<1>(), at, first, step.end);
+            else if (COLS == 2 || warp_tiles == 2) attend(Tiles<COLS == 1 ? 1 : 2>(), at, first, step.end);
+            else attend(Tiles<COLS>(), at, first, step.end);
+        }
+    }
+
+    // Each warp stores its part over the ring; then the key sets of each column are added up.
+    copy_wait<0>();
+    sync_block();
+    u8* const part = shared() + warp() * Part::PART;
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const int row = c * 8 + 2 * t + e;
+            float sum = total[c][e];
+            UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+            if (c < warp_tiles) {
+                float* to = row_of(part, row, Part::PITCH) + g;
+                UNROLL for (int n = 0; n < DIM / 16; ++n) {
+                    to[n * 16] = acc[c][n][e];
+                    to[n * 16 + 8] = acc[c][n][e + 2];
+                }
+                if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
+            }
+        }
+    sync_block();
+    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
+        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
+        const int row = at - group * warp_tiles * 8;
+        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
+        ROLLED for (int set = 0; set < key_sets; ++set) {
+            u8* const from = shared() + (set * row_groups + group) * Part::PART;
+            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
+            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
+            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
+            top = higher;
+            sum = sum * old + stats.y * share;
+            out[0] = out[0] * old + bits_float(values.x) * share;
+            out[1] = out[1] * old + bits_float(values.y) * share;
+            out[2] = out[2] * old + bits_float(values.z) * share;
+            out[3] = out[3] * old + bits_float(values.w) * share;
+        }
+        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
+        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
+        if (quad == 0) workspace.stats[to] = Float2{top, sum};
+    }
+}
+
+// Adds up the parts of a row: a warp for each token and head.
+KERNEL(merge, Params, WARPS * 32)
+{
+    const int head = block_x() * WARPS + warp(), token = block_y();
+    if (head >= p.heads) return;
+    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
+    const Workspace workspace = workspace_of(p);
+    wait_for_launch_before();
+    float top = NONE, sum = 0, out[PER_LANE][4] = {};
+    ROLLED for (int base = 0; base < p.count; base += 32) {
+        bool here = false;
+        if (base + lane() < p.count) {
+            const Item item = item_of(p, base + lane());
+            here = item.first <= token && token < item.first + item.n;
+        }
+        ROLLED for (u32 found = ballot(here); found; found &= found - 1) {
+            int index = base;
+            while (!(found >> (index - base) & 1)) ++index;
+            const Item item = item_of(p, index);
+            const Range keys = keys_of(p, item);
+            const i32* cuts = workspace.cuts + index / p.pass_items * (p.splits + 1);
+            const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
+            ROLLED for (int first = 0; first < p.splits; first += 32) {
+                const int split = first + lane();
+                const bool seen = split < p.splits && most(keys.begin, cuts[split]) < least(keys.end, cuts[split + 1]);
+                const Float2 stats = seen ? workspace.stats[(i64)split * workspace.rows + row] : Float2{NONE, 0};
+                const u32 splits = ballot(seen);
+                const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
+                const float share = fast_exp2(stats.x - higher) * (seen ? 1.0f : 0.0f);
+                top = higher;
+                sum = sum * old + warp_sum(share * stats.y);
+                UNROLL for (int n = 0; n < PER_LANE; ++n)
+                    UNROLL for (int i = 0; i < 4; ++i) out[n][i] *= old;
+                const int low = -warp_max(seen ? -split : -FAR), high = warp_max(seen ? split + 1 : 0);
+                ROLLED for (int n = low; n < high; n += AHEAD)
+                    UNROLL for (int m = 0; m < AHEAD; ++m) {
+                        // where there is no part, another is read in its place and counts nothing
+                        const bool real = n + m < high && splits >> (n + m - first) & 1;
+                        const float weight = shuffle(share, n + m - first) * (real ? 1.0f : 0.0f);
+                        const float* from = workspace.parts + ((i64)(real ? n + m : low) * workspace.rows + row) * DIM;
+                        UNROLL for (int i = 0; i < PER_LANE; ++i) {
+                            const Four values = load4(from + (i * 32 + lane() % QUADS) * 4);
+                            out[i][0] += weight * bits_float(values.x);
+                            out[i][1] += weight * bits_float(values.y);
+                            out[i][2] += weight * bits_float(values.z);
+                            out[i][3] += weight * bits_float(values.w);
+                        }
+                    }
+            }
+        }
+    }
+    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
+    const i64 row = (i64)token * p.heads + head;
+    UNROLL for (int i = 0; i < PER_LANE; ++i)
+        if (i * 32 + lane() < QUADS) {
+            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
+            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
+            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
+        }
+    if (p.lse && lane() == 0)
+        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+}
+
+#if PAGE
+// Counts the leading pages of each sequence that are those of the one before: a block each.
+KERNEL(compare, Params, WARPS * 32)
+{
+    start_next_launch();
+    i32* const first = (i32*)shared();             // the first page that differs, for each warp
+    const int index = block_x(), width = p.max_pages;
+    const i32* row = p.table + offset64(index, p.table_row);
+    int differs = index ? FAR : 0;
+    if (index)
+        for (int n = thread(); n < width; n += THREADS)
+            if (row[n] != row[n - p.table_row]) differs = least(differs, n);
+    differs = -warp_max(-differs);
+    if (lane() == 0) first[warp()] = differs;
+    sync_block();
+    if (thread() > 0) return;
+    UNROLL for (int n = 0; n < WARPS; ++n) differs = least(differs, first[n]);
+    const int full = index ? least(p.lengths[index], p.lengths[index - 1]) / PAGE : 0;
+    workspace_of(p).common[index] = least(differs, full);
+}
+#endif

@@ -86,6 +86,7 @@ __all__ = [
     "get_locks",
     "graphs",
     "group_norm",
+    "grouped_attention",
     "grouped_gemm",
     "kernels",
     "kv_cache",
@@ -1244,6 +1245,165 @@ def group_norm(
 
     Example:
         out = lz.group_norm(torch.randn(2, 12, 5, 7), 3)
+    """
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: Literal[False] = False,
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (Literal[False])
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            is_causal=True,
+        )
+    """
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: Literal[True],
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (Literal[True])
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            return_lse=True,
+        )
+    """
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, return_lse: bool = False,
+    chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of many groups of queries over ranges of one key buffer; see lz.attention for the
+    shared arguments.
+
+    query: (tokens_q, heads, head_dim), key and value: (tokens_k, kv_heads, head_dim), packed.
+    items: (n_items, 4) int32: q_start, n, k_start, m; query rows q_start to q_start + n attend to
+    keys k_start to k_start + m. Query rows are disjoint, key ranges may overlap.
+    max_seqlen_q, max_seqlen_k: at least the largest n and m.
+    is_causal and windows are relative to the last query, which is aligned with the last key.
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log.
+    chunk_starts (n_items, chunks), chunk_lengths (n_items,): int32, for keys in several places of
+    the buffer: position p of item i is row chunk_starts[i, p // C] + p % C, C = chunk_lengths[i].
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        items (Tensor): n_items 4
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        return_lse (bool)
+        chunk_starts (Tensor | None): n_items chunks
+        chunk_lengths (Tensor | None): n_items
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.grouped_attention(
+            torch.randn(29, 4, 32),
+            torch.randn(46, 2, 32),
+            torch.randn(46, 2, 32),
+            torch.tensor([[6, 16, 0, 40], [0, 5, 0, 21], [26, 1, 13, 30]], dtype=torch.int32),
+            16,
+            40,
+            is_causal=True,
+        )
     """
 
 

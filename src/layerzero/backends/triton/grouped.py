@@ -46,7 +46,7 @@ def _tile(n: int) -> int:
 def configs(rows: int, dim: int, dim_v: int, itemsize: int, device: torch.device) -> Configs:
     """Returns what was fastest on an H200, with as many stages as fit into shared memory. `rows`:
     of the longest item."""
-    wide, _ = max(_tile(dim), _tile(dim_v)), None
+    wide = max(_tile(dim), _tile(dim_v))
     if itemsize > 2:
         forward = query = key = Tile(32, 32, 4, 1)
     elif wide <= 64:

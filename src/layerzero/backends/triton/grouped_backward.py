@@ -178,8 +178,8 @@ def work_kernel(work_ptr, items_ptr, chunks_ptr, lengths_ptr, left, right, pairs
     tokens = 0
     for first in range(0, pairs, PAIRS):
         pair = first + tl.arange(0, PAIRS)
-        q_start, n, m, low, high, shift = _pairs(pair, pairs, items_ptr, chunks_ptr, lengths_ptr,
-                                                 chunks, ADDRESS)
+        _start, n, m, low, high, shift = _pairs(pair, pairs, items_ptr, chunks_ptr, lengths_ptr,
+                                                chunks, ADDRESS)
         key = tl.maximum(block_start - shift, low.to(tl.int64)).to(tl.int32)
         seen = n - _first_token(key, n, m, right, RIGHT)
         if LEFT:
@@ -194,23 +194,30 @@ def _key_tile(row_start, rows_end, dk, dv, k, v, key, usable, q_ptr, grad_ptr, l
               softcap, left, right, dim, dim_v, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
               DIM: tl.constexpr, DIM_V: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
+    # One 64-bit address for the tile, 32-bit steps from there: they are registers for each row.
     row = row_start + tl.arange(0, BLOCK_M)
-    valid, token, head = row < rows_end, row // GROUP, kv_head * GROUP + row % GROUP
-    at = (q_start + token).to(tl.int64)
-    q = tl.load(q_ptr + (at * q_token + head * q_head)[:, None] + dim[None, :],
+    valid, token, head = row < rows_end, row // GROUP, row % GROUP
+    first, step = (q_start + row_start // GROUP).to(tl.int64), token - row_start // GROUP
+    q_ptr += first * q_token + kv_head * GROUP * q_head
+    grad_ptr += first * grad_token + kv_head * GROUP * grad_head
+    stat, lse_ptr = step * heads + head, lse_ptr + first * heads + kv_head * GROUP
+    delta_ptr += first * heads + kv_head * GROUP
+    q = tl.load(q_ptr + (step * q_token + head * q_head)[:, None] + dim[None, :],
                 mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
-    lse = _row_lse(lse_ptr, at * heads + head, valid)
+    lse = _row_lse(lse_ptr, stat, valid)
     p, slope = _weights(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, softcap,
                         lse[None, :], SOFTCAP)                               # (BLOCK_N, BLOCK_M)
     if MASKED:
         seen = usable[:, None] & visible(key[:, None], 1 << 30, (token + offset)[None, :], left,
                                          right, LEFT, RIGHT)
         p = tl.where(seen, p, 0.0)
-    grad = tl.load(grad_ptr + (at * grad_token + head * grad_head)[:, None] + dim_v[None, :],
+    grad = tl.load(grad_ptr + (step * grad_token + head * grad_head)[:, None] + dim_v[None, :],
                    mask=valid[:, None] & (dim_v < DIM_V)[None, :], other=0.0)
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-    delta = tl.load(delta_ptr + at * heads + head, mask=valid, other=0.0)
+    delta = tl.load(delta_ptr + stat, mask=valid, other=0.0)
     ds = p * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :]) * slope
+    if MASKED:                                 # a row of the buffer that no item has may be NaN
+        ds = tl.where(seen, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -241,11 +248,11 @@ def key_kernel(
     dv = tl.zeros((BLOCK_N, DIM_V_POW), tl.float32)
     for first in range(0, pairs, PAIRS):
         candidate = first + tl.arange(0, PAIRS)
-        _, n_all, _, low_all, high_all, shift_all = _pairs(
+        _start, n_all, _m, low_all, high_all, shift_all = _pairs(
             candidate, pairs, items_ptr, chunks_ptr, lengths_ptr, chunks, ADDRESS)
         sees = _sees(block_start, BLOCK_N, n_all, low_all, high_all, shift_all)
         pair = first - 1
-        for _ in range(tl.sum(sees.to(tl.int32), 0)):
+        for _count in range(tl.sum(sees.to(tl.int32), 0)):
             pair = tl.min(tl.where(sees & (candidate > pair), candidate, 1 << 30), 0)
             q_start, n, m, low, high, shift = _pairs(pair, pairs, items_ptr, chunks_ptr,
                                                      lengths_ptr, chunks, ADDRESS)

@@ -15,7 +15,8 @@ from .grouped_backward import delta_kernel, key_kernel, query_kernel, work_kerne
 from .launch import Launcher
 from .machine import device_size
 
-MIN_SEGMENT = 512          # keys per chunk on average, from which a loop for each chunk pays
+MIN_SEGMENT = 512          # keys per chunk on average, from which tiles within chunks pay
+MAX_SEGMENTS = 256         # chunks of an item, whose starts a program keeps
 PAIRS = 128                # items and chunks that a program for keys looks at together
 DELTA_ROWS = 32
 
@@ -52,7 +53,7 @@ def configs(rows: int, dim: int, dim_v: int, itemsize: int, device: torch.device
     elif wide <= 64:
         forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
     elif wide <= 128:
-        forward, query, key = Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)
+        forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
     else:
         forward, query, key = Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)
     block_m = min(forward.block_m, _tile(rows))
@@ -95,7 +96,8 @@ class Call(NamedTuple):
     def address(self) -> int:
         if self.starts is None:
             return PLAIN.value                 # type: ignore[no-any-return]
-        by_segments = self.max_k >= MIN_SEGMENT * self.chunks
+        by_segments = (self.chunks <= MAX_SEGMENTS
+                       and self.max_k >= MIN_SEGMENT * self.chunks)
         return (SEGMENTS if by_segments else LOOKUP).value  # type: ignore[no-any-return]
 
     @property
@@ -103,6 +105,12 @@ class Call(NamedTuple):
         """Chunk starts and lengths; where there are none any pointer will do."""
         return ((self.items, self.items) if self.starts is None or self.lengths is None
                 else (self.starts, self.lengths))
+
+    @property
+    def table(self) -> dict[str, int]:
+        """The size of the table of a program that goes through keys."""
+        segments = self.address == SEGMENTS.value
+        return {"TABLE": triton.next_power_of_2(self.chunks) if segments else 1}
 
     def features(self) -> dict[str, Any]:
         return {"ADDRESS": self.address, "LEFT": self.left >= 0, "RIGHT": self.right >= 0}
@@ -138,7 +146,8 @@ def run_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[
             query, key, value, out, lse, call.items, call.order, *call.tables,
             *_token_head(query, key, value), heads, call.scale, call.softcap, call.left, call.right,
             blocks, call.chunks),
-            {**_dims(dim, dim_v, group, tile), **call.features(), "SOFTCAP": call.softcap > 0.0})
+            {**_dims(dim, dim_v, group, tile), **call.table, **call.features(),
+             "SOFTCAP": call.softcap > 0.0})
     return out, lse
 
 
@@ -165,7 +174,7 @@ def run_backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Te
     _query((count * blocks * kv_heads,), (
         query, key, value, grad, lse, delta, dq, call.items, call.order, *call.tables, *strides,
         heads, call.scale, call.softcap, call.left, call.right, blocks, call.chunks),
-        {**_dims(dim, dim_v, group, tiles.query), **call.features(), **softcap})
+        {**_dims(dim, dim_v, group, tiles.query), **call.table, **call.features(), **softcap})
     blocks, pairs = triton.cdiv(tokens_k, tiles.key.block_n), count * call.chunks
     work = torch.empty(blocks, dtype=torch.int32, device=query.device)
     counted = {"PAIRS": min(PAIRS, _tile(pairs))}

@@ -64,6 +64,12 @@ template <int ROWS> INLINE inline void store_sums(const vf (&sums)[ROWS][TILE], 
   if (ROWS > 1) _mm_storeu_ps(scores + BLOCK, _mm512_extractf32x4_ps(all, 1));
   if (ROWS > 2) _mm_storeu_ps(scores + 2 * BLOCK, _mm512_extractf32x4_ps(all, 2));
   if (ROWS > 3) _mm_storeu_ps(scores + 3 * BLOCK, _mm512_extractf32x4_ps(all, 3));
+#elif defined(__aarch64__)
+  each<ROWS>([&](auto r) {
+    float32x4_t ab = vpaddq_f32((float32x4_t)sums[r][0], (float32x4_t)sums[r][1]);
+    float32x4_t cd = vpaddq_f32((float32x4_t)sums[r][2], (float32x4_t)sums[r][3]);
+    vst1q_f32(scores + r * BLOCK, vpaddq_f32(ab, cd));
+  });
 #else
   for (int r = 0; r < ROWS; r++)
     for (int i = 0; i < TILE; i++) scores[r * BLOCK + i] = sum(sums[r][i]);

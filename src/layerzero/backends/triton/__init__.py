@@ -1,9 +1,9 @@
 """Our own GPU kernels, written in Triton and compiled by it on first use; one file for each family.
 
 This file declares them. Triton is imported when a kernel is first loaded. They read raw memory, so
-they take plain tensors only, and have no backward. The best number of programs depends on the GPU:
-the default is what was fastest on an H200, and half and twice as many are separate kernels, so that
-tuning measures and ranks them like all others.
+they take plain tensors only, and but for grouped_attention have no backward. The best number of
+programs depends on the GPU: the default is what was fastest on an H200, and half and twice as many
+are separate kernels, so that tuning measures and ranks them like all others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.grouped_attention import OP as grouped_attention
 from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
 from ...ops.paged_attention import OP as paged_attention
@@ -43,6 +44,11 @@ def _attention() -> Callable[..., Any]:
 def _paged_attention() -> Callable[..., Any]:
     from .decode import paged_attention_decode
     return paged_attention_decode
+
+
+def _grouped_attention() -> Callable[..., Any]:
+    from .grouped import grouped_attention
+    return grouped_attention
 
 
 def _rms_norm() -> Callable[..., Any]:
@@ -121,8 +127,8 @@ def _kernel(name: str, op: Op, load: Callable[[], Callable[..., Any]], prior: fl
             overhead_us: float,
             *requires: r.Condition, **more: Any) -> Kernel:
     return Kernel(f"triton.{name}", op, load, (*HARDWARE, r.plain_tensors(), *requires),
-                  package="triton", prior=prior, overhead_us=overhead_us, differentiable=False,
-                  traceable=False, jit=True, **{"replayable": True, **more})
+                  package="triton", prior=prior, overhead_us=overhead_us, traceable=False, jit=True,
+                  **{"replayable": True, "differentiable": False, **more})
 
 
 def _few_rows(tokens: str) -> tuple[r.Condition, ...]:
@@ -205,6 +211,13 @@ DEFAULTS = (
             workspace="264 * 4 * 64 * (head_dim_v + 1)",
             shared_memory=_decode_shared("max_seqlen_q"),
             less_work="reads each page once, where it lies; no length is read on the host"),
+    _kernel("grouped_attention", grouped_attention, _grouped_attention, 8.0, 40.0, FLOATS,
+            *HEAD_RULES[:4], POSITIVE_SCALE, r.unit_stride("query"), r.unit_stride("key"),
+            r.unit_stride("value"), differentiable=True, replayable=False, untested=True,
+            shared_memory="64 * itemsize * " + _power_of_two("head_dim", 256),
+            less_work="one launch for all items, keys read where they lie; no length is read on "
+                      "the host",
+            note="dK and dV without atomics: the same on every run"),
     _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM,
             r.unit_stride("residual"), shared_memory="1024", less_work="one pass for sum and norm"),

@@ -1,0 +1,566 @@
+// Attention of items, or of sequences in pages: query rows whose keys overlap in any way.
+//
+// A stretch is a run of keys that a set of items sees; all rows of these items, times the query
+// heads of a KV head, pass over it together, so that its keys and values are read, and converted to
+// float32, once. Stretches end where an item's keys end. Each gives partial results, which are
+// merged at the end. An item of many rows needs no company: its blocks of rows are on their own.
+// Stretches depend on the sizes only, not on the number of threads, and so does the result.
+#pragma once
+
+#include <numeric>
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+
+namespace lz {
+
+struct Grouped {
+  const void *query, *key, *value;
+  void *out;                                    // (tokens, heads, head_dim_v), without gaps
+  float *lse;                                   // (tokens, heads)
+  bool has_lse;
+  int64_t tokens, heads, kv_heads, head_dim, head_dim_v;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;   // in elements; the last dimension has no gaps
+  int64_t left, right;                          // -1: no limit on that side
+  float scale, softcap;
+  int threads;
+};
+
+constexpr int64_t MOST_SHARED = 64;             // rows of an item, with which it still shares its keys
+constexpr int64_t STRETCH = 1024;               // keys of a stretch at most: work for other threads
+
+struct Item { int64_t first, count, keys, diagonal; };  // query rows; the key on the diagonal of the first
+struct Piece { int64_t key, value, count; };            // keys one after another: offsets of the first, in elements
+struct Member { int64_t item, key; };                   // which key of an item is the first of a stretch
+struct Stretch {
+  int64_t first_member, members, first_piece, pieces, keys, rows;
+  bool alone;                                   // no other stretch has keys for its rows
+  int64_t state;                                // where its partial results are
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Member> members;
+  std::vector<Piece> pieces;
+  std::vector<Stretch> stretches;
+  const Grouped &a;
+  int64_t group = a.heads / a.kv_heads;
+
+  explicit Plan(const Grouped &call) : a(call) {}
+
+  // The keys that some row of an item sees.
+  int64_t low(const Item &i) const { return a.left < 0 ? 0 : std::max<int64_t>(i.diagonal - a.left, 0); }
+  int64_t high(const Item &i) const {
+    return a.right < 0 ? i.keys : std::clamp<int64_t>(i.diagonal + i.count + a.right, 0, i.keys);
+  }
+
+  // Adds query rows; blocks(item) is called for each block of an item that is too long to share.
+  template <class F> bool add(int64_t first, int64_t count, int64_t keys, F blocks) {
+    Item item{first, count, keys, keys - count};
+    if (count * group <= MOST_SHARED) {
+      items.push_back(item);
+      return true;
+    }
+    const int64_t block = std::max<int64_t>(MOST_SHARED / group, 1);
+    for (int64_t at = 0; at < count; at += block) {
+      Item part{first + at, std::min(block, count - at), keys, item.diagonal + at};
+      items.push_back(part);
+      if (low(part) >= high(part)) continue;
+      open(true);
+      members.push_back({int64_t(items.size()) - 1, low(part)});
+      blocks(part);
+      close();
+    }
+    return false;
+  }
+
+  void open(bool alone) {
+    stretches.push_back({int64_t(members.size()), 0, int64_t(pieces.size()), 0, 0, 0, alone, 0});
+  }
+  void piece(int64_t key, int64_t value, int64_t count) {
+    pieces.push_back({key, value, count});
+    stretches.back().keys += count;
+  }
+  void close() {
+    Stretch &s = stretches.back();
+    s.members = int64_t(members.size()) - s.first_member, s.pieces = int64_t(pieces.size()) - s.first_piece;
+    for (int64_t i = 0; i < s.members; i++) s.rows += items[members[s.first_member + i].item].count * group;
+  }
+};
+
+// The items of grouped attention: (q_start, n, k_start, m) each, with chunks or without.
+struct ItemTable {
+  const int32_t *items, *starts, *lengths;
+  bool has_chunks;
+  int64_t count, chunks, tokens_q, tokens_k;
+
+  // Returns the first item with rows that do not exist, or -1.
+  int64_t first_invalid() const {
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t q = items[4 * i], n = items[4 * i + 1], k = items[4 * i + 2], m = items[4 * i + 3];
+      if (n < 0 || m < 0 || (n && (q < 0 || q > tokens_q - n)) || (m && k < 0)) return i;
+      if (!m) continue;
+      if (!has_chunks) {
+        if (k > tokens_k - m) return i;
+        continue;
+      }
+      const int64_t length = lengths[i];
+      if (length < 1 || (k + m - 1) / length >= chunks) return i;
+      for (int64_t c = k / length; c <= (k + m - 1) / length; c++) {
+        const int64_t from = std::max(k - c * length, int64_t(0)), to = std::min(k + m - c * length, length);
+        const int64_t start = starts[i * chunks + c];
+        if (start + from < 0 || start + to > tokens_k) return i;
+      }
+    }
+    return -1;
+  }
+
+  // Calls run(row, count, key) for the keys [low, high) of item i.
+  template <class F> void runs(int64_t i, int64_t low, int64_t high, F run) const {
+    const int64_t k = items[4 * i + 2];
+    if (!has_chunks) return run(k + low, high - low, low);
+    const int64_t length = lengths[i];
+    for (int64_t at = low; at < high;) {
+      const int64_t p = k + at, some = std::min(length - p % length, high - at);
+      run(starts[i * chunks + p / length] + p % length, some, at);
+      at += some;
+    }
+  }
+
+  void plan(Plan &p) const {
+    struct Run { int64_t row, end, item, key; };
+    std::vector<Run> runs_;
+    std::vector<int64_t> cuts;
+    for (int64_t i = 0; i < count; i++) {
+      if (!items[4 * i + 1]) continue;
+      const bool shares = p.add(items[4 * i], items[4 * i + 1], items[4 * i + 3], [&](const Item &block) {
+        runs(i, p.low(block), p.high(block), [&](int64_t row, int64_t some, int64_t) {
+          p.piece(row * p.a.k_token, row * p.a.v_token, some);
+        });
+      });
+      if (!shares || p.low(p.items.back()) >= p.high(p.items.back())) continue;
+      runs(i, p.low(p.items.back()), p.high(p.items.back()), [&](int64_t row, int64_t some, int64_t key) {
+        runs_.push_back({row, row + some, int64_t(p.items.size()) - 1, key});
+        cuts.push_back(row), cuts.push_back(row + some);
+      });
+    }
+    std::sort(cuts.begin(), cuts.end());
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    // The runs over each interval between cuts: `seen[i]` to `seen[i + 1]` of `over`.
+    const int64_t intervals = std::max<int64_t>(int64_t(cuts.size()) - 1, 0);
+    std::vector<int64_t> seen(intervals + 2, 0);
+    auto index = [&](int64_t row) { return std::lower_bound(cuts.begin(), cuts.end(), row) - cuts.begin(); };
+    for (const Run &r : runs_)
+      for (int64_t i = index(r.row); cuts[i] < r.end; i++) seen[i + 2]++;
+    std::partial_sum(seen.begin(), seen.end(), seen.begin());
+    std::vector<Member> over(intervals ? seen[intervals + 1] : 0);
+    for (const Run &r : runs_)
+      for (int64_t i = index(r.row); cuts[i] < r.end; i++) over[seen[i + 1]++] = {r.item, r.key + cuts[i] - r.row};
+    // Intervals of the same items one after another, by key: what lies in pieces is one stretch.
+    std::vector<int64_t> order(intervals);
+    std::iota(order.begin(), order.end(), int64_t(0));
+    auto compare = [&](int64_t x, int64_t y) {
+      const int64_t nx = seen[x + 1] - seen[x], ny = seen[y + 1] - seen[y];
+      if (nx != ny) return nx < ny;
+      for (int64_t i = 0; i < nx; i++)
+        if (over[seen[x] + i].item != over[seen[y] + i].item) return over[seen[x] + i].item < over[seen[y] + i].item;
+      return nx && over[seen[x]].key != over[seen[y]].key ? over[seen[x]].key < over[seen[y]].key : x < y;
+    };
+    if (has_chunks) std::sort(order.begin(), order.end(), compare);
+    const Member *last = nullptr;               // of the open stretch: its members, at the end of its keys
+    int64_t last_keys = 0;
+    for (int64_t i : order) {
+      const int64_t members = seen[i + 1] - seen[i], keys = cuts[i + 1] - cuts[i];
+      const Member *own = over.data() + seen[i];
+      if (!members) continue;
+      bool goes_on = last && p.stretches.back().keys + keys <= STRETCH
+                     && int64_t(p.members.size()) - p.stretches.back().first_member == members;
+      for (int64_t m = 0; goes_on && m < members; m++)
+        goes_on = own[m].item == last[m].item && own[m].key == last[m].key + last_keys;
+      for (int64_t at = 0; at < keys; at += STRETCH) {
+        if (!goes_on || at) {
+          if (last) p.close();
+          p.open(false);
+          for (int64_t m = 0; m < members; m++) p.members.push_back({own[m].item, own[m].key + at});
+        }
+        p.piece((cuts[i] + at) * p.a.k_token, (cuts[i] + at) * p.a.v_token, std::min(STRETCH, keys - at));
+        last = own;
+      }
+      last_keys = keys;
+    }
+    if (last) p.close();
+  }
+};
+
+// The block tables of a paged cache: sequences with equal pages at their beginning share them, as
+// far as they are equal, and so do those of them whose next pages are equal.
+template <class I> struct PageTable {
+  const I *table, *lengths, *starts;            // starts: of the queries; absent: one each
+  bool has_starts;
+  int64_t batch, width, table_row, pages, page_size, tokens, k_page, v_page;
+
+  int64_t query(int64_t i) const { return has_starts ? int64_t(starts[i]) : i; }
+
+  bool valid() const {
+    if (has_starts && (query(0) != 0 || query(batch) != tokens)) return false;
+    for (int64_t i = 0; i < batch; i++) {
+      const int64_t n = lengths[i];
+      if (n < 0 || n > width * page_size || query(i + 1) < query(i)) return false;
+      for (int64_t p = 0; p * page_size < n; p++)
+        if (table[i * table_row + p] < 0 || table[i * table_row + p] >= pages) return false;
+    }
+    return true;
+  }
+
+  int64_t page(int64_t i, int64_t key) const { return table[i * table_row + key / page_size]; }
+
+  void plan(Plan &p) const {
+    struct Sequence { int64_t row, item, high; };
+    struct Group { std::vector<Sequence> sequences; int64_t key; };
+    auto add_piece = [&](int64_t i, int64_t key, int64_t end) {
+      const int64_t slot = key % page_size, some = std::min(page_size - slot, end - key);
+      p.piece(page(i, key) * k_page + slot * p.a.k_token, page(i, key) * v_page + slot * p.a.v_token, some);
+      return some;
+    };
+    std::vector<Group> groups(1);
+    for (int64_t i = 0; i < batch; i++) {
+      const int64_t n = query(i + 1) - query(i);
+      if (!n) continue;
+      if (p.add(query(i), n, lengths[i], [&](const Item &block) {
+            for (int64_t key = p.low(block); key < p.high(block);) key += add_piece(i, key, p.high(block));
+          })) {
+        const int64_t low = p.low(p.items.back());
+        groups[0].key = groups[0].sequences.empty() ? low : std::min(groups[0].key, low);
+        groups[0].sequences.push_back({i, int64_t(p.items.size()) - 1, p.high(p.items.back())});
+      }
+    }
+    while (!groups.empty()) {
+      std::vector<Sequence> all = std::move(groups.back().sequences);
+      int64_t key = groups.back().key;
+      groups.pop_back();
+      all.erase(std::remove_if(all.begin(), all.end(), [&](auto &s) { return s.high <= key; }), all.end());
+      std::stable_sort(all.begin(), all.end(), [&](auto &x, auto &y) { return page(x.row, key) < page(y.row, key); });
+      for (size_t from = 0, to; from < all.size(); from = to) {
+        int64_t end = all[from].high;
+        for (to = from; to < all.size() && page(all[to].row, key) == page(all[from].row, key); to++)
+          end = std::min(end, all[to].high);
+        p.open(false);
+        for (size_t s = from; s < to; s++) p.members.push_back({all[s].item, key});
+        int64_t at = key;
+        auto equal = [&] {
+          for (size_t s = from + 1; s < to; s++)
+            if (page(all[s].row, at) != page(all[from].row, at)) return false;
+          return true;
+        };
+        do at += add_piece(all[from].row, at, end); while (at < end && at - key + page_size <= STRETCH && equal());
+        p.close();
+        groups.push_back({{all.begin() + from, all.begin() + to}, at});
+      }
+    }
+  }
+};
+
+// Scores of ROWS rows and up to BLOCK keys; `dim` is a multiple of W.
+template <int ROWS>
+void grouped_scores(const float *query, int64_t query_row, const float *const *keys, int count, int64_t dim,
+                    float *scores) {
+  for (int j = 0; j < count; j += TILE) {
+    const float *at[TILE];
+    for (int i = 0; i < TILE; i++) at[i] = keys[std::min(j + i, count - 1)];    // past the end: any key
+    vf sums[ROWS][TILE] = {};
+    for (int64_t d = 0; d < dim; d += W) {
+      vf k[TILE];
+      each<TILE>([&](auto i) { k[i] = load(at[i] + d); });
+      each<ROWS>([&](auto r) {
+        vf q = load(query + r * query_row + d);
+        each<TILE>([&](auto i) { sums[r][i] += q * k[i]; });
+      });
+    }
+    store_sums<ROWS>(sums, scores + j);
+  }
+}
+
+inline vf larger_or_nan(vf a, vf b) {
+#if defined(__aarch64__)
+  return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a < b ? b : a;
+#endif
+}
+
+// 2^x for x <= 127, to about one ulp; 0 where the true value is subnormal; NaN stays NaN. N vectors
+// side by side, so that none waits for itself.
+template <int N> INLINE inline void powers_of_two(vf (&x)[N]) {
+  const float magic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to an integer
+  vf shifted[N], p[N];
+  vi small[N];
+  each<N>([&](auto i) { small[i] = x[i] < -126.0f, shifted[i] = x[i] + magic; });
+  each<N>([&](auto i) { x[i] -= shifted[i] - magic; });
+  each<N>([&](auto i) { p[i] = 1.535336188319500e-4f * x[i] + 1.339887440266574e-3f; });
+  each<N>([&](auto i) { p[i] = p[i] * x[i] + 9.618437357674640e-3f; });
+  each<N>([&](auto i) { p[i] = p[i] * x[i] + 5.550332471162809e-2f; });
+  each<N>([&](auto i) { p[i] = p[i] * x[i] + 2.402264791363012e-1f; });
+  each<N>([&](auto i) { p[i] = p[i] * x[i] + 6.931472028550421e-1f; });
+  each<N>([&](auto i) { p[i] = p[i] * x[i] + 1.0f; });
+  each<N>([&](auto i) {
+    x[i] = bits_to_float((float_to_bits(p[i]) + (float_to_bits(shifted[i]) << 23)) & ~(vu)small[i]);
+  });
+}
+
+// softmax_step for ROWS rows that see all of BLOCK keys, with a positive scale: no mask, and one
+// pass less. The maxima are of scaled scores, as there.
+template <int ROWS> void softmax_all(float *scores, float scale, float *const *stats, float *rescale) {
+  constexpr float LOG2E = 1.44269504088896341f;
+  constexpr int N = std::min(NN, BLOCK / W);
+  static_assert(ROWS <= W);
+  vf bases[ROWS], sums[ROWS] = {};
+  alignas(64) float steps[W] = {};
+  for (int r = 0; r < ROWS; r++) {
+    const float *own = scores + r * BLOCK;
+    vf top[N];
+    each<N>([&](auto i) { top[i] = load(own + i * W); });
+    for (int j = N * W; j < BLOCK; j += N * W)
+      each<N>([&](auto i) { top[i] = larger_or_nan(top[i], load(own + j + i * W)); });
+    each<N - 1>([&](auto i) { top[0] = larger_or_nan(top[0], top[i + 1]); });
+    const float was = stats[r][0], now = std::max(was, largest(top[0]) * scale);
+    const float base = now == -INFINITY ? 0.0f : now * LOG2E;
+    bases[r] = all(base), stats[r][0] = now, steps[r] = was * LOG2E - base;
+  }
+  vf step[1] = {load(steps)};
+  powers_of_two(step);
+  for (int r = 0; r < ROWS; r++) rescale[r] = step[0][r];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < BLOCK; j += N * W) {
+      vf x[N];
+      each<N>([&](auto i) { x[i] = load(scores + r * BLOCK + j + i * W) * (scale * LOG2E) - bases[r]; });
+      powers_of_two(x);
+      each<N>([&](auto i) { sums[r] += x[i], store(scores + r * BLOCK + j + i * W, x[i]); });
+    }
+  for (int r = 0; r < ROWS; r++) stats[r][1] = stats[r][1] * rescale[r] + sum(sums[r]);
+}
+
+// weighted[r] = weighted[r] * rescale[r] + sum over j of weights[r][j] * values[j], for N vectors
+// from column d on; the weights past `count` are zero.
+template <int ROWS, int N>
+void grouped_columns(const float *const *values, int count, int64_t d, const float *weights, const float *rescale,
+                     float *weighted, int64_t weighted_row) {
+  vf sums[ROWS][N];
+  each<ROWS>([&](auto r) {
+    each<N>([&](auto n) { sums[r][n] = load(weighted + r * weighted_row + d + n * W) * rescale[r]; });
+  });
+#if defined(__aarch64__)
+  for (int j = 0; j < count; j += 4) {
+    float32x4_t w[ROWS];
+    each<ROWS>([&](auto r) { w[r] = vld1q_f32(weights + r * BLOCK + j); });
+    each<4>([&](auto i) {
+      const float *at = values[std::min(j + int(i), count - 1)] + d;
+      vf v[N];
+      each<N>([&](auto n) { v[n] = load(at + n * W); });
+      each<ROWS>([&](auto r) {
+        each<N>([&](auto n) {
+          sums[r][n] = (vf)vfmaq_laneq_f32((float32x4_t)sums[r][n], (float32x4_t)v[n], w[r], i);
+        });
+      });
+    });
+  }
+#else
+  for (int j = 0; j < count; j++) {
+    vf v[N];
+    each<N>([&](auto n) { v[n] = load(values[j] + d + n * W); });
+    each<ROWS>([&](auto r) { each<N>([&](auto n) { sums[r][n] += weights[r * BLOCK + j] * v[n]; }); });
+  }
+#endif
+  each<ROWS>([&](auto r) { each<N>([&](auto n) { store(weighted + r * weighted_row + d + n * W, sums[r][n]); }); });
+}
+
+template <class T> struct GroupedAttention {
+  using U = Unit<T>;
+  const Grouped &a;
+  const Plan &plan;
+  int64_t group = a.heads / a.kv_heads;
+  int64_t query_row = rounded_up(a.head_dim, U::SIZE), out_row = rounded_up(a.head_dim_v, U::SIZE);
+  int64_t state_row = out_row + W;              // weighted values, maximum score, sum
+  bool in_place = std::is_same<T, float>::value && a.head_dim % W == 0 && a.head_dim_v % W == 0;
+
+  struct Row { int64_t from, to; };             // the keys of the stretch that it sees
+
+  template <int ROWS>
+  void block(const float *query, const Row *rows, int64_t at, int count, const float *const *keys,
+             const float *const *values, float *state) const {
+    alignas(64) float scores[ROWS * BLOCK];
+    float rescale[ROWS];
+    int from[ROWS], to[ROWS], seen = 0;
+    for (int r = 0; r < ROWS; r++) {
+      from[r] = int(std::clamp<int64_t>(rows[r].from - at, 0, count));
+      to[r] = int(std::clamp<int64_t>(rows[r].to - at, from[r], count));
+      seen += to[r] - from[r];
+    }
+    if (!seen) return;
+    grouped_scores<ROWS>(query, query_row, keys, count, query_row, scores);
+    float *stats[ROWS];
+    for (int r = 0; r < ROWS; r++) stats[r] = state + r * state_row + out_row;
+    if (seen == ROWS * BLOCK && a.softcap == 0.0f && a.scale > 0.0f)
+      softmax_all<ROWS>(scores, a.scale, stats, rescale);
+    else
+      for (int r = 0; r < ROWS; r++)
+        rescale[r] = softmax_step(scores + r * BLOCK, from[r], to[r], count, a.scale, a.softcap, stats[r],
+                                  stats[r] + 1);
+    int64_t d = 0;
+    for (; d + 4 * W <= out_row; d += 4 * W)
+      grouped_columns<ROWS, 4>(values, count, d, scores, rescale, state, state_row);
+    for (; d < out_row; d += W) grouped_columns<ROWS, 1>(values, count, d, scores, rescale, state, state_row);
+  }
+
+  // `query`, `rows`: for the rows of a stretch. `panel`: for a block of keys and values.
+  void run_stretch(const Stretch &s, int64_t head, float *state, float *query, Row *rows, float *panel) const {
+    int64_t r = 0;
+    for (int64_t m = 0; m < s.members; m++) {
+      const Member &member = plan.members[s.first_member + m];
+      const Item &item = plan.items[member.item];
+      for (int64_t i = 0; i < item.count * group; i++, r++) {
+        const int64_t diagonal = item.diagonal + i / group;
+        widen((const T *)a.query + (item.first + i / group) * a.q_token + (head * group + i % group) * a.q_head,
+              a.head_dim, query + r * query_row);
+        rows[r] = {a.left < 0 ? 0 : diagonal - a.left - member.key,
+                   std::min(item.keys, a.right < 0 ? item.keys : diagonal + a.right + 1) - member.key};
+        float *own = state + r * state_row;
+        std::memset(own, 0, state_row * sizeof(float));
+        own[out_row] = -INFINITY;
+      }
+    }
+    const T *key = (const T *)a.key + head * a.k_head, *value = (const T *)a.value + head * a.v_head;
+    const Piece *piece = plan.pieces.data() + s.first_piece;
+    int64_t used = 0;                           // keys of the piece
+    for (int64_t at = 0; at < s.keys; at += BLOCK) {
+      const float *keys[BLOCK], *values[BLOCK];
+      const int count = int(std::min<int64_t>(BLOCK, s.keys - at));
+      for (int j = 0; j < count; j++, used++) {
+        if (used == piece->count) piece++, used = 0;
+        const T *k = key + piece->key + used * a.k_token, *v = value + piece->value + used * a.v_token;
+        if (in_place) {
+          keys[j] = (const float *)k, values[j] = (const float *)v;
+        } else {
+          float *to = panel + j * (query_row + out_row);
+          widen(k, a.head_dim, to), widen(v, a.head_dim_v, to + query_row);
+          keys[j] = to, values[j] = to + query_row;
+        }
+      }
+      for (int64_t row = 0; row < s.rows; row += TILE) {
+        const float *q = query + row * query_row;
+        float *own = state + row * state_row;
+        switch (std::min<int64_t>(s.rows - row, TILE)) {
+          case 4: block<4>(q, rows + row, at, count, keys, values, own); break;
+          case 3: block<3>(q, rows + row, at, count, keys, values, own); break;
+          case 2: block<2>(q, rows + row, at, count, keys, values, own); break;
+          default: block<1>(q, rows + row, at, count, keys, values, own);
+        }
+      }
+    }
+  }
+
+  // Merges partial results of one row and stores it; without any it sees no key.
+  void finish(int64_t token, int64_t head, float *const *parts, int64_t count, float *merged) const {
+    float top = -INFINITY, total = 0.0f;
+    for (int64_t p = 0; p < count; p++) top = std::max(top, parts[p][out_row]);
+    const float base = top == -INFINITY ? 0.0f : top;
+    std::memset(merged, 0, out_row * sizeof(float));
+    for (int64_t p = 0; p < count; p++) {
+      const float share = std::exp(parts[p][out_row] - base);
+      total += parts[p][out_row + 1] * share;
+      for (int64_t d = 0; d < out_row; d += W) store(merged + d, load(merged + d) + load(parts[p] + d) * share);
+    }
+    // A sum of 0 is a row that sees no key; NaN is not.
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    T *out = (T *)a.out + (token * a.heads + head) * a.head_dim_v;
+    for (int64_t d = 0; d < a.head_dim_v; d += U::SIZE) {
+      vf some[U::VECTORS];
+      for (int u = 0; u < U::VECTORS; u++) some[u] = load(merged + d + u * W) * inverse;
+      T unit[U::SIZE];
+      U::put(unit, some);
+      std::memcpy(out + d, unit, std::min<int64_t>(U::SIZE, a.head_dim_v - d) * sizeof(T));
+    }
+    if (a.has_lse) a.lse[token * a.heads + head] = total == 0.0f ? -INFINITY : top + std::log(total);
+  }
+
+  void finish_item(const Item &item, int64_t head, float *const *parts, int64_t count, float *merged) const {
+    std::vector<float *> rows(parts, parts + count);
+    for (int64_t i = 0; i < item.count * group; i++) {
+      finish(item.first + i / group, head * group + i % group, rows.data(), count, merged);
+      for (float *&row : rows) row += state_row;
+    }
+  }
+
+  // `stretches` get the place of their partial results, most work first.
+  static bool run(const Grouped &a, Plan &plan) {
+    GroupedAttention g{a, plan};
+    std::vector<Stretch> &stretches = plan.stretches;
+    std::stable_sort(stretches.begin(), stretches.end(),
+                     [](auto &x, auto &y) { return x.keys * x.rows > y.keys * y.rows; });
+    // The parts of each item: `first[i]` to `first[i + 1]` of `parts`, as rows of all partial results.
+    std::vector<int64_t> first(plan.items.size() + 2, 0);
+    int64_t states = 0, most_rows = 1, work = 0;
+    for (Stretch &s : stretches) {
+      s.state = states;
+      if (!s.alone) states += s.rows * a.kv_heads;
+      most_rows = std::max(most_rows, s.rows), work += s.rows * s.keys;
+      for (int64_t m = 0; m < s.members; m++) first[plan.members[s.first_member + m].item + 2]++;
+    }
+    std::partial_sum(first.begin(), first.end(), first.begin());
+    struct Part { int64_t stretch, row; };
+    std::vector<Part> parts(first.back());
+    for (size_t i = 0; i < stretches.size(); i++)
+      for (int64_t m = 0, row = 0; m < stretches[i].members; m++) {
+        const int64_t item = plan.members[stretches[i].first_member + m].item;
+        parts[first[item + 1]++] = {int64_t(i), row};
+        row += plan.items[item].count * g.group;
+      }
+    std::vector<char> covered(a.tokens, 0);
+    for (const Item &i : plan.items) std::fill_n(covered.begin() + i.first, i.count, 1);
+
+    const int threads = work * a.kv_heads * (a.head_dim + a.head_dim_v) < 65536 ? 1 : a.threads;
+    const int64_t state = states * g.state_row;
+    // of a thread: queries and, for a stretch alone, partial results; a panel of keys and values; a merged row
+    const int64_t own = rounded_up(most_rows * (g.query_row + g.state_row) + BLOCK * (g.query_row + g.out_row)
+                                   + g.out_row, 16);
+    float *memory = (float *)std::aligned_alloc(64, (rounded_up(state, 16) + threads * own) * sizeof(float));
+    if (!memory) return false;
+    std::vector<Row> all_rows(threads * most_rows);
+    std::vector<float *> all_rests(threads * (stretches.size() + 1));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      const int thread = thread_number();
+      float *query = memory + rounded_up(state, 16) + thread * own, *local = query + most_rows * g.query_row;
+      float *panel = local + most_rows * g.state_row, *merged = panel + BLOCK * (g.query_row + g.out_row);
+      Row *rows = all_rows.data() + thread * most_rows;
+      float **found = all_rests.data() + thread * (stretches.size() + 1);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < int64_t(stretches.size()) * a.kv_heads; i++) {
+        const Stretch &s = stretches[i / a.kv_heads];
+        const int64_t head = i % a.kv_heads;
+        float *to = s.alone ? local : memory + (s.state + head * s.rows) * g.state_row;
+        g.run_stretch(s, head, to, query, rows, panel);
+        if (s.alone) g.finish_item(plan.items[plan.members[s.first_member].item], head, &to, 1, merged);
+      }
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < int64_t(plan.items.size()) * a.kv_heads; i++) {
+        const int64_t item = i / a.kv_heads, head = i % a.kv_heads, count = first[item + 1] - first[item];
+        if (count && stretches[parts[first[item]].stretch].alone) continue;
+        for (int64_t p = 0; p < count; p++) {
+          const Part &part = parts[first[item] + p];
+          const Stretch &s = stretches[part.stretch];
+          found[p] = memory + (s.state + head * s.rows + part.row) * g.state_row;
+        }
+        g.finish_item(plan.items[item], head, found, count, merged);
+      }
+#pragma omp for schedule(static)
+      for (int64_t token = 0; token < a.tokens; token++)
+        if (!covered[token])
+          for (int64_t head = 0; head < a.heads; head++) g.finish(token, head, nullptr, 0, merged);
+    }
+    std::free(memory);
+    return true;
+  }
+};
+
+}  // namespace lz

@@ -112,6 +112,9 @@ SEVERAL_ROWS = r.at_least("max_seqlen_q", 2)
 KERNELS = (
     Kernel("torch.grouped_cascade", grouped_attention, _cascade, prior=4.0, overhead_us=60.0,
            differentiable=False, graph_safe=False, traceable=False,
+           less_work="keys that items share are read once",
+           less_work_when=(r.at_most("max_seqlen_q", 1), r.at_least("n_items", 2),
+                           r.at_least("max_seqlen_k", 256)),
            requires=(
                r.device("cpu"), r.dtypes(*FLOATS),
                r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
@@ -119,5 +122,5 @@ KERNELS = (
                r.when(SEVERAL_ROWS, r.off("is_causal", Code.MASK_UNSUPPORTED)),
                r.when(SEVERAL_ROWS, r.equals("window_left", -1, Code.WINDOW_UNSUPPORTED)),
                r.when(SEVERAL_ROWS, r.equals("window_right", -1, Code.WINDOW_UNSUPPORTED))),
-           note=f"keys that items share are read once; {ON_HOST}"),
+           note=ON_HOST),
 )

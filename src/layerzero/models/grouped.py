@@ -83,7 +83,7 @@ def _flash_attn_varlen_backward_grouped(
     return list(dq.split([len(q) for q in q_list])), dk, dv
 
 
-def _attend(query: Tensor, k: Tensor, v: Tensor, starts_q: Sequence[Tensor],
+def _attend(query: Tensor, key: Tensor, value: Tensor, starts_q: Sequence[Tensor],
             starts_k: Sequence[Tensor], longest_q: Sequence[int], longest_k: Sequence[int],
             scale: float | None, causal: bool, left: int, right: int, softcap: float,
             k_starts: Tensor | None, rows: Sequence[int], with_lse: bool) -> Any:
@@ -94,10 +94,10 @@ def _attend(query: Tensor, k: Tensor, v: Tensor, starts_q: Sequence[Tensor],
             raise InvalidCall.of(_grouped.name, Reason(
                 Code.DIM_MISMATCH, f"as long as q_list, {len(rows)}", len(values), name))
     first = [sum(rows[:i]) for i in range(len(rows))]
-    items = torch.cat([items_from_cu_seqlens(*pair, k_starts, row)
-                       for *pair, row in zip(starts_q, starts_k, first)])
+    items = torch.cat([items_from_cu_seqlens(q, k, k_starts, row)
+                       for q, k, row in zip(starts_q, starts_k, first)])
     return public_function(_grouped)(
-        query, k, v, items, max(longest_q), max(longest_k), causal, scale, window_left=left,
+        query, key, value, items, max(longest_q), max(longest_k), causal, scale, window_left=left,
         window_right=right, softcap=softcap, return_lse=with_lse)
 
 

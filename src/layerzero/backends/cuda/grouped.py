@@ -15,7 +15,7 @@ from . import compiler
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 29        # a window that hides nothing
 
-_PARAMS = struct.Struct("@10P17i2f")
+_PARAMS = struct.Struct("@10P18i2f")
 
 
 class Config(NamedTuple):
@@ -44,8 +44,9 @@ def config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
            machine: compiler.Machine) -> Config:
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
-    large, small = (Config(16, 256 // dim, 6, 8192 // dim, 1),
-                    Config(4, 256 // dim, 4, 4096 // dim, 1))
+    wide = dim > 128
+    large = Config(8, 256 // dim, 3 if wide else 6, 64 if wide else 8192 // dim, 1)
+    small = Config(4, 256 // dim, 3 if wide else 4, 32 if wide else 4096 // dim, 1)
     cfg = large if shared_bytes(dim, large) <= machine.shared else small
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
@@ -101,9 +102,9 @@ def _launch(
     factors = ((2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap > 0
                else (scale * LOG2E, 0.0))
     params = (_PARAMS, query, key, value, items, *pages, out, log_sums, workspace, *strides,
-              query.stride(0), query.stride(1), heads, cfg.splits, count, parts * per_pass,
-              max_queries, entries, max_pages, *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight,
-              *factors)
+              query.stride(0), query.stride(1), heads, cfg.splits, count, passes,
+              parts * per_pass, max_queries, entries, max_pages,
+              *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight, *factors)
     if page:
         run.compare.launch((entries, 1, 1), *params)
     run.attend.launch((cfg.splits, kv_heads, passes), *params)

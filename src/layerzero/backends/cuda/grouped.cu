@@ -240,7 +240,7 @@ KERNEL(grouped, Params, WARPS * 32)
     // Steps of keys, each of which some item sees, are copied a few ahead.
     int x = begin, until = begin;                  // the next key; one item covers [x, until)
     Range source = {0, 0};                         // with PAGE: table row and shift of that item,
-    i64 page = 0;                                  // page and slot of this warp's rows of the next step
+    i32 page = 0;                                  // of this warp's rows of the next step; not touched before that
     const int copied = warp() * COPIED;
     auto seek = [&]() {
         if (x >= until) {
@@ -259,10 +259,8 @@ KERNEL(grouped, Params, WARPS * 32)
             if (PAGE) source = sources[(u32)furthest];
         }
 #if PAGE
-        if (x + copied / KEYS * KEYS < least(until, stop)) {
-            const int position = x + copied + source.end;
-            page = (i64)p.table[offset64(source.begin, p.table_row) + position / PAGE] << 32 | position % PAGE;
-        }
+        if (x + copied / KEYS * KEYS < least(until, stop))
+            page = p.table[offset64(source.begin, p.table_row) + (x + copied + source.end) / PAGE];
 #endif
     };
     const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
@@ -274,8 +272,9 @@ KERNEL(grouped, Params, WARPS * 32)
         if (thread() == 0) steps[filled] = Range{x, end};
         if (x + copied / PAIR * PAIR < end) {
 #if PAGE
-            const u16* k_from = k + (page >> 32) * p.k_page + offset64((int)page, K_TOKEN);
-            const u16* v_from = v + (page >> 32) * p.v_page + offset64((int)page, V_TOKEN);
+            const int slot = (x + copied + source.end) % PAGE;
+            const u16* k_from = k + offset64(page, p.k_page) + offset64(slot, K_TOKEN);
+            const u16* v_from = v + offset64(page, p.v_page) + offset64(slot, V_TOKEN);
 #else
             const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
 #endif

@@ -49,6 +49,22 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
         {"context": (700, 3000, 0, 1), "hq": 32, "hkv": 8, "d": 64, "page_size": 64, "window": 300,
          "lse": True},
         {"context": (700, 3000), "hq": 8, "hkv": 1, "d": 256, "page_size": 32}),
+    "cuda.paged_attention_shared": (
+        {"context": (5000, 17, 900), "hq": 32, "hkv": 8, "d": 128, "lse": True},
+        {"context": (700, 3000), "lengths_q": (3, 8), "hq": 32, "hkv": 8, "d": 128,
+         "layout": "HND"},
+        {"context": (700, 3000, 0, 1), "hq": 32, "hkv": 8, "d": 64, "page_size": 64, "window": 300,
+         "lse": True},
+        {"context": (700, 3000), "hq": 8, "hkv": 1, "d": 256, "page_size": 32, "softcap": 9.0},
+        {"context": tuple(range(100, 500, 5)), "hq": 32, "hkv": 8, "d": 128}),
+    "cuda.grouped_attention_decode": (
+        {"items": tuple((i, 1, 0, 128 * (i + 1)) for i in range(64)), "hq": 32, "hkv": 8, "d": 128,
+         "lse": True},
+        {"items": tuple((4 * i, 4, 70 * i, 4000) for i in range(40)), "hq": 16, "hkv": 4, "d": 128,
+         "lse": True},
+        {"items": tuple((3 * i, 3, 5000 * (i % 3), 900 + 13 * i) for i in range(30)), "hq": 32,
+         "hkv": 8, "d": 64, "softcap": 20.0, "window": (500, 0)},
+        {"items": ((0, 2, 7, 5000), (2, 2, 0, 9000)), "hq": 8, "hkv": 2, "d": 256, "lse": True}),
     "cuda.quantized_linear": (
         *({"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
           for f in ("int4", "int8", "fp8_e4m3") for g in (0, 32, 64, 128) for r in (1, 2, 5, 16)),

@@ -34,6 +34,7 @@ GROUPED: tuple[dict[str, Any], ...] = (
 PAGED: tuple[dict[str, Any], ...] = (
     {"context": (100, 3, 0, 77), "lse": True},
     {"context": (100, 49), "lengths_q": (3, 2), "window": 20},
+    {"context": (100, 90, 70), "lengths_q": (3, 2, 1), "order": "shared", "lse": True},
 )
 
 

@@ -16,7 +16,7 @@ from helpers import world
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.backends.cuda import compiler, decode, gemv, norm, planes, sampling
+from layerzero.backends.cuda import compiler, decode, gemv, grouped, norm, planes, sampling
 from layerzero.dispatch import dispatcher as dispatch
 from layerzero.dispatch import native
 from layerzero.dispatch.native.replays import LaunchRecorder
@@ -28,7 +28,7 @@ from .run import COMPILER, Kernel, on_cpu
 __all__ = ["world"]
 pytestmark = [pytest.mark.correctness,
               pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-PREPARED = (norm._prepare, decode._compiled, gemv._prepare, planes._prepare, sampling._plan)
+PREPARED = (norm._prepare, decode._compiled, grouped._compiled, gemv._prepare, planes._prepare, sampling._plan)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +48,7 @@ def serve(compiled: None, world: Any,
     """serve("cuda.rms_norm") is lz.rms_norm, served by that kernel in the emulator."""
     monkeypatch.setattr(compiler, "kernel", Kernel)
     monkeypatch.setattr(decode, "config", small_config)
+    monkeypatch.setattr(grouped, "config", lambda *facts: grouped.Config(2, 4, 3, 32, 3))
     monkeypatch.setattr(sampling, "config", lambda *facts: sampling.Config(2, 64, 64))
     for cached in PREPARED:
         cached.cache_clear()
@@ -159,6 +160,20 @@ def test_pages_of_a_table_that_grows(serve: Any) -> None:
         got = call(query, keys, values, table, lengths)
         assert torch.equal(got, decode.paged(query, keys, values, table, lengths)), pages
     assert counts("paged_attention", query, keys, values, table, lengths)[1] >= 1
+
+
+def test_shared_pages_of_a_table_that_grows(serve: Any) -> None:
+    """Three launches, with a workspace between them."""
+    call = serve("cuda.paged_attention_shared")
+    keys, values = half(36, 16, 2, 64, seed=1), half(36, 16, 2, 64, seed=2)
+    for pages in (17, 18, 19, 20):
+        query = half(2, 8, 64, seed=pages)
+        table = torch.arange(pages, dtype=torch.int32).repeat(2, 1)
+        table[1, 4:] += 16
+        lengths = torch.tensor([pages * 16 - 3, 70], dtype=torch.int32)
+        got = call(query, keys, values, table, lengths)
+        assert torch.equal(got, grouped.paged(query, keys, values, table, lengths)), pages
+    assert counts("paged_attention", query, keys, values, table, lengths)[1] == 3
 
 
 def test_a_product_with_codes(serve: Any) -> None:

@@ -164,6 +164,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"scale": 0.3, "table": "int64"}, {"context": (0, 7, 33), "lse": True},
     {"context": (1,), "page_size": 1}, {"context": ()},
     {"context": (90, 50), "order": "neighbours", "lse": True},
+    {"context": (90, 70, 100), "order": "shared", "d": 64, "lse": True},
     {"lengths_q": (17, 1, 40)}, {"lengths_q": (3, 0, 8), "lse": True},
     {"lengths_q": (2, 5, 1), "causal": False},
     {"lengths_q": (5, 2), "context": (40, 3), "layout": "HND", "table": "int64"},

@@ -27,7 +27,7 @@ struct Params {
     float* workspace;                              // see Workspace
     i32 k_head, v_head, k_page, v_page, table_row, q_token, q_head;            // strides in elements
     // weight: what reading a key costs, in rows that it is multiplied with
-    i32 heads, splits, count, pass_items, max_queries, batch, max_pages, left, right, weight;
+    i32 heads, splits, count, passes, pass_items, max_queries, batch, max_pages, left, right, weight;
     float scale, cap;                              // times log2(e), as exponentials are in base 2
 };
 
@@ -51,7 +51,7 @@ struct alignas(16) Column {
 
 struct Range { i32 begin, end; };
 
-constexpr int KEYS = 16;                           // of an MMA tile
+constexpr int KEYS = 16, PAIR = 2 * KEYS;          // of an MMA tile; of the two that a warp processes together
 constexpr int THREADS = WARPS * 32;
 constexpr int UNITS = DIM / 8;                     // of 16 bytes per row
 constexpr int AT_ONCE = 32 / UNITS;                // rows that a warp copies together
@@ -62,7 +62,7 @@ constexpr int MOST = WARPS * COLS * 8;             // columns of a block, and it
 constexpr int QUERY_STAGES = (MOST * DIM * 2 + STAGE - 1) / STAGE;             // the last ones hold the queries at first
 typedef Combine<COLS * 8, DIM> Part;
 static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
-static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP >= KEYS, "a warp copies rows of one tile");
+static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP % PAIR == 0, "a warp copies rows of one tile");
 static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
 static_assert(MOST <= THREADS, "an item for each thread");
@@ -90,13 +90,18 @@ FN Workspace workspace_of(const Params& p) {
     float* const parts = p.workspace + (PAGE ? p.count * 8 : 0);
     float* const stats = parts + (i64)p.splits * rows * DIM;
     i32* const cuts = (i32*)(stats + (i64)p.splits * rows * 2);
-    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, cuts, cuts + p.count / p.pass_items * (p.splits + 1), rows};
+    return Workspace{(Item*)p.workspace, parts, (Float2*)stats, cuts, cuts + p.passes * (p.splits + 1), rows};
 }
 
 // A row's index in the parts.
 FN i64 part_of(const Params& p, int rows, int split, int row, int kv_head) {
     return (i64)split * rows + (row / GROUP) * p.heads + kv_head * GROUP + row % GROUP;
 }
+
+// Items of a pass: with PAGE neighbours, which may share pages; else every so many, so that passes
+// over prefixes of one sequence cost the same.
+FN int index_of(const Params& p, int pass, int n) { return PAGE ? pass * p.pass_items + n : n * p.passes + pass; }
+FN int pass_of(const Params& p, int index) { return PAGE ? index / p.pass_items : index % p.passes; }
 
 FN Item item_of(const Params& p, int index) {
 #if PAGE
@@ -182,15 +187,15 @@ KERNEL(grouped, Params, WARPS * 32)
     if (PAGE) wait_for_launch_before();            // for what is in common
 
     // The items of this pass, one for each thread.
-    const int count = least(p.pass_items, p.count - pass * p.pass_items);
+    const int count = PAGE ? p.pass_items : (p.count - pass + p.passes - 1) / p.passes;
 #if PAGE
     const Item item = plan(p, workspace, shared(), pass);
     if (thread() < count) {
         sources[thread()] = Range{item.row, item.shift};
-        if (kv_head == 0 && split == 0) workspace.items[pass * p.pass_items + thread()] = item;
+        if (kv_head == 0 && split == 0) workspace.items[index_of(p, pass, thread())] = item;
     }
 #else
-    const Item item = thread() < count ? item_of(p, pass * p.pass_items + thread()) : Item{};
+    const Item item = thread() < count ? item_of(p, index_of(p, pass, thread())) : Item{};
 #endif
     const Range keys = keys_of(p, item);
     if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
@@ -235,7 +240,7 @@ KERNEL(grouped, Params, WARPS * 32)
     // Steps of keys, each of which some item sees, are copied a few ahead.
     int x = begin, until = begin;                  // the next key; one item covers [x, until)
     Range source = {0, 0};                         // with PAGE: table row and shift of that item,
-    i64 page = 0;                                  // page and slot of this warp's rows of the next step
+    i32 page = 0;                                  // of this warp's rows of the next step; not touched before that
     const int copied = warp() * COPIED;
     auto seek = [&]() {
         if (x >= until) {
@@ -254,23 +259,22 @@ KERNEL(grouped, Params, WARPS * 32)
             if (PAGE) source = sources[(u32)furthest];
         }
 #if PAGE
-        if (x + copied / KEYS * KEYS < least(until, stop)) {
-            const int position = x + copied + source.end;
-            page = (i64)p.table[offset64(source.begin, p.table_row) + position / PAGE] << 32 | position % PAGE;
-        }
+        if (x + copied / KEYS * KEYS < least(until, stop))
+            page = p.table[offset64(source.begin, p.table_row) + (x + copied + source.end) / PAGE];
 #endif
     };
     const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
     const u16* const v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN) + unit * 8;
     const int copy_at = swizzle(copied + row_in_copy, unit);
     int filled = 0;                                // the stage that is filled next
-    auto fetch = [&]() {                           // zeros past the last key of a tile
+    auto fetch = [&]() {                           // zeros past the last key of a pair of tiles
         const int end = x < stop ? least(least(x + STEP, until), stop) : x;
         if (thread() == 0) steps[filled] = Range{x, end};
-        if (x + copied / KEYS * KEYS < end) {
+        if (x + copied / PAIR * PAIR < end) {
 #if PAGE
-            const u16* k_from = k + (page >> 32) * p.k_page + offset64((int)page, K_TOKEN);
-            const u16* v_from = v + (page >> 32) * p.v_page + offset64((int)page, V_TOKEN);
+            const int slot = (x + copied + source.end) % PAGE;
+            const u16* k_from = k + offset64(page, p.k_page) + offset64(slot, K_TOKEN);
+            const u16* v_from = v + offset64(page, p.v_page) + offset64(slot, V_TOKEN);
 #else
             const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
 #endif
@@ -300,14 +304,14 @@ KERNEL(grouped, Params, WARPS * 32)
         if (span.high > keys.end || (span.high == keys.end && n < thread())) column += rows;
     }
     if (most(keys.begin, begin) < least(keys.end, stop)) {
-        const int row = (pass * p.pass_items + thread()) * p.max_queries * GROUP;
+        const int row = index_of(p, pass, thread()) * p.max_queries * GROUP;
         ROLLED for (int n = 0; n < item.n * GROUP; ++n) {
             const Range seen = keys_of(p, item, n / GROUP);
             columns[column + n] = Column{most(seen.begin, begin), least(seen.end, stop), item.first + n / GROUP, row + n};
         }
     }
     const int tiles = (used + 7) / 8;
-    int row_groups = WARPS * KEYS / STEP;          // at least as many warps as there are tiles of keys
+    int row_groups = WARPS * PAIR / STEP > 1 ? WARPS * PAIR / STEP : 1;        // no more key sets than pairs
     while (row_groups * COLS < tiles) row_groups *= 2;
     const int warp_tiles = (tiles + row_groups - 1) / row_groups, key_sets = WARPS / row_groups;
     const int row_group = warp() % row_groups, key_set = warp() / row_groups;
@@ -356,64 +360,79 @@ KERNEL(grouped, Params, WARPS * 32)
     const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + HALF_STAGE;
     const float scale = SOFTCAP ? 1.0f : p.scale;
     auto attend = [&](auto chosen, int at, int first, int end) {
-        constexpr int TILES = decltype(chosen)::value, CHAINS = TILES == 1 ? 2 : 1;
-        float sums[CHAINS][TILES][4];
+        constexpr int TILES = decltype(chosen)::value, CHAINS = TILES == 1 ? 2 : 1, DEPTH = DIM / 16, AHEAD = 2;
+        float sums[CHAINS][2][TILES][4];           // of both tiles of keys: keys g and g + 8, two columns each
         UNROLL for (int i = 0; i < CHAINS; ++i)
-            UNROLL for (int c = 0; c < TILES; ++c) sums[i][c][0] = sums[i][c][1] = sums[i][c][2] = sums[i][c][3] = 0;
-        UNROLL for (int s = 0; s < DIM / 16; ++s) {
-            u32 keys[4];
-            ldmatrix4(keys, shared() + at + advance_units(key_at, 2 * s));
-            UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(sums[s % CHAINS][c], keys, q[c][s]);
+            UNROLL for (int h = 0; h < 2; ++h)
+                UNROLL for (int c = 0; c < TILES; ++c)
+                    sums[i][h][c][0] = sums[i][h][c][1] = sums[i][h][c][2] = sums[i][h][c][3] = 0;
+        u32 keys[DEPTH][2][4], values[DEPTH][2][4];                                // loaded AHEAD of their use
+        UNROLL for (int s = -AHEAD; s < DEPTH; ++s) {
+            if (s + AHEAD < DEPTH)
+                UNROLL for (int h = 0; h < 2; ++h)
+                    ldmatrix4(keys[s + AHEAD][h], shared() + at + h * KEYS * DIM * 2 + advance_units(key_at, 2 * (s + AHEAD)));
+            if (s >= 0)
+                UNROLL for (int h = 0; h < 2; ++h)
+                    UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(sums[s % CHAINS][h][c], keys[s][h], q[c][s]);
         }
-        float scores[TILES][4];                    // keys g and g + 8, two columns each
-        UNROLL for (int c = 0; c < TILES; ++c)
-            UNROLL for (int n = 0; n < 4; ++n) {
-                scores[c][n] = CHAINS == 2 ? sums[0][c][n] + sums[CHAINS - 1][c][n] : sums[0][c][n];
-                if (SOFTCAP)                       // tanh by an exponential
-                    scores[c][n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[c][n] * p.scale));
-            }
-        if (first < all_begin || first + KEYS > least(all_end, end)) {
+        auto load_values = [&](int n) {
+            UNROLL for (int h = 0; h < 2; ++h)
+                ldmatrix4_transposed(values[n][h], shared() + at + h * KEYS * DIM * 2 + advance_units(value_at, 2 * n));
+        };
+        UNROLL for (int n = 0; n < AHEAD; ++n) load_values(n);
+        float (&scores)[2][TILES][4] = sums[0];
+        UNROLL for (int h = 0; h < 2; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int n = 0; n < 4; ++n) {
+                    if (CHAINS == 2) scores[h][c][n] += sums[CHAINS - 1][h][c][n];
+                    if (SOFTCAP)                   // tanh by an exponential
+                        scores[h][c][n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[h][c][n] * p.scale));
+                }
+        if (first < all_begin || first + PAIR > least(all_end, end)) {
             UNROLL for (int c = 0; c < TILES; ++c)
                 UNROLL for (int e = 0; e < 2; ++e) {
-                    const int at = first_column + c * 8 + 2 * t + e;
-                    const Column seen = at < used ? columns[at] : Column{0, 0, 0, 0};
-                    UNROLL for (int n = e; n < 4; n += 2) {
-                        const int key = first + n / 2 * 8 + g;
-                        if (key < seen.low || key >= least(seen.high, end)) scores[c][n] = -bits_float(0x7F800000);
+                    const int column = first_column + c * 8 + 2 * t + e;
+                    const Column seen = column < used ? columns[column] : Column{0, 0, 0, 0};
+                    UNROLL for (int n = 0; n < 4; ++n) {
+                        const int key = first + n * 8 + g;
+                        if (key < seen.low || key >= least(seen.high, end))
+                            scores[n / 2][c][n % 2 * 2 + e] = -bits_float(0x7F800000);
                     }
                 }
         }
         bool higher = false;
-        UNROLL for (int c = 0; c < TILES; ++c)
-            UNROLL for (int n = 0; n < 4; ++n) higher |= scores[c][n] * scale - best[c][n % 2] > ENOUGH;
+        UNROLL for (int h = 0; h < 2; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int n = 0; n < 4; ++n) higher |= scores[h][c][n] * scale - best[c][n % 2] > ENOUGH;
         if (ballot(higher)) {                      // at the first keys, and rarely after
             UNROLL for (int c = 0; c < TILES; ++c)
                 UNROLL for (int e = 0; e < 2; ++e) {
-                    float top = fmaxf(scores[c][e], scores[c][e + 2]);
+                    float top = fmaxf(fmaxf(scores[0][c][e], scores[0][c][e + 2]), fmaxf(scores[1][c][e], scores[1][c][e + 2]));
                     UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
                     top = fmaxf(top * scale, best[c][e]);
                     const float rescale = fast_exp2(best[c][e] - top);
                     best[c][e] = top;
                     total[c][e] *= rescale;
-                    UNROLL for (int n = 0; n < DIM / 16; ++n) {
+                    UNROLL for (int n = 0; n < DEPTH; ++n) {
                         acc[c][n][e] *= rescale;
                         acc[c][n][e + 2] *= rescale;
                     }
                 }
         }
-        u32 weights[TILES][2];
-        UNROLL for (int c = 0; c < TILES; ++c) {
-            float w[4];
-            UNROLL for (int n = 0; n < 4; ++n) w[n] = fast_exp2(scores[c][n] * scale - best[c][n % 2]);
-            total[c][0] += w[0] + w[2];
-            total[c][1] += w[1] + w[3];
-            weights[c][0] = transpose_8x8(pack2<BF16>(w[0], w[1]));
-            weights[c][1] = transpose_8x8(pack2<BF16>(w[2], w[3]));
-        }
-        UNROLL for (int n = 0; n < DIM / 16; ++n) {
-            u32 values[4];
-            ldmatrix4_transposed(values, shared() + at + advance_units(value_at, 2 * n));
-            UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(acc[c][n], values, weights[c]);
+        u32 weights[2][TILES][2];
+        UNROLL for (int h = 0; h < 2; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c) {
+                float w[4];
+                UNROLL for (int n = 0; n < 4; ++n) w[n] = fast_exp2(scores[h][c][n] * scale - best[c][n % 2]);
+                total[c][0] += w[0] + w[2];
+                total[c][1] += w[1] + w[3];
+                weights[h][c][0] = transpose_8x8(pack2<BF16>(w[0], w[1]));
+                weights[h][c][1] = transpose_8x8(pack2<BF16>(w[2], w[3]));
+            }
+        UNROLL for (int n = 0; n < DEPTH; ++n) {
+            if (n + AHEAD < DEPTH) load_values(n + AHEAD);
+            UNROLL for (int h = 0; h < 2; ++h)
+                UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(acc[c][n], values[n][h], weights[h][c]);
         }
     };
     ROLLED for (int stage = 0;; stage = stage == STAGES - 1 ? 0 : stage + 1) {
@@ -422,11 +441,11 @@ KERNEL(grouped, Params, WARPS * 32)
         const Range step = steps[stage];
         if (step.begin >= step.end) break;
         fetch();
-        ROLLED for (int n = key_set; n < STEP / KEYS; n += key_sets) {
-            const int first = step.begin + n * KEYS;
+        ROLLED for (int n = key_set; n < STEP / PAIR; n += key_sets) {
+            const int first = step.begin + n * PAIR;
             if (first >= least(step.end, any_end)) break;
-            if (first + KEYS <= any_begin) continue;
-            const int at = stage * STAGE + n * KEYS * DIM * 2;
+            if (first + PAIR <= any_begin) continue;
+            const int at = stage * STAGE + n * PAIR * DIM * 2;
             if (COLS == 1 || warp_tiles == 1) attend(Tiles<1>(), at, first, step.end);
             else if (COLS == 2 || warp_tiles == 2) attend(Tiles<COLS == 1 ? 1 : 2>(), at, first, step.end);
             else attend(Tiles<COLS>(), at, first, step.end);
@@ -494,7 +513,7 @@ KERNEL(merge, Params, WARPS * 32)
             while (!(found >> (index - base) & 1)) ++index;
             const Item item = item_of(p, index);
             const Range keys = keys_of(p, item);
-            const i32* cuts = workspace.cuts + index / p.pass_items * (p.splits + 1);
+            const i32* cuts = workspace.cuts + pass_of(p, index) * (p.splits + 1);
             const i64 row = (i64)(index * p.max_queries + token - item.first) * p.heads + head;
             ROLLED for (int first = 0; first < p.splits; first += 32) {
                 const int split = first + lane();

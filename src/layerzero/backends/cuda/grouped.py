@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...spec import replay
+from ...spec.replay import Varying
 from . import compiler
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 29        # a window that hides nothing
 
-_PARAMS = struct.Struct("@10P17i2f")
+_PARAMS = struct.Struct("@10P18i2f")
+TABLE_STRIDE, TABLE_WIDTH = 14, 24             # indices of fields in the struct
 
 
 class Config(NamedTuple):
@@ -44,8 +47,9 @@ def config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
            machine: compiler.Machine) -> Config:
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
-    large, small = (Config(16, 256 // dim, 6, 8192 // dim, 1),
-                    Config(4, 256 // dim, 4, 4096 // dim, 1))
+    wide = dim > 128
+    large = Config(8, 256 // dim, 3 if wide else 6, 64 if wide else 8192 // dim, 1)
+    small = Config(4, 256 // dim, 3 if wide else 4, 32 if wide else 4096 // dim, 1)
     cfg = large if shared_bytes(dim, large) <= machine.shared else small
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
@@ -77,6 +81,7 @@ def _launch(
     tokens: tuple[int, int], sizes: tuple[int, int, int, int], windows: tuple[int, int],
     scale: float, softcap: float, cfg: Config, items: Tensor | None = None,
     pages: tuple[Tensor | None, ...] = (None, None, None), page: int = 0,
+    varying: tuple[Varying, ...] = (),
 ) -> Any:
     """`strides`: head of key and value, page of key and value, row of the table. `tokens`: token
     strides of key and value. `sizes`: KV heads, items or sequences, items that one of them
@@ -101,13 +106,13 @@ def _launch(
     factors = ((2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap > 0
                else (scale * LOG2E, 0.0))
     params = (_PARAMS, query, key, value, items, *pages, out, log_sums, workspace, *strides,
-              query.stride(0), query.stride(1), heads, cfg.splits, count, parts * per_pass,
-              max_queries, entries, max_pages, *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight,
-              *factors)
+              query.stride(0), query.stride(1), heads, cfg.splits, count, passes,
+              parts * per_pass, max_queries, entries, max_pages,
+              *(UNBOUNDED if w < 0 else w for w in windows), cfg.weight, *factors)
     if page:
-        run.compare.launch((entries, 1, 1), *params)
-    run.attend.launch((cfg.splits, kv_heads, passes), *params)
-    run.merge.launch((-(-heads // cfg.warps), rows, 1), *params)
+        run.compare.launch((entries, 1, 1), *params, varying=varying)
+    run.attend.launch((cfg.splits, kv_heads, passes), *params, varying=varying)
+    run.merge.launch((-(-heads // cfg.warps), rows, 1), *params, varying=varying)
     return out if log_sums is None else (out, log_sums)
 
 
@@ -160,12 +165,18 @@ def paged(
     batch, pages = block_table.shape
     max_queries = 1 if cu_seqlens_q is None else int(max_seqlen_q or 0)
     # twice the rows: a sequence is an item for its shared pages, and one for its own
-    cfg = chosen or config(2 * heads // kv_heads * max_queries, batch, kv_heads,
-                           batch * pages * page, dim, compiler.machine_of(query.device))
+    facts = 2 * heads // kv_heads * max_queries, batch, kv_heads
+    machine = compiler.machine_of(query.device)
+    cfg = chosen or config(*facts, batch * pages * page, dim, machine)
+    varying: tuple[Varying, ...] = ()
+    # the table widens as sequences grow
+    if replay.watcher() is not None and cfg == config(*facts, UNBOUNDED, dim, machine):
+        varying = (Varying(block_table, "size", 1, TABLE_WIDTH, pages, UNBOUNDED // page),
+                   Varying(block_table, "stride", 0, TABLE_STRIDE))
     strides = (key_cache.stride(head), value_cache.stride(head), key_cache.stride(0),
                value_cache.stride(0), block_table.stride(0))
     return _launch(query, key_cache, value_cache, return_lse, strides,
                    (key_cache.stride(slot), value_cache.stride(slot)),
                    (kv_heads, batch, 2, max_queries), (window_left, 0 if is_causal else -1),
                    dim ** -0.5 if scale is None else scale, softcap, cfg,
-                   pages=(block_table, context_lens, cu_seqlens_q), page=page)
+                   pages=(block_table, context_lens, cu_seqlens_q), page=page, varying=varying)

@@ -216,11 +216,12 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
                  spare: int = 2) -> tuple[Tensor, Tensor, Tensor, int]:
     """Returns (block_table, context_lens, used slots, pages). Unused entries of the table are -1.
 
-    `order`: "shuffled" pages, or "neighbours": each sequence's pages are adjacent.
+    `order`: "shuffled" pages; "neighbours": each sequence's pages are adjacent; "shared": sequences
+    begin with the full pages of the one before.
     """
     counts = [-(-n // page_size) for n in context]
     pages = sum(counts) + spare
-    ids = torch.randperm(pages, generator=gen) if order == "shuffled" else torch.arange(pages)
+    ids = torch.arange(pages) if order == "neighbours" else torch.randperm(pages, generator=gen)
     table = torch.full((len(context), max(counts, default=0) + 1), -1, dtype=torch.int64)
     used = torch.zeros(pages, page_size, dtype=torch.bool)
     taken = 0
@@ -228,6 +229,9 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
         own_pages = ids[taken:taken + count]
         taken += count
         table[i, :count] = own_pages
+        if order == "shared" and i:
+            common = min(n, context[i - 1]) // page_size
+            table[i, :common] = table[i - 1, :common]
         used[own_pages] = (torch.arange(count * page_size) < n).view(count, page_size)
     return table.to(device, dtype), torch.tensor(context, dtype=dtype, device=device), used, pages
 

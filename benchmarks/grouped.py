@@ -3,6 +3,7 @@
     python benchmarks/grouped.py                   the cases for this machine: a GPU, or small ones
     python benchmarks/grouped.py --backward        forward and backward together, where there is one
     python benchmarks/grouped.py --flashinfer      also FlashInfer's cascade, which nvcc may compile
+    python benchmarks/grouped.py --without torch.grouped_flex      which compiles for each case
 
 Every kernel of lz.grouped_attention that takes a case is timed by its name. Beside them stand:
 
@@ -25,7 +26,7 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from gpu_libraries import ERRORS, bound, timed, uncaptured
 from regret import environment
 
 from layerzero.machine import loading
+from layerzero.spec.kernel import Kernel
 from layerzero.tuning.harness import Race, stopwatch
 from layerzero.verify.kernel.contract import refusals
 from layerzero.world import snapshot as worlds
@@ -252,15 +254,23 @@ def cascade(case: Case, v: Mapping[str, Any]) -> Way | None:
     return lambda: wrapper.run(v["query"], cache)
 
 
-def ways(case: Case, v: Mapping[str, Any], flashinfer: bool) -> Iterator[tuple[str, Way | None]]:
+def kernels_for(case: Case, v: Mapping[str, Any], without: Collection[str]) -> list[Kernel]:
+    """The kernels that take a case, but those that would take too long: on a GPU the formula, and
+    what writes the scores of large items."""
+    slow = {"torch.grouped_separate", "reference.grouped_attention"} if case.large else (
+        {"reference.grouped_attention"} if v["query"].device.type == "cuda" else set())
+    return [kernel for kernel in worlds.current().catalog.kernels_of("grouped_attention")
+            if kernel.id not in slow and kernel.id not in without and not refusals(kernel, v)]
+
+
+def ways(case: Case, v: Mapping[str, Any], flashinfer: bool,
+         without: Collection[str]) -> Iterator[tuple[str, Way | None]]:
     yield SEPARATE, separate(case, v)
     if v["query"].device.type == "cuda":
         yield "varlen, keys copied", varlen(case, v, False)
         yield "varlen, keys ready", varlen(case, v, True)
-    for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
-        writes_scores = kernel.backend == "reference" or kernel.id == "torch.grouped_separate"
-        if not (case.large and writes_scores) and not refusals(kernel, v):
-            yield kernel.id, bound(kernel, v)
+    for kernel in kernels_for(case, v, without):
+        yield kernel.id, bound(kernel, v)
     pages = paged(case, v)
     for kernel in worlds.current().catalog.kernels_of("paged_attention") if pages else ():
         if kernel.backend in ("cuda", "triton", "native", "torch") and not refusals(kernel, pages):
@@ -271,12 +281,13 @@ def ways(case: Case, v: Mapping[str, Any], flashinfer: bool) -> Iterator[tuple[s
 
 # Timing.
 
-def measure(case: Case, device: str, dtype: torch.dtype, flashinfer: bool) -> list[dict[str, Any]]:
+def measure(case: Case, device: str, dtype: torch.dtype, flashinfer: bool,
+            without: Collection[str]) -> list[dict[str, Any]]:
     v = arguments(case, device, dtype)
     rows: list[dict[str, Any]] = []
     kept: dict[str, Way] = {}
     truth: Tensor | None = None
-    for name, way in ways(case, v, flashinfer):
+    for name, way in ways(case, v, flashinfer, without):
         if way is None:
             continue
         row: dict[str, Any] = {"case": case.name, "way": name}
@@ -303,22 +314,20 @@ def measure(case: Case, device: str, dtype: torch.dtype, flashinfer: bool) -> li
     return finish(rows)
 
 
-def measure_backward(case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Forward and backward of every kernel that has one, the host included."""
+def measure_backward(case: Case, dtype: torch.dtype, without: Collection[str]) -> list[dict[str, Any]]:
+    """Forward and backward of every kernel that has one, the host included, beside separate calls
+    whose gradients autograd adds."""
     v = arguments(case, "cuda", dtype)
     v.update({name: v[name].requires_grad_() for name in ("query", "key", "value")})
     grad = torch.randn_like(v["query"])
     rows = []
-    for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
-        scores = kernel.backend == "reference" or kernel.id == "torch.grouped_separate"
-        if not kernel.differentiable or (case.large and scores) or refusals(kernel, v):
-            continue
-        way = bound(kernel, v)
+    kernels = [(k.id, bound(k, v)) for k in kernels_for(case, v, without) if k.differentiable]
+    for name, way in ((SEPARATE, separate(case, v)), *kernels):
 
         def both(way: Way = way) -> Any:
             return torch.autograd.grad(way(), (v["query"], v["key"], v["value"]), grad)
 
-        row: dict[str, Any] = {"case": f"{case.name}, backward", "way": kernel.id}
+        row: dict[str, Any] = {"case": f"{case.name}, backward", "way": name}
         rows.append(row)
         try:
             both()
@@ -367,6 +376,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="cases whose name contains one of these, by |")
     parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--without", default="", help="kernels, by comma")
     parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--out", type=Path, help="FILE.csv and FILE.json",
                         default=Path(__file__).parent / "results" / "local" / "grouped")
@@ -382,10 +392,10 @@ def main() -> None:
         if args.backward:
             if case.items[0][1] == 1 or args.device != "cuda":
                 continue
-            found = measure_backward(case, dtype)
+            found = measure_backward(case, dtype, args.without.split(","))
         else:
             with torch.no_grad():
-                found = measure(case, args.device, dtype, args.flashinfer)
+                found = measure(case, args.device, dtype, args.flashinfer, args.without.split(","))
         rows += found
         say(found)
         if args.device == "cuda":

@@ -106,6 +106,25 @@ EXAMPLES = {
     "graphs.warmup_capture": 'if torch.cuda.is_available():\n'
                              '    lz.graphs.warmup_capture(lz.rms_norm, torch.ones(2, 8, '
                              'device="cuda"))',
+    "grouped._flash_attn_varlen_backward_grouped": '''
+        starts, k = torch.tensor([0, 4], dtype=torch.int32), torch.randn(8, 2, 16)
+        q_list, ends = [torch.randn(4, 2, 16), torch.randn(4, 2, 16)], [4, 8]
+        lists = [starts, starts], [starts, 2 * starts], [4, 4], ends
+        outs, lses, _, _ = lz.grouped._flash_attn_varlen_forward_grouped(q_list, k, k, *lists)
+        dq_list, dk, dv = lz.grouped._flash_attn_varlen_backward_grouped(outs, q_list, k, k, outs, lses, *lists)
+        ''',
+    "grouped._flash_attn_varlen_forward_grouped": '''
+        starts, k = torch.tensor([0, 4], dtype=torch.int32), torch.randn(8, 2, 16)
+        outs, lses, _, _ = lz.grouped._flash_attn_varlen_forward_grouped(
+            [torch.randn(4, 2, 16), torch.randn(4, 2, 16)], k, k, [starts, starts], [starts, 2 * starts],
+            [4, 4], [4, 8])
+        ''',
+    "grouped.items_from_cu_seqlens": '''
+        starts = torch.tensor([0, 5, 12])
+        items = lz.grouped.items_from_cu_seqlens(starts, starts)
+        q = torch.randn(12, 4, 64)
+        out = lz.grouped_attention(q, q, q, items, 7, 7, is_causal=True)
+        ''',
     "kernels.Const": 'load = lambda: lz.kernels.direct(torch.nn.functional.rms_norm, "x", '
                      'lz.kernels.Const((8,)))',
     "kernels.GPUGeneration": 'assert lz.kernels.GPUGeneration.HOPPER < '

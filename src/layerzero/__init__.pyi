@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import errors as errors
 from . import graphs as graphs
+from . import grouped as grouped
 from . import kernels as kernels
 from . import positions as positions
 from . import quant as quant
@@ -86,6 +87,7 @@ __all__ = [
     "get_locks",
     "graphs",
     "group_norm",
+    "grouped",
     "grouped_attention",
     "grouped_gemm",
     "kernels",
@@ -96,6 +98,7 @@ __all__ = [
     "list_kernels",
     "load_config",
     "lock",
+    "merge_attention",
     "mla_paged_attention",
     "mlp",
     "moe",
@@ -1505,6 +1508,30 @@ def linear_cross_entropy(
     """
 
 
+def merge_attention(
+    outs: Tensor, lses: Tensor, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from parts over disjoint keys.
+
+    outs: (parts, tokens, heads, head_dim). lses: (parts, tokens, heads), float32, natural log, -inf
+    for a part without keys. Returns the output (tokens, heads, head_dim) and its log-sum-exp
+    (tokens, heads), as lz.attention, lz.varlen_attention, lz.paged_attention and
+    lz.grouped_attention give with return_lse.
+
+    Args:
+        outs (Tensor): parts tokens heads head_dim
+        lses (Tensor): parts tokens heads
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.merge_attention(torch.randn(3, 9, 4, 32), torch.randn(3, 9, 4))
+    """
+
+
 @overload
 def mla_paged_attention(
     q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_table: Tensor,
@@ -2236,14 +2263,19 @@ def tokenize(
     """
 
 
+@overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
     causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
     window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[False] = False,
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
 
     Args:
         query (Tensor): tokens_q heads head_dim
@@ -2260,10 +2292,111 @@ def varlen_attention(
         window_right (int)
         softcap (float)
         dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (Literal[False])
         backend (str | None)
         policy (Mapping[str, Any] | Layer | None)
 
     Returns: Tensor
+
+    Example:
+        out = lz.varlen_attention(
+            torch.randn(15, 4, 64),
+            torch.randn(15, 4, 64),
+            torch.randn(15, 4, 64),
+            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
+            torch.tensor([0, 0, 12, 15], dtype=torch.int32),
+            12,
+            12,
+        )
+    """
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[True], backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        cu_seqlens_q (Tensor): boundaries
+        cu_seqlens_k (Tensor): boundaries
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        causal_align (Literal["top_left", "bottom_right"] | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (Literal[True])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.varlen_attention(
+            torch.randn(55, 4, 64),
+            torch.randn(55, 2, 64),
+            torch.randn(55, 2, 64),
+            torch.tensor([0, 5, 38, 39, 55], dtype=torch.int32),
+            torch.tensor([0, 5, 38, 39, 55], dtype=torch.int32),
+            33,
+            33,
+            return_lse=True,
+        )
+    """
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool = False, scale: float | None = None, *,
+    causal_align: Literal["top_left", "bottom_right"] | None = None, window_left: int = -1,
+    window_right: int = -1, softcap: float = 0.0, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over packed sequences; see lz.attention for the shared arguments.
+
+    return_lse: also the log-sum-exp of each query row, (tokens_q, heads), natural log:
+    lz.merge_attention merges results over disjoint keys by it.
+
+    Args:
+        query (Tensor): tokens_q heads head_dim
+        key (Tensor): tokens_k kv_heads head_dim
+        value (Tensor): tokens_k kv_heads head_dim_v
+        cu_seqlens_q (Tensor): boundaries
+        cu_seqlens_k (Tensor): boundaries
+        max_seqlen_q (int)
+        max_seqlen_k (int)
+        is_causal (bool)
+        scale (float | None)
+        causal_align (Literal["top_left", "bottom_right"] | None)
+        window_left (int)
+        window_right (int)
+        softcap (float)
+        dropout_p (float)
+        alibi_slopes (Tensor | None): heads
+        return_lse (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
 
     Example:
         out = lz.varlen_attention(

@@ -114,9 +114,11 @@ def varlen_attention(rng: Any) -> Call:
                          ("softcap", (0.0, 10.0)),
                          ("causal_align", (None, "top_left", "bottom_right")),
                          ("window_left", (-1, 0, 8)), ("window_right", (-2, -1, 0, 8)),
-                         ("dropout_p", (0.0, 0.25, 1.0))):
+                         ("dropout_p", (0.0, 0.25, 1.0)), ("return_lse", (True, False))):
         if rng.random() < 0.3:
             kwargs[name] = rng.choice(values)
+    if rng.random() < 0.1:
+        kwargs["alibi_slopes"] = maybe_grad(rng, tensor(rng, (hq,), torch.float32))
     tensors = (maybe_grad(rng, tensor(rng, shape, dtype))
                for shape in ((tq, hq, d), (tk, hkv, d), (tk, hkv, d)))
     return (*tensors, tensor(rng, (n,), ints), tensor(rng, (n,), ints)), kwargs

@@ -34,7 +34,14 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
     if not square:
         bias, hidden = position_terms(n, m, is_causal, causal_align, left, right, alibi_slopes,
                                       query.device)
-        mask, dead = _mask_of(bias, hidden, kv_heads, query.dtype), _dead_rows(hidden)
+        mask, dead = _mask_of(bias, hidden, query.dtype), _dead_rows(hidden)
+    if query.device.type != "cpu":             # its kernels know grouped heads, and split the keys
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, mask, 0.0, square, scale=scale,
+                                           enable_gqa=True)[0].transpose(0, 1)
+        return out if dead is None else out.masked_fill(dead[:, None, None], 0.0), None
+    if mask is not None and mask.dim() > 2:
+        mask = mask[0].unflatten(0, (kv_heads, -1))
     q = group_heads(query, kv_heads)           # (kv_heads, group, n, dim)
     # a single row that sees all keys: the heads of a group are rows, which share one read
     folded = n == 1 and mask is None and not square
@@ -52,12 +59,11 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scal
     return by_token(out, 0.0), by_token(lse[..., None], -math.inf)[..., 0]
 
 
-def _mask_of(bias: Tensor | None, hidden: Tensor | None, kv_heads: int,
-             dtype: torch.dtype) -> Tensor | None:
+def _mask_of(bias: Tensor | None, hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Returns bias and hidden keys as one mask. It is additive: for a row hidden by a bool mask
     cuDNN gives the mean, not zero."""
     if bias is not None:
-        mask = bias[0].unflatten(0, (kv_heads, -1)).to(dtype)
+        mask = bias.to(dtype)
         return mask if hidden is None else mask.masked_fill(hidden, -math.inf)
     if hidden is None or (hidden.shape[0] == 1 and not hidden.any()):
         return None

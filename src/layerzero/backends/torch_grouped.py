@@ -106,17 +106,17 @@ def separate(
 # one flash call
 
 def _flash() -> Callable[..., Any]:
-    """aten's flash attention: of its results the output and the log-sum-exp (tokens, heads), which
-    is +inf for a row without keys."""
+    """aten's flash attention: the output, and the log-sum-exp (tokens, heads) if it is wanted."""
     entry = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
             longest_q: int, longest_k: int, is_causal: bool, scale: float | None, left: int,
-            right: int, used: Tensor | None = None) -> Part:
+            right: int, with_lse: bool, used: Tensor | None = None) -> Any:
         out, lse = entry(query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0,
                          is_causal, False, scale=scale, window_size_left=left,
                          window_size_right=right, seqused_k=used)[:2]
-        return out, torch.where(lse == math.inf, -math.inf, lse).t()
+        # a row without keys has +inf
+        return out, torch.where(lse == math.inf, -math.inf, lse).t() if with_lse else None
 
     return run
 
@@ -140,10 +140,12 @@ def _varlen() -> Callable[..., Any]:
                 *(torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
                   for lengths in ([i.n for i in kept], [i.m for i in kept])),
                 max(i.n for i in kept), max(i.m for i in kept), is_causal, scale, window_left,
-                right)
+                right, return_lse)
             lengths = [item.n for item in kept]
-            for at, o, s in zip(rows, part.split(lengths), part_lse.split(lengths)):
-                out[at], lse[at] = o, s
+            for at, found in zip(rows, part.split(lengths)):
+                out[at] = found
+            for at, found in zip(rows, part_lse.split(lengths)) if return_lse else ():
+                lse[at] = found
         return (out, lse) if return_lse else out
 
     return run
@@ -157,7 +159,8 @@ def _aliased() -> Callable[..., Any]:
             window_left: int = -1, window_right: int = -1, return_lse: bool = False) -> Any:
         """Flash reads the keys of sequence i from cu_seqlens_k[i] on, seqused_k[i] of them: where
         the next sequence begins does not matter to it."""
-        tokens, settings = query.shape[0], (is_causal, scale, window_left, window_right)
+        tokens = query.shape[0]
+        settings = is_causal, scale, window_left, window_right, return_lse
         first, count = torch.where(items[:, 1] > 0, items[:, 0], tokens), items[:, 1]
         if max_seqlen_q <= 1:                  # flash takes one row of each sequence, in order
             starts = torch.arange(len(items) + 1, dtype=torch.int32, device=query.device)
@@ -165,7 +168,8 @@ def _aliased() -> Callable[..., Any]:
                          torch.cat((items[:, 2], items[-1:, 2])), 1, max_seqlen_k, *settings,
                          items[:, 3].contiguous())
             full = empty_result(query.new_empty((tokens + 1, *query.shape[1:])), value.shape[2])
-            out, lse = (t.index_copy_(0, first.long(), p)[:tokens] for t, p in zip(full, part))
+            out, lse = (None if p is None else t.index_copy_(0, first.long(), p)[:tokens]
+                        for t, p in zip(full, part))
         else:                                  # sequences are items in order, and the gaps between
             order = torch.argsort(first, stable=True)
             first, (_, count, start_k, keys) = first[order], items[order].unbind(1)
@@ -176,7 +180,7 @@ def _aliased() -> Callable[..., Any]:
                              *settings, torch.stack((keys, none), 1).flatten()[:-1])
             gap = ~rows_of_items(first, count, tokens)[:, None]
             out = out.masked_fill_(gap[..., None], 0.0)
-            lse = lse.masked_fill(gap, -math.inf)
+            lse = lse.masked_fill(gap, -math.inf) if return_lse else None
         return (out, lse) if return_lse else out
 
     return run
@@ -295,7 +299,7 @@ def merge_in_order(outs: Tensor, lses: Tensor) -> Any:
     return out.to(outs.dtype), lse
 
 
-NO_CHUNKS = r.absent("chunk_starts.dtype", Code.FEATURE_UNSUPPORTED)
+NO_CHUNKS = r.absent("chunk_starts.dtype"), r.absent("chunk_lengths.dtype")
 FLASH: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
@@ -322,13 +326,15 @@ KERNELS = (
     Kernel("torch.grouped_aliased", grouped_attention, _aliased, sdpa_backend="FLASH_ATTENTION",
            prior=12.0, overhead_us=60.0, differentiable=False, traceable=False,
            less_work="one launch for all items, and none is read on the host",
-           requires=(*FLASH, NO_CHUNKS)),
+           requires=(*FLASH, *NO_CHUNKS)),
     Kernel("torch.grouped_flex", grouped_attention, _flex, prior=5.0, overhead_us=300.0, jit=True,
            traceable=False, workspace="itemsize * tokens_k * kv_heads * (head_dim + head_dim_v)",
            requires=(
                r.device("cuda"), r.dtypes("float16", "bfloat16"), r.at_least("head_dim", 16),
                r.at_least("head_dim_v", 16), r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
                r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
-               r.at_least("n_items", 1, Code.EMPTY_INPUT), NO_CHUNKS),
+               r.at_least("n_items", 1, Code.EMPTY_INPUT), *NO_CHUNKS,
+               # below 128 rows Inductor takes its decoding kernel, which holds them all
+               r.any_of(r.at_least("tokens_q", 128), r.at_most("rows_per_kv_head", 64))),
            note="copies keys and values, without what rows of no item hold"),
 )

@@ -220,8 +220,10 @@ OP = Op(
     returns=("tokens_q heads head_dim_v", "tokens_q heads"), same_dtype=("query", "key", "value"),
     derived={"group": "heads // kv_heads", "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v", "seq_q": "max_seqlen_q",
-             "seq_k": "max_seqlen_k"},
-    words={**HEAD_WORDS, "n_items": Wording("the number of items")},
+             "seq_k": "max_seqlen_k", "rows_per_kv_head": "tokens_q * heads // max(kv_heads, 1)"},
+    words={**HEAD_WORDS, "n_items": Wording("the number of items"),
+           "rows_per_kv_head": Wording("query rows per KV head", "{tokens_q} tokens, {heads} query "
+                                       "heads, {kv_heads} KV heads")},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),
     ranges={"max_seqlen_q": INT32, "max_seqlen_k": INT32, "window_left": INT32,
             "window_right": INT32},

@@ -20,7 +20,7 @@ RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "selection": 2, "machine"
         "cli": 10, "__main__": 10, "": 10}
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
-HELPERS = {"ops": ("formulas",), "backends": ("_packing", "_pages")}
+HELPERS = {"ops": ("formulas",), "backends": ("_packing", "_pages", "_sequences")}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

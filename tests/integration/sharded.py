@@ -3,8 +3,10 @@ started: from a server that has imported everything once."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import types
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from layerzero.integrations import context_parallel as cp
+from layerzero.integrations import rewiring
 from layerzero.spec.errors import ConfigError
 
 
@@ -95,6 +98,21 @@ def check_every_method(rank: int, world_size: int) -> None:
             torch.testing.assert_close(a, mine(b), rtol=0, atol=1e-10,
                                        msg=lambda m, n=name, f=method: f"{f.__name__} {n}: {m}")
     torch.testing.assert_close(cp.unshard(mine(out), cu), out.detach(), rtol=0, atol=0)
+    if world_size == 4:
+        check_a_group_of_some(rank, q.detach(), k.detach(), v.detach(), out.detach(), cu)
+
+
+def check_a_group_of_some(rank: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                          cu: list[int]) -> None:
+    """Processes 1 and 3 are ranks 0 and 1 of a group; the others are told that they do not belong."""
+    some = dist.new_group([1, 3])
+    parts = [cp.shard(t, cu, rank // 2, 2) for t in (q, k, v)]
+    call = functools.partial(cp.ring_attention, *parts, [c // 2 for c in cu], group=some)
+    if rank not in (1, 3):
+        with pytest.raises(ConfigError, match="this process belongs to"):
+            call()
+        return
+    torch.testing.assert_close(call(), cp.shard(out, cu, rank // 2, 2), rtol=0, atol=1e-10)
 
 
 def check_zigzag_llama3(rank: int, world_size: int, cu: list[int], heads: int, kv_heads: int,
@@ -122,7 +140,7 @@ def check_zigzag_llama3(rank: int, world_size: int, cu: list[int], heads: int, k
         for a, b in zip(grads, other_grads):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     if rank == 0:                              # the formula takes as long as all ranks
-        exact = whole(q, k, v, cu)[0] if longest <= 4096 else functional.scaled_dot_product_attention(
+        exact = whole(q, k, v, cu)[0] if len(cu) > 2 else functional.scaled_dot_product_attention(
             *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True)[0].transpose(0, 1)
         torch.testing.assert_close(out, cp.shard(exact, cu, rank, world_size), rtol=1e-3, atol=1e-3)
 
@@ -143,6 +161,8 @@ def check_torchs_context(rank: int, world_size: int) -> None:
             q, k, v = x.transpose(1, 2), x[:, :, :2].transpose(1, 2), x[:, :, 2:].transpose(1, 2)
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
+            patched = rewiring.sdpa(q, k, v, is_causal=True, enable_gqa=True)     # of lz.patch
+            torch.testing.assert_close(patched, out, rtol=0, atol=0)
             with pytest.raises(ConfigError, match="attn_mask"):
                 functional.scaled_dot_product_attention(q, q, q, torch.zeros(()))
         assert functional.scaled_dot_product_attention is stock and x.shape[1] == length
@@ -151,6 +171,8 @@ def check_torchs_context(rank: int, world_size: int) -> None:
 def check_transformers(rank: int, world_size: int) -> None:
     """A model over sharded tokens gives the logits, loss and gradients of the model over all."""
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from layerzero.integrations.transformers.attention import attention_forward
 
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2)
@@ -173,6 +195,12 @@ def check_transformers(rank: int, world_size: int) -> None:
                                    rtol=0, atol=1e-6)          # rotary tables are float32
         for p, grad in zip(model.parameters(), grads):
             torch.testing.assert_close(p.grad, grad, rtol=0, atol=1e-6)
+    q = torch.randn(1, 2, 8 * world_size, 8, dtype=torch.float64)
+    expected, x = functional.scaled_dot_product_attention(q, q, q, is_causal=True), q.clone()
+    with cp.context_parallel(init_device_mesh("cpu", (world_size,)), buffers=[x, expected],
+                             buffer_seq_dims=[2, 2]):      # attn_implementation="layerzero" in it
+        got, _ = attention_forward(types.SimpleNamespace(is_causal=True), x, x, x, None)
+        torch.testing.assert_close(got.transpose(1, 2), expected, rtol=0, atol=1e-12)
     with pytest.raises(ConfigError, match="shard_batch"):
         model(cp.shard(tokens, cu, rank, world_size, dim=1))           # without its positions
     # two sequences in one row, told by their local boundaries

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ def gathered_attention(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor], v
                           f"{heads_k_stride}; 1 takes the least memory, {kv_heads} has the fewest "
                           "exchanges")
     flat = [t for rank in zip(q, k, v) for t in rank]
-    results = _Gathered.apply(ranks, calls, heads_k_stride, *flat)
+    record = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
+    results = _Gathered.apply(ranks, calls, heads_k_stride, record, *flat)
     return [results[i:i + 2] if return_lse else results[i] for i in range(0, len(results), 2)]
 
 
@@ -52,8 +54,10 @@ def rearranged_calls(attention: Attention, items: Sequence[Items], return_lse: b
     are copied in order, each for a call of its own. To compare with; it reads the items on the
     host."""
     def of(rank_items: Items) -> Call:
-        halves = [_half(rank_items, slot) for slot in range(2)]
-        order = torch.cat([rows for rows, _, _ in halves]).argsort()
+        if rank_items not in _halves:
+            both = [_half(rank_items, slot) for slot in range(2)]
+            _halves[rank_items] = both, torch.cat([rows for rows, _, _ in both]).argsort()
+        halves, order = _halves[rank_items]
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
             parts = [attention(q[rows], k[keys], v[keys], half, return_lse)
@@ -65,6 +69,10 @@ def rearranged_calls(attention: Attention, items: Sequence[Items], return_lse: b
         return call
 
     return [of(i) for i in items]
+
+
+# what rearranged_calls reads on the host, once
+_halves: WeakKeyDictionary[Items, tuple[list[Any], Tensor]] = WeakKeyDictionary()
 
 
 def _half(items: Items, slot: int) -> tuple[Tensor, Tensor, Items]:
@@ -90,10 +98,10 @@ class _Gathered(torch.autograd.Function):
     """Of all local ranks; the tensors are query, key and value of each."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, calls: Sequence[Call], stride: int, *flat: Tensor) -> Any:
+    def forward(ctx: Any, ranks: Ranks, calls: Sequence[Call], stride: int, record: bool,
+                *flat: Tensor) -> Any:
         ctx.ranks, ctx.stride = ranks, stride
         ctx.set_materialize_grads(False)
-        record = any(ctx.needs_input_grad)
         done = ranks.run([_forward(q, k, v, call, stride, record) for q, k, v, call
                           in zip(flat[0::3], flat[1::3], flat[2::3], calls)])
         ctx.records = [records for *_, records in done]
@@ -112,7 +120,7 @@ class _Gathered(torch.autograd.Function):
                        grads[1::2])
         done = ctx.ranks.run([_backward(q, k, v, records, tensors, (dout, dlse), ctx.stride)
                               for q, k, v, records, tensors, dout, dlse in of_ranks])
-        return None, None, None, *(g for of_rank in done for g in of_rank)
+        return None, None, None, None, *(g for of_rank in done for g in of_rank)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, stride: int,

@@ -63,6 +63,17 @@ class UnderWay:
         return self.result
 
 
+@dataclass(frozen=True)
+class Staged:
+    """On its way through the host's memory; waiting for it waits on the host."""
+
+    pending: UnderWay
+    device: torch.device
+
+    def wait(self) -> Tensor:
+        return self.pending.wait().to(self.device)
+
+
 class ProcessRanks:
     """This process among those of a torch.distributed group, with whatever backend it has."""
 
@@ -89,6 +100,14 @@ class ProcessRanks:
         sent = exchange.tensor
         if self.size == 1:
             return Arrived(sent)
+        # gloo takes tensors of a GPU to collectives only; in a send it would end the process
+        if (exchange.kind in ("shift", "all_to_all") and sent.device.type != "cpu"
+            and dist.get_backend(self._group) == "gloo"):
+            return Staged(self._send(Exchange(exchange.kind, sent.cpu())), sent.device)
+        return self._send(exchange)
+
+    def _send(self, exchange: Exchange) -> UnderWay:
+        sent = exchange.tensor
         if exchange.kind == "shift":
             received, rank = torch.empty_like(sent), self.local[0]
             ends = ((dist.isend, sent, rank + 1), (dist.irecv, received, rank - 1))

@@ -21,10 +21,10 @@ from ...spec.errors import ConfigError
 from .ranks import Exchange, Program, ranks_of
 
 Layout = Literal["zigzag", "contiguous"]
-_ATTRIBUTE = "_layerzero_items"                # of cu_seqlens: the items made from it
+_ATTRIBUTE = "_layerzero_items"                # of cu_seqlens: what was made from it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Items:
     """The items of one lz.grouped_attention call; see there."""
 
@@ -63,7 +63,7 @@ class Sequences:
                     for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))]
             return self._addressed(rows, tokens)
 
-        return self._remembered(("gathered", rank, tokens, is_causal), build)
+        return self._made_once(("gathered", rank, tokens, is_causal), build)
 
     def exchanged(self, tokens: int, is_causal: bool) -> Items:
         """All tokens of some heads: queries too lie rank by rank."""
@@ -74,7 +74,7 @@ class Sequences:
                     for chunk, rank, slot in owners]
             return self._addressed(rows, tokens)
 
-        return self._remembered(("exchanged", tokens, is_causal), build)
+        return self._made_once(("exchanged", tokens, is_causal), build)
 
     def of_rank(self, rank: int, source: int, is_causal: bool) -> Items | None:
         """A rank's queries over the keys of one rank; None where it sees none of them. Causality is
@@ -93,7 +93,7 @@ class Sequences:
             most = max(seen for _, seen in rows)
             return Items(items.int(), self._longest, most * self._longest)
 
-        return self._remembered(("of_rank", rank, source, is_causal), build)
+        return self._made_once(("of_rank", rank, source, is_causal), build)
 
     def _addressed(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
         """`rows`: where a chunk of every sequence begins, and how many chunks it sees."""
@@ -128,20 +128,9 @@ class Sequences:
     def _starts(self, slot: int) -> Tensor:
         return self.cu_seqlens[:-1] + slot * self._length
 
-    def _remembered(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        """All layers of a model make the same calls: the items stay with cu_seqlens until it is
-        overwritten."""
-        # what was made in inference mode counts no versions
-        version = None if self.cu_seqlens.is_inference() else self.cu_seqlens._version
-        known: Any = getattr(self.cu_seqlens, _ATTRIBUTE, None)
-        if known is None or known[0] != version or version is None:
-            known = version, {}
-            setattr(self.cu_seqlens, _ATTRIBUTE, known)
-        key = (*key, self.max_seqlen, self.layout, self.world_size)
-        if key not in known[1]:
-            with torch.inference_mode(False):  # a later call may want gradients
-                known[1][key] = build()
-        return known[1][key]
+    def _made_once(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+        return _remembered(self.cu_seqlens,
+                           (*key, self.max_seqlen, self.layout, self.world_size), build)
 
 
 def sequences_of(cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None, layout: Layout,
@@ -166,9 +155,25 @@ def sequences_of(cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None, lay
     elif max_seqlen is None:
         raise ConfigError("cu_seqlens is on a device and reading it would wait for it: pass "
                           "max_seqlen, the length of the longest local part, too")
-    if cu_seqlens.device != device:
-        cu_seqlens = cu_seqlens.to(device, non_blocking=True)
-    return Sequences(cu_seqlens, max_seqlen, layout, world_size)
+    local = cu_seqlens
+    if local.device != device:
+        local = _remembered(local, device, functools.partial(local.to, device, non_blocking=True))
+    return Sequences(local, max_seqlen, layout, world_size)
+
+
+def _remembered(cu_seqlens: Tensor, key: Any, build: Callable[[], Any]) -> Any:
+    """All layers of a model make the same calls: what is made from cu_seqlens stays with it until
+    it is overwritten."""
+    # what was made in inference mode counts no versions
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known: Any = getattr(cu_seqlens, _ATTRIBUTE, None)
+    if known is None or known[0] != version or version is None:
+        known = version, {}
+        setattr(cu_seqlens, _ATTRIBUTE, known)
+    if key not in known[1]:
+        with torch.inference_mode(False):      # a later call may want gradients
+            known[1][key] = build()
+    return known[1][key]
 
 
 @functools.lru_cache(maxsize=64)

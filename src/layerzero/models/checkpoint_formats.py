@@ -126,6 +126,6 @@ def check_layout(function: str, qweight: Tensor, weight_shape: tuple[int, ...], 
               got)
 
 
-def check(function: str, fact: str, holds: bool, code: Code, want: str, got: object) -> None:
+def check(function: str, fact: str, holds: bool, code: Code, want: str, got: str | int) -> None:
     if not holds:
         raise InvalidCall.of(function, Reason(code, want, got, fact))

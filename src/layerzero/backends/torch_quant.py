@@ -45,6 +45,7 @@ from ._packing import PACKED
 
 # weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
 SLICE = 1 << 20
+AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -164,7 +165,12 @@ def _quantize() -> Callable[..., Any]:
 
 def _quantize_blocks() -> Callable[..., Any]:
     def run(x: Tensor, format: str) -> Tensor:
-        return quantize_blocks(x.detach(), format)
+        x = x.detach()
+        if x.numel() <= AT_ONCE or type(x) not in PLAIN_TENSORS:
+            return quantize_blocks(x, format)
+        rows = x.reshape(-1, x.shape[-1]).split(max(1, AT_ONCE // x.shape[-1]))
+        parts = [quantize_blocks(part, format) for part in rows]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     return run
 
@@ -319,7 +325,7 @@ KERNELS = (
            workspace="8 * rows * width",
            requires=(r.one_of("format", *FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),)),
     Kernel("torch.quantize_blocks", quantize, _quantize_blocks, prior=1.4, overhead_us=100.0,
-           baseline=True, workspace="24 * rows * width",
+           baseline=True, workspace="100663296",
            note="under torch.compile the search of a K-quant becomes thousands of nodes",
            requires=(
                r.one_of("format", *GGML_FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),

@@ -82,6 +82,7 @@ __all__ = [
     "embedding",
     "errors",
     "explain",
+    "gated_delta_rule",
     "get_config",
     "get_locks",
     "graphs",
@@ -1216,6 +1217,128 @@ def embedding(
 
     Example:
         out = lz.embedding(torch.tensor(42, dtype=torch.int64), torch.randn(50, 32))
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (Literal[False])
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2),
+            torch.rand(2, 7, 2),
+        )
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: Literal[True],
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (Literal[True])
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 4, 16),
+            torch.randn(2, 7, 4),
+            torch.rand(2, 7, 4),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (bool)
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2),
+            torch.rand(2, 7, 2),
+        )
     """
 
 

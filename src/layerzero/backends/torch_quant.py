@@ -45,6 +45,7 @@ from ._packing import PACKED
 
 # weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
 SLICE = 1 << 20
+AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -138,8 +139,6 @@ def _quantize() -> Callable[..., Any]:
     def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
             symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
             zeros: Tensor | None = None, global_scale: Tensor | None = None) -> Any:
-        if format in GGML_FORMATS:
-            return (quantize_blocks(x.detach(), format),)
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
@@ -160,6 +159,18 @@ def _quantize() -> Callable[..., Any]:
         shift = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
         codes = _encode(ratio, fmt, shift, all_finite)
         return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
+
+    return run
+
+
+def _quantize_blocks() -> Callable[..., Any]:
+    def run(x: Tensor, format: str) -> Tensor:
+        x = x.detach()
+        if x.numel() <= AT_ONCE or type(x) not in PLAIN_TENSORS:
+            return quantize_blocks(x, format)
+        rows = x.reshape(-1, x.shape[-1]).split(max(1, AT_ONCE // x.shape[-1]))
+        parts = [quantize_blocks(part, format) for part in rows]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     return run
 
@@ -311,7 +322,16 @@ CODES_ONLY = "reads the codes, and writes no dequantized weight"
 
 KERNELS = (
     Kernel("torch.quantize", quantize, _quantize, prior=1.4, overhead_us=37.0, baseline=True,
-           workspace="8 * rows * width"),
+           workspace="8 * rows * width",
+           requires=(r.one_of("format", *FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),)),
+    Kernel("torch.quantize_blocks", quantize, _quantize_blocks, prior=1.4, overhead_us=100.0,
+           baseline=True, workspace="100663296",
+           note="under torch.compile the search of a K-quant becomes thousands of nodes",
+           requires=(
+               r.one_of("format", *GGML_FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),
+               r.one_of("granularity", None, "block"), r.equals("block_size", 0),
+               r.equals("block_rows", 1), r.on("symmetric"), r.absent("scales.dtype"),
+               r.absent("zeros.dtype"), r.absent("global_scale.dtype"))),
     Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
            workspace="12 * rows * packed"),
     Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0,

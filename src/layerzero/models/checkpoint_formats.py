@@ -33,7 +33,7 @@ class QuantizedWeight(NamedTuple):
     weight_q: Tensor
     scales: Tensor
     zeros: Tensor | None                       # None if they are those of a symmetric format
-    format: str
+    format: Literal["int4", "int8"]
     group_size: int
     input_order: Tensor | None = None
 
@@ -104,7 +104,8 @@ def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, size: int,
         packed, shifted = (codes - middle).to(torch.int8), (zeros - middle).to(torch.int8)
     symmetric = bool((zeros == middle).all())
     return QuantizedWeight(packed.contiguous(), scales.t().contiguous(),
-                           None if symmetric else shifted.contiguous(), f"int{bits}", size, order)
+                           None if symmetric else shifted.contiguous(),
+                           "int4" if bits == 4 else "int8", size, order)
 
 
 def group_size(function: str, inputs: int, groups: int) -> int:
@@ -126,6 +127,6 @@ def check_layout(function: str, qweight: Tensor, weight_shape: tuple[int, ...], 
               got)
 
 
-def check(function: str, fact: str, holds: bool, code: Code, want: str, got: object) -> None:
+def check(function: str, fact: str, holds: bool, code: Code, want: str, got: str | int) -> None:
     if not holds:
         raise InvalidCall.of(function, Reason(code, want, got, fact))

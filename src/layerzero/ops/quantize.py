@@ -34,7 +34,7 @@ def reference(
     scales: Tensor | None = None, zeros: Tensor | None = None, global_scale: Tensor | None = None,
 ) -> Any:
     """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4;
-    for a format of ggml (codes,).
+    for a format of ggml the codes alone.
 
     granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; by
     default blocks for four-bit formats, else rows. block_size: 0 for the format's default.
@@ -43,7 +43,7 @@ def reference(
     computed from x.
     """
     if format in GGML_FORMATS:
-        return (quantize_blocks(x.detach(), format),)
+        return quantize_blocks(x.detach(), format)
     fmt = FORMATS[format]
     grain = granularity or fmt.granularity
     block_size = block_size or fmt.block_size
@@ -91,7 +91,7 @@ def meta(
 ) -> Any:
     if format in GGML_FORMATS:
         row_bytes = GGML_FORMATS[format].row_bytes(x.shape[-1])
-        return (x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8),)
+        return x.new_empty((*x.shape[:-1], row_bytes), dtype=torch.uint8)
     fmt = FORMATS[format]
     layout = scale_shape(x.shape, granularity or fmt.granularity, block_size or fmt.block_size,
                          block_rows)

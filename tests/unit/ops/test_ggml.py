@@ -53,7 +53,7 @@ def test_the_blocks_are_those_of_ggml(form):
     if form != "q8_1":
         values = dequantize_blocks(got, form)
         assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == GOLDEN[form]["values"]
-        (codes,) = lz.quantize(INPUTS, form)
+        codes = lz.quantize(INPUTS, form)
         assert torch.equal(codes, got)
         assert torch.equal(lz.dequantize(codes, format=form), values)
 
@@ -89,7 +89,7 @@ ERRORS = {"q4_0": 0.09, "q4_1": 0.085, "q5_0": 0.045, "q5_1": 0.04, "q8_0": 0.00
 def test_a_layer_in_blocks(form):
     gen = torch.Generator().manual_seed(2)
     weight, x = torch.randn(8, 512, generator=gen), torch.randn(3, 512, generator=gen)
-    (q,) = lz.quantize(weight, form)
+    q = lz.quantize(weight, form)
     restored = lz.dequantize(q, format=form)
     assert float((restored - weight).norm() / weight.norm()) < ERRORS[form]
     bias = torch.randn(8, generator=gen)
@@ -98,6 +98,18 @@ def test_a_layer_in_blocks(form):
     rounded = lz.quantized_linear(x, q, bias=bias, format=form, activations="q8")
     gap = float((rounded - plain).norm() / plain.norm())
     assert 0 < gap < 0.02                      # x is rounded to 8 bits
+
+
+def test_blocks_inside_torch_compile():
+    def there_and_back(x):
+        q = lz.quantize(x, "q5_1")
+        return lz.quantized_linear(x, q, format="q5_1", activations="q8"), lz.dequantize(
+            q, format="q5_1"), q
+
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(6))
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x), there_and_back(x)):
+        torch.testing.assert_close(got, want)
 
 
 def test_q8_1_keeps_its_sums_in_float16():

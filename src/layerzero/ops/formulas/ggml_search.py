@@ -7,13 +7,14 @@ over the length one by one, as in C; what a part has not improved stays as it wa
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 GROUP_MAX_EPS = 1e-15
-PARTS_AT_ONCE = 8192       # so that what one part of a search works on stays in the cache
+PARTS_AT_ONCE = 32768      # of them a search holds a dozen copies
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -36,7 +37,8 @@ def inverse(d: Tensor, numerator: float = 1.0) -> Tensor:
 
 def signed_peak(x: Tensor, axis: int) -> Tensor:
     """Returns the value of the largest magnitude along the axis, which is kept: the first of
-    several, and 0.0 for -0.0."""
+    several, 0.0 for -0.0, and NaN, which is larger than nothing in C, counts as 0."""
+    x = torch.where(x.isnan(), 0.0, x)
     return x.gather(axis, x.abs().argmax(axis, keepdim=True)) + 0.0
 
 
@@ -151,12 +153,13 @@ def make_qkx2_quants(x: Tensor, levels: int, start: float, steps: int,
 
 
 def nearest_iq4(x: Tensor) -> Tensor:
-    """Returns the index of the nearest of IQ4_VALUES, as ggml's best_index_int8."""
-    values = x.new_tensor(IQ4_VALUES)
-    upper = torch.bucketize(x, values, right=True).clamp_(1, 15)
-    below = x - values[upper - 1] < values[upper] - x
-    upper = torch.where(below, upper - 1, upper)
-    return torch.where(x <= values[0], 0, torch.where(x >= values[15], 15, upper))
+    """Returns the index of the nearest of IQ4_VALUES, as ggml's best_index_int8: the upper of two.
+
+    Near the middle between two of them both differences are exact, so that to compare them is to
+    compare with the middle.
+    """
+    middles = x.new_tensor([(a + b) / 2 for a, b in pairwise(IQ4_VALUES)])
+    return torch.bucketize(x, middles, right=True, out_int32=True)
 
 
 def make_iq4_scales(x: Tensor) -> tuple[Tensor]:
@@ -166,7 +169,7 @@ def make_iq4_scales(x: Tensor) -> tuple[Tensor]:
     squares = x * x
 
     def attempt(factor: Tensor) -> tuple[Tensor, Tensor]:
-        q = values[nearest_iq4(factor * x)]
+        q = values.index_select(0, nearest_iq4(factor * x).flatten()).view(x.shape)
         return ordered_sum(squares * q * x), ordered_sum(squares * q * q)
 
     sum_qx, sum_q2 = attempt(quotient(1.0, -peak / values[0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,9 +40,8 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
 class NativeDecode:
     """Calling it with an embedded token and its place gives the logits and the likeliest id."""
 
-    def __init__(self, decoder: Decoder, memory: SequenceKV,
-                 packed: Callable[[GgmlWeight], tuple[Tensor, int]]) -> None:
-        self.decoder, self.memory, self._packed = decoder, memory, packed
+    def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
+        self.decoder, self.memory = decoder, memory
         self._run = native_build.module().ggml_decode
         self._held: list[Any] = []             # what the addresses point to
         self.refresh()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...backends.native import ACTIVATIONS, DTYPES
 from ...backends.native import build as native_build
+from ...backends.native import ggml
 from ...models.decoder import Decoder
 from ...models.ggml_weight import GgmlWeight
 from ...models.sequence_kv import SequenceKV
@@ -34,6 +35,9 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
              if not isinstance(weights.get(n), GgmlWeight)]
     if apart or decoder.activations != "q8":
         return f"{apart[0] if apart else 'q8'} is not one quantized product"
+    formats = {w.format for w in weights.values() if isinstance(w, GgmlWeight)}
+    if not formats <= ggml.FORMATS.keys():
+        return f"there is no kernel for {', '.join(sorted(formats - ggml.FORMATS.keys()))}"
     return "" if hasattr(native_build.module(), "ggml_decode") else "lz build has not compiled it"
 
 
@@ -83,10 +87,10 @@ class NativeDecode:
     def _product(self, name: str) -> list[int]:
         weight = self.decoder.weights[name]
         assert isinstance(weight, GgmlWeight)
-        packed, number = self._packed(weight)
+        packed, (outputs, inputs) = ggml.packed_weight(weight.blocks, weight.format), weight.shape
         self._held.append(packed)
-        outputs, inputs = weight.shape
-        return [packed.data_ptr(), self._address(f"{name}.bias"), number, inputs, outputs]
+        return [packed.data_ptr(), self._address(f"{name}.bias"), ggml.FORMATS[weight.format],
+                inputs, outputs]
 
     def _address(self, name: str) -> int:
         found = self.decoder.weights.get(name)

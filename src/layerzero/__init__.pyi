@@ -1149,8 +1149,8 @@ def cross_entropy(
 
 
 def dequantize(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *,
-    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *,
+    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
     block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
     size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
@@ -1159,9 +1159,9 @@ def dequantize(
 
     Args:
         q (Tensor): *rows packed
-        scales (Tensor): *scale_rows groups
+        scales (Tensor | None): *scale_rows groups
         zeros (Tensor | None)
-        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
+        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         block_size (int)
         block_rows (int)
         global_scale (Tensor | None)
@@ -1173,11 +1173,7 @@ def dequantize(
     Returns: Tensor
 
     Example:
-        out = lz.dequantize(
-            torch.randint(1, 256, (5, 32), dtype=torch.uint8),
-            torch.ones(5, 2).to(torch.float8_e8m0fnu),
-            format="mxfp4",
-        )
+        out = lz.dequantize(torch.randint(0, 255, (2, 168), dtype=torch.uint8), format="q2_k")
     """
 
 
@@ -1754,13 +1750,15 @@ def paged_attention(
 
 
 def quantize(
-    x: Tensor, format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    x: Tensor,
+    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
     granularity: Literal["tensor", "channel", "block"] | None = None, block_size: int = 0,
     symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
     zeros: Tensor | None = None, global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Any:
-    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
+    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4;
+    for a format of ggml the codes alone.
 
     granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; by
     default blocks for four-bit formats, else rows. block_size: 0 for the format's default.
@@ -1770,7 +1768,7 @@ def quantize(
 
     Args:
         x (Tensor): *rows width
-        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
+        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         granularity (Literal["tensor", "channel", "block"] | None)
         block_size (int)
         symmetric (bool)
@@ -1789,9 +1787,11 @@ def quantize(
 
 
 def quantized_linear(
-    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, format: Literal["int8", "int4", "fp8_e4m3"], group_size: int = 0,
-    activations: Literal["none", "int8"] = "none", backend: str | None = None,
+    x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *,
+    format: Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
+    group_size: int = 0, activations: Literal["none", "int8", "q8"] = "none",
+    global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias.
@@ -1799,12 +1799,13 @@ def quantized_linear(
     Args:
         x (Tensor): *rows in_features
         weight_q (Tensor): out_features packed
-        scales (Tensor): scale_rows groups
+        scales (Tensor | None): scale_rows groups
         zeros (Tensor | None): scale_rows groups
         bias (Tensor | None): out_features
-        format (Literal["int8", "int4", "fp8_e4m3"])
+        format (Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         group_size (int)
-        activations (Literal["none", "int8"])
+        activations (Literal["none", "int8", "q8"])
+        global_scale (Tensor | None): 1 1
         backend (str | None)
         policy (Mapping[str, Any] | Layer | None)
 
@@ -1812,11 +1813,9 @@ def quantized_linear(
 
     Example:
         out = lz.quantized_linear(
-            torch.randn(5, 64),
-            torch.randint(18, 254, (48, 32), dtype=torch.uint8),
-            torch.ones(48, 2).to(torch.bfloat16),
-            format="int4",
-            group_size=32,
+            torch.randn(2, 512),
+            torch.randint(0, 256, (16, 420), dtype=torch.uint8),
+            format="q6_k",
         )
     """
 

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "norms.h"
 #include "products.h"
+#include "quant/linear.h"
 #include "rope.h"
 #include "token.h"
 
@@ -217,7 +218,58 @@ PyObject *token(PyObject *, PyObject *const *args, Py_ssize_t count) {
   }));
 }
 
+// Calls work(the ISA of this build or the portable one, the format), both as types.
+template <class W> auto for_quantized(bool portable, int64_t format, W work) {
+  return quant::for_format(format, [&](auto f) { return portable ? work(quant::Portable{}, f) : work(quant::Isa{}, f); });
+}
+
+PyObject *ggml_packed_bytes(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  const bool portable = in.whole();
+  const int64_t format = in.whole(), outputs = in.whole(), inputs = in.whole();
+  if (!in.ok) return nullptr;
+  return PyLong_FromLongLong(for_quantized(portable, format, [&](auto s, auto f) {
+    return quant::packed_bytes<decltype(s), f>(outputs, inputs);
+  }));
+}
+
+PyObject *ggml_pack(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  const bool portable = in.whole();
+  const int64_t format = in.whole();
+  const uint8_t *from = (const uint8_t *)in.address();
+  void *to = in.address();
+  const int64_t outputs = in.whole(), inputs = in.whole();
+  const int threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(true, [&] {
+    for_quantized(portable, format, [&](auto s, auto f) {
+      quant::pack_all<decltype(s), f>(from, outputs, inputs, to, threads);
+    });
+    return true;
+  }));
+}
+
+PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  quant::Linear q;
+  const bool portable = in.whole();
+  const int64_t format = in.whole(), dtype = in.whole();
+  q.x = in.address(), q.weight = in.address(), q.bias = in.address(q.has_bias), q.out = in.address();
+  q.rows = in.whole(), q.inputs = in.whole(), q.outputs = in.whole(), q.x_row = in.whole();
+  q.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(q.rows * q.inputs * q.outputs > 65536, [&] {
+    return for_quantized(portable, format, [&](auto s, auto f) {
+      return for_dtype(dtype, [&](auto t) { return quant::run_linear<decltype(s), f, decltype(t)>(q); });
+    });
+  }));
+}
+
 PyMethodDef methods[] = {
+    {"ggml_packed_bytes", (PyCFunction)(void (*)(void))ggml_packed_bytes, METH_FASTCALL, nullptr},
+    {"ggml_pack", (PyCFunction)(void (*)(void))ggml_pack, METH_FASTCALL, nullptr},
+    {"ggml_linear", (PyCFunction)(void (*)(void))ggml_linear, METH_FASTCALL, nullptr},
     {"token", (PyCFunction)(void (*)(void))token, METH_FASTCALL, nullptr},
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
     {"feed_forward", (PyCFunction)(void (*)(void))feed_forward, METH_FASTCALL, nullptr},

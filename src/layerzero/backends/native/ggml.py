@@ -49,16 +49,22 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
     return out
 
 
+_PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
+    f: lambda weight_q, f=f: pack_weight(weight_q, f) for f in FORMATS}
+
+
+def packed_weight(weight_q: Tensor, format: str) -> Tensor:
+    """Returns the packed copy that is kept beside a weight, or a new one where none is kept."""
+    packed = PACKED.get(f"ggml {format}", _PACKERS[format], weight_q)
+    return _PACKERS[format](weight_q) if packed is None else packed
+
+
 def linear() -> Callable[..., Any]:
     build.module()                             # raises at load, not in a call, if it is not built
-    packers: dict[str, Callable[[Tensor], Tensor]] = {
-        f: lambda weight_q, f=f: pack_weight(weight_q, f) for f in FORMATS}
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
             bias: Tensor | None = None, *, format: str, group_size: int = 0,
             activations: str = "q8") -> Tensor:
-        packed = PACKED.get(f"ggml {format}", packers[format], weight_q)
-        return multiply(x, packers[format](weight_q) if packed is None else packed, bias,
-                        len(weight_q), format)
+        return multiply(x, packed_weight(weight_q, format), bias, len(weight_q), format)
 
     return run

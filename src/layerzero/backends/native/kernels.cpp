@@ -9,7 +9,7 @@
 #include "attention.h"
 #include "norms.h"
 #include "products.h"
-#include "quant/linear.h"
+#include "quant/decode.h"
 #include "rope.h"
 #include "token.h"
 
@@ -266,7 +266,28 @@ PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
   }));
 }
 
+// One token through a decoder; returns the likeliest next one. Product and layers are what
+// quant/decode.h calls so, written by Python.
+PyObject *ggml_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  quant::DecoderStep s;
+  const int64_t dtype = in.whole();
+  s.layers = (const quant::DecoderLayer *)in.address(), s.count = in.whole();
+  s.head = *(const quant::Product *)in.address(), s.norm = (const float *)in.address();
+  s.hidden = in.whole(), s.heads = in.whole(), s.kv_heads = in.whole(), s.dim = in.whole();
+  s.half = in.whole(), s.inner = in.whole(), s.activation = Activation(in.whole());
+  s.eps = float(in.real()), s.scale = float(in.real()), s.softcap = float(in.real());
+  s.x = (float *)in.address(), s.logits = (float *)in.address(), s.position = in.whole();
+  s.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  const bool done = without_gil(true, [&] {
+    return for_dtype(dtype, [&](auto kept) { return quant::run_decoder<decltype(kept)>(s); });
+  });
+  return done ? PyLong_FromLongLong(quant::likeliest(s.logits, s.head.outputs)) : PyErr_NoMemory();
+}
+
 PyMethodDef methods[] = {
+    {"ggml_decode", (PyCFunction)(void (*)(void))ggml_decode, METH_FASTCALL, nullptr},
     {"ggml_packed_bytes", (PyCFunction)(void (*)(void))ggml_packed_bytes, METH_FASTCALL, nullptr},
     {"ggml_pack", (PyCFunction)(void (*)(void))ggml_pack, METH_FASTCALL, nullptr},
     {"ggml_linear", (PyCFunction)(void (*)(void))ggml_linear, METH_FASTCALL, nullptr},

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.native import ACTIVATIONS, DTYPES
+from ...backends.native import ACTIVATIONS, DTYPES, ggml
 from ...backends.native import build as native_build
-from ...backends.native import ggml
 from ...models.decoder import Decoder
 from ...models.ggml_weight import GgmlWeight
 from ...models.sequence_kv import SequenceKV
@@ -28,8 +27,8 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
         return "it has experts, or no gate, RMS norms or rope in halves"
     if memory.keys[0].dtype not in DTYPES or memory.keys[0].shape[0] != 1:
         return f"keys and values are kept as {memory.kind}"
-    if c.hidden % 32 or c.inner % 32 or c.head_dim % 8:
-        return "its sizes are odd"
+    if c.hidden % 32 or c.inner % 32 or (c.qk_norm and c.head_dim % 32):
+        return "its sizes are no multiples of 32"
     names = [f"{i}.{n}" for i in range(c.layers) for n in PRODUCTS]
     apart = [n for n in (*names, "embed" if c.tied else "head")
              if not isinstance(weights.get(n), GgmlWeight)]

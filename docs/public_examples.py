@@ -92,6 +92,9 @@ EXAMPLES = {
     "unaccelerate": LLAMA + 'lz.accelerate(model.eval(), measure=False)\nlz.unaccelerate(model)',
     "unpatch": LLAMA + 'lz.patch(model)\nlz.unpatch(model)',
     # production
+    "load_gguf": 'try:\n    model = lz.load_gguf("model.gguf")\n    print("".join('
+                 'model.generate("Hello", max_tokens=8)))\nexcept lz.errors.DataError as e:\n    '
+                 'print(e)',
     "serve_metrics": 'with lz.serve_metrics() as server:\n    print(server.url)',
     "write_bundle": 'lz.write_bundle("bundle.tar.gz", device="cpu")',
     # groups

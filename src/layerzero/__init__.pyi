@@ -23,6 +23,7 @@ from . import tables as tables
 from . import testing as testing
 from . import tokens as tokens
 from .integrations.auto import Auto
+from .integrations.gguf.model import GGUFModel
 from .integrations.serve import Server
 from .integrations.transformers.accelerate import Acceleration
 from .models.kv_cache import KVCache
@@ -98,6 +99,7 @@ __all__ = [
     "linear_cross_entropy",
     "list_kernels",
     "load_config",
+    "load_gguf",
     "lock",
     "merge_attention",
     "mla_paged_attention",
@@ -400,6 +402,32 @@ def load_config(path: str | os.PathLike[str] | None) -> None:
     Example:
         open("policy.yaml", "w").write('rules: [{deny: "triton.*"}]')
         lz.load_config("policy.yaml")
+    """
+
+
+def load_gguf(
+    path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu", activations: str = "q8",
+) -> GGUFModel:
+    """Load a model with the file's own quantized weights; DataError for a file that is none.
+
+    dtype: of activations, and of the weights that are not quantized.
+    activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none".
+
+    Args:
+        path (str | os.PathLike[str])
+        dtype (torch.dtype)
+        device (str | torch.device)
+        activations (str)
+
+    Returns: GGUFModel
+
+    Example:
+        try:
+            model = lz.load_gguf("model.gguf")
+            print("".join(model.generate("Hello", max_tokens=8)))
+        except lz.errors.DataError as e:
+            print(e)
     """
 
 

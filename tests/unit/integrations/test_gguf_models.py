@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'layerzero[gg
 transformers = pytest.importorskip("transformers",
                                    reason="needs transformers: pip install 'layerzero[transformers]'")
 
+from layerzero.backends.native import build as native_build  # noqa: E402
 from layerzero.integrations.gguf.architectures import read_model, rows_to_halves  # noqa: E402
 from layerzero.integrations.gguf.generation import TextGeneration  # noqa: E402
 from layerzero.integrations.gguf.reader import read_gguf_file  # noqa: E402
@@ -221,6 +222,28 @@ def test_quantized_weights_stay_so(name, kind, tmp_path):
     rounded = lz.load_gguf(path, activations="q8").logits(IDS)
     error = float((rounded - wanted).pow(2).mean().sqrt() / wanted.std())
     assert 1e-6 < error < 0.1, error
+
+
+@pytest.mark.parametrize(("name", "kind", "kv"), [
+    ("llama", "Q4_0", "float32"), ("qwen2", "Q5_1", "bfloat16"), ("qwen3", "Q8_0", "float16"),
+    ("gemma2", "Q4_1", "float32"), ("gemma3", "Q8_0", "float32")])
+def test_all_layers_of_a_token_in_one_call(name, kind, kv, tmp_path):
+    """Our compiled kernels against the same decoder, call by call."""
+    if native_build.is_built() is not True or not hasattr(native_build.module(), "ggml_decode"):
+        pytest.skip("needs our compiled kernels: lz build")
+    model = build(name)
+    ours = lz.load_gguf(write(tmp_path / "m.gguf", name, model, kind))
+    wanted, memory = ours.logits(IDS[:1])[0], SequenceKV(ours.config, 17, kv)
+    run = ours.decoder(length=17)
+    with torch.no_grad():
+        run(IDS[:1, :4], memory)
+        step = TokenStep(run, memory)
+        got = torch.cat([step(int(t)) for t in IDS[0, 4:]])
+    assert step.kernels == {"decode": "native.ggml_linear, all layers in one call"}
+    assert step.likeliest == int(got[-1].argmax())
+    # a code that is rounded the other way is another number
+    error = float((got - wanted[4:]).pow(2).mean().sqrt() / wanted.std())
+    assert error < 0.03, error
 
 
 def test_weights_of_one_product_in_different_formats(tmp_path):

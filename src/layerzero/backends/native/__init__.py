@@ -19,12 +19,13 @@ from ...ops.attention import OP as attention
 from ...ops.formulas.moe import GATED
 from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
+from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from . import build, rows
+from . import build, ggml, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
@@ -200,6 +201,10 @@ MLP_RULES: tuple[r.Condition, ...] = (
     r.unit_stride("x"), r.at_least("out", 1, Code.EMPTY_INPUT),
     *(r.unit_stride(w, repair=False) for w in ("weight_in", "weight_up", "weight_down")),
     *(r.unit_stride(b) for b in ("bias_in", "bias_up", "bias_down")))
+GGML_RULES: tuple[r.Condition, ...] = (
+    r.equals("activations", "q8"),
+    r.one_of("format", *ggml.FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),
+    r.unit_stride("x"), r.contiguous("weight_q"), r.unit_stride("bias"))
 WIDENED = ("half types are widened in registers, or once for all rows, where torch computes an "
            "element at a time")
 
@@ -214,6 +219,10 @@ KERNELS = (
             less_work=WIDENED),
     declare(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half",
             less_work=WIDENED),
+    declare(quantized_linear, ggml.linear, 30.0, 5.0, *GGML_RULES, name="ggml_linear",
+            less_work="multiplies the codes as bytes, and writes no dequantized weight",
+            note="keeps a second copy of the weight, its rows interleaved; the same result on any "
+                 "number of threads"),
     declare(attention, _attention_decode, 20.0, 3.0, *DECODE_RULES, r.at_least("group", 2),
             r.any_of(r.at_most("seq_q", MAX_SMALL_HEAD_ROWS), r.at_least("head_dim", 65)),
             name="attention_decode", variants=("bhsd",),

@@ -35,7 +35,7 @@ _STABLE_ABI = (sys.implementation.name == "cpython"
 
 def library_path(environ: Mapping[str, str] | None = None) -> Path:
     digest = hashlib.sha256(repr(FLAGS).encode())
-    for source in (SOURCE, *sorted(FOLDER.glob("*.h"))):
+    for source in (SOURCE, *sorted(FOLDER.rglob("*.h"))):
         digest.update(source.read_bytes())
     python = "abi3" if _STABLE_ABI else str(sys.implementation.cache_tag)
     tag = f"kernels-{python}-{platform.machine()}-{processor()[:8]}-{digest.hexdigest()[:12]}"

@@ -64,10 +64,14 @@ class TextGeneration:
                     logits = one(token)
                 else:
                     logits = run(tokens, memory, last=True)[:, -1]
-                tokens = run.do("sample", logits=logits, temperature=self.temperature,
-                                top_k=self.top_k, top_p=self.top_p, seed=self.seed,
-                                offset=step)[:, None]
-            token, now = int(tokens), time.perf_counter()
+                if one is not None and one.likeliest is not None and not self.temperature:
+                    token = one.likeliest
+                else:
+                    tokens = run.do("sample", logits=logits, temperature=self.temperature,
+                                    top_k=self.top_k, top_p=self.top_p, seed=self.seed,
+                                    offset=step)[:, None]
+                    token = int(tokens)
+            now = time.perf_counter()
             if step:
                 self.decode_seconds, self._decoded = self.decode_seconds + now - began, step
             else:

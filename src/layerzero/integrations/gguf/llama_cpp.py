@@ -229,7 +229,7 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
-         rounds: int = ROUNDS) -> Iterator[Speed]:
+         rounds: int = ROUNDS, kv: str = "") -> Iterator[Speed]:
     """Yield prompt and decode speeds, in turns, on so many threads."""
     text = model.tokenize(" ".join(TEXTS) * 8)
     before = torch.get_num_threads()
@@ -239,7 +239,7 @@ def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int]
                                     *(("decode at", n, PERF_TOKENS) for n in contexts)):
             prompt, ours, theirs = text[:length], [], []
             for _ in range(rounds):
-                run = TextGeneration(model, prompt, count)
+                run = TextGeneration(model, prompt, count, kv=kv)
                 for _ in run.steps():
                     pass
                 told = peer.ask(prompt, count)

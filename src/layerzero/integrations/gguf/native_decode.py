@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends.native import ACTIVATIONS, DTYPES
+from ...backends.native import ACTIVATIONS, DTYPES, ggml
 from ...backends.native import build as native_build
 from ...models.decoder import Decoder
 from ...models.ggml_weight import GgmlWeight
@@ -28,22 +27,24 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
         return "it has experts, or no gate, RMS norms or rope in halves"
     if memory.keys[0].dtype not in DTYPES or memory.keys[0].shape[0] != 1:
         return f"keys and values are kept as {memory.kind}"
-    if c.hidden % 32 or c.inner % 32 or c.head_dim % 8:
-        return "its sizes are odd"
+    if c.hidden % 32 or c.inner % 32 or (c.qk_norm and c.head_dim % 32):
+        return "its sizes are no multiples of 32"
     names = [f"{i}.{n}" for i in range(c.layers) for n in PRODUCTS]
     apart = [n for n in (*names, "embed" if c.tied else "head")
              if not isinstance(weights.get(n), GgmlWeight)]
     if apart or decoder.activations != "q8":
         return f"{apart[0] if apart else 'q8'} is not one quantized product"
+    formats = {w.format for w in weights.values() if isinstance(w, GgmlWeight)}
+    if not formats <= ggml.FORMATS.keys():
+        return f"there is no kernel for {', '.join(sorted(formats - ggml.FORMATS.keys()))}"
     return "" if hasattr(native_build.module(), "ggml_decode") else "lz build has not compiled it"
 
 
 class NativeDecode:
     """Calling it with an embedded token and its place gives the logits and the likeliest id."""
 
-    def __init__(self, decoder: Decoder, memory: SequenceKV,
-                 packed: Callable[[GgmlWeight], tuple[Tensor, int]]) -> None:
-        self.decoder, self.memory, self._packed = decoder, memory, packed
+    def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
+        self.decoder, self.memory = decoder, memory
         self._run = native_build.module().ggml_decode
         self._held: list[Any] = []             # what the addresses point to
         self.refresh()
@@ -85,10 +86,10 @@ class NativeDecode:
     def _product(self, name: str) -> list[int]:
         weight = self.decoder.weights[name]
         assert isinstance(weight, GgmlWeight)
-        packed, number = self._packed(weight)
+        packed, (outputs, inputs) = ggml.packed_weight(weight.blocks, weight.format), weight.shape
         self._held.append(packed)
-        outputs, inputs = weight.shape
-        return [packed.data_ptr(), self._address(f"{name}.bias"), number, inputs, outputs]
+        return [packed.data_ptr(), self._address(f"{name}.bias"), ggml.FORMATS[weight.format],
+                inputs, outputs]
 
     def _address(self, name: str) -> int:
         found = self.decoder.weights.get(name)

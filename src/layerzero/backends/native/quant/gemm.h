@@ -1,0 +1,171 @@
+// Products for more rows: codes are decoded once into a panel that stays in the cache, one byte
+// each, and multiplied in tiles of TILE rows of x by GROUPS groups of R rows of the weight.
+#pragma once
+
+#include "gemv.h"
+
+namespace lz::quant {
+
+// A block of R rows, decoded. The sums are those of gemv.h to the bit: of integers, so that their
+// order does not matter, then of floats in the same order.
+template <class S, Format F> struct alignas(16) Decoded {
+  static constexpr int PARTS = F == Q6_K ? 16 : super_blocks(F) ? 8 : 0;
+  uint8_t codes[block_size(F) / 4][4 * S::R];
+  float d[S::R];
+  [[no_unique_address]] If<has_min(F), float[S::R]> m;
+  [[no_unique_address]] If<PARTS != 0, int32_t[PARTS ? PARTS : 1][S::R]> scales;
+  // Lane vectors whose products with sums of x are needed.
+  [[no_unique_address]] If<F == Q4_K || F == Q5_K, uint8_t[2][4 * S::R]> mins;
+  [[no_unique_address]] If<F == Q6_K && !S::SIGNED, uint8_t[4][4 * S::R]> scale_bytes;
+};
+
+// What decoding adds to codes, where bytes are signed: then sums need no correction.
+template <class S, Format F> constexpr int SHIFT = !S::SIGNED ? 0 : F == Q6_K ? -32 : OFFSET<S, F>;
+template <class S, Format F> constexpr bool CORRECTED = !S::SIGNED && OFFSET<S, F> != 0;
+
+template <class S, Format F> FLATTEN void decode(const Packed<F, S::R> &w, Decoded<S, F> &to) {
+  using B = typename S::B;
+  constexpr int R = S::R;
+  auto put = [&](int k, B b) { S::store(to.codes[k / 4], SHIFT<S, F> ? S::add_bytes(b, SHIFT<S, F>) : b); };
+  S::store_f(to.d, S::halves(w.d));
+  if constexpr (has_min(F)) S::store_f(to.m, S::halves(w.m));
+  if constexpr (F == Q8_0) {
+    each<8>([&](auto v) { put(4 * v, S::load(w.codes[v])); });
+  } else if constexpr (!super_blocks(F)) {
+    B fifth = {};
+    if constexpr (has_fifth_bit(F)) fifth = S::load(w.high);
+    each<4>([&](auto v) {
+      B low, high;
+      nibbles<S, F, v>(w.codes[0], fifth, low, high);
+      put(4 * v, low), put(16 + 4 * v, high);
+    });
+  } else {
+    for (int u = 0; u < 8; u++) {
+      if constexpr (F == Q6_K) {
+        each<2>([&](auto h) {
+          B codes[4];
+          S::six(S::load(w.codes[u][2 * h]), S::load(w.codes[u][2 * h + 1]), S::load(w.high[u][h]), codes);
+          each<4>([&](auto i) { put(32 * u + 8 * h + i / 2 * 4 + i % 2 * 16, codes[i]); });
+        });
+      } else {
+        B fifth = {};
+        if constexpr (F == Q5_K) fifth = S::load(w.high[u]);
+        each<4>([&](auto v) {
+          B low, high;
+          nibbles<S, F, v>(w.codes[u][0], fifth, low, high);
+          put(32 * u + 4 * v, low), put(32 * u + 16 + 4 * v, high);
+        });
+      }
+    }
+    constexpr int PARTS = Decoded<S, F>::PARTS;
+    for (int i = 0; i < PARTS; i++)
+      for (int r = 0; r < R; r++) {
+        const uint8_t scale = w.scales[i / 4][4 * r + i % 4];
+        to.scales[i][r] = F == Q6_K ? int8_t(S::SIGNED ? scale : scale ^ 128) : scale;
+      }
+    if constexpr (F != Q6_K) std::memcpy(to.mins, w.mins, sizeof to.mins);
+    else if constexpr (!S::SIGNED) std::memcpy(to.scale_bytes, w.scales, sizeof to.scale_bytes);
+  }
+}
+
+// Adds the products of `blocks` blocks of G groups, `step` blocks apart, beginning with block `first`
+// of rows row .. row + M - 1 of x. A row's sums stay in memory: registers hold those of one block.
+template <class S, Format F, int M, int G>
+FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t first, int64_t blocks,
+                        float *__restrict sums) {
+  using I = typename S::I;
+  constexpr int SIZE = block_size(F), PART = F == Q6_K ? 16 : 32, R = S::R;
+  const int64_t x_step = a.row_codes, d_step = a.row_blocks, sums_step = a.row_sums, split_step = a.row_split;
+  const int8_t *x = a.codes_at(row, first * SIZE), *split = a.split + row * split_step + first * SPLIT<F>;
+  const float *d = a.d + row * d_step + first, *s = a.s + row * d_step + first;
+  const int32_t *x_sums = a.sums + row * sums_step + first * (F == Q4_K || F == Q5_K ? 8 : 1);
+  const Decoded<S, F> *ws[G];
+  each<G>([&](auto g) { ws[g] = w + g * step; });
+  for (int64_t b = 0; b < blocks; b++) {
+    auto dots = [&](int k, I (&acc)[M][G]) {
+      each<PART / 16>([&](auto h) {
+        typename S::X xs[M];
+        each<M>([&](auto m) { xs[m] = S::load_x(x + m * x_step + k + 16 * h); });
+        each<4>([&](auto v) {
+          each<G>([&](auto g) {
+            const typename S::B codes = S::load(ws[g]->codes[k / 4 + 4 * h + v]);
+            each<M>([&](auto m) {
+              if constexpr (F == Q8_0) acc[m][g] = S::template dot_wide<v>(acc[m][g], codes, xs[m]);
+              else acc[m][g] = S::template dot<v>(acc[m][g], codes, xs[m]);
+            });
+          });
+        });
+      });
+    };
+    if constexpr (!super_blocks(F)) {
+      I acc[M][G];
+      each<M>([&](auto m) {
+        each<G>([&](auto g) { acc[m][g] = CORRECTED<S, F> ? S::splat(x_sums[m * sums_step]) : S::small(); });
+      });
+      dots(0, acc);
+      each<G>([&](auto g) {
+        const typename S::F scale = S::load_f(ws[g]->d);
+        typename S::F min;
+        if constexpr (has_min(F)) min = S::load_f(ws[g]->m);
+        each<M>([&](auto m) {
+          float *to = sums + (m * G + g) * R;
+          typename S::F f = S::fma(S::load_f(to), S::small_to_float(acc[m][g]), S::times(scale, d[m * d_step]));
+          if constexpr (has_min(F)) f = S::fma(f, min, S::splat_f(s[m * d_step]));
+          S::store_f(to, f);
+        });
+      });
+      x_sums++;
+    } else {
+      alignas(64) int32_t total[M][G][R];       // in memory as well
+      for (int i = 0; i < 256 / PART; i++) {
+        I acc[M][G];
+        each<M>([&](auto m) {
+          each<G>([&](auto g) {
+            constexpr bool corrected = CORRECTED<S, F> && F == Q5_K;
+            acc[m][g] = corrected ? S::splat(x_sums[m * sums_step + i]) : S::nothing();
+          });
+        });
+        dots(PART * i, acc);
+        each<G>([&](auto g) {
+          const I scale = S::load_i(ws[g]->scales[i]);
+          each<M>([&](auto m) {
+            S::store_i(total[m][g], S::mla(i ? S::load_i(total[m][g]) : S::nothing(), acc[m][g], scale));
+          });
+        });
+      }
+      each<G>([&](auto g) {
+        const typename S::F scale = S::load_f(ws[g]->d);
+        each<M>([&](auto m) {
+          I all = S::load_i(total[m][g]);
+          const int8_t *own = split + m * split_step;
+          if constexpr (F == Q6_K && !S::SIGNED) {
+            const I zeros = S::add(times_sums<S, 16>(ws[g]->scale_bytes, own), S::splat(x_sums[m * sums_step]));
+            all = S::sub(all, S::template shl<5>(zeros));
+          }
+          float *to = sums + (m * G + g) * R;
+          typename S::F f = S::fma(S::load_f(to), S::to_float(all), S::times(scale, d[m * d_step]));
+          if constexpr (has_min(F))
+            f = S::fms(f, S::to_float(times_sums<S, 8>(ws[g]->mins, own)), S::times(S::load_f(ws[g]->m), d[m * d_step]));
+          S::store_f(to, f);
+        });
+      });
+      x_sums += F == Q6_K ? 1 : 8, split += SPLIT<F>;
+    }
+    x += SIZE, d++, s++;
+    each<G>([&](auto g) { ws[g]++; });
+  }
+}
+
+// The same for any number of rows; sums: (rows, GROUPS, R).
+template <class S, Format F>
+void add_rows(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t rows, int64_t first, int64_t blocks,
+              float *sums) {
+  constexpr int G = S::GROUPS;
+  auto tile = [&](auto m) {
+    for (; rows >= m; rows -= m, row += m, sums += m * G * S::R) add_blocks<S, F, m, G>(w, step, a, row, first, blocks, sums);
+  };
+  if constexpr (S::TILE > 1) tile(std::integral_constant<int, S::TILE>{}), tile(std::integral_constant<int, 2>{});
+  tile(std::integral_constant<int, 1>{});
+}
+
+}  // namespace lz::quant

@@ -1,0 +1,154 @@
+// Linear layers with ggml's weights: y = x W^T + bias, x rounded to bytes as ggml rounds it.
+//
+// Threads share out rows of the weight, and every result is computed by one thread in one order: it
+// has the same bits for any number of threads and of rows.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm.h"
+#include "portable.h"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "neon.h"
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "avx2.h"
+#endif
+
+namespace lz::quant {
+
+#if defined(__ARM_FEATURE_DOTPROD)
+using Isa = Neon;
+constexpr const char *ISA = "neon dotprod";
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+using Isa = Avx512;
+constexpr const char *ISA = "avx512 vnni";
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+using Isa = Avx2;
+constexpr const char *ISA = "avx2";
+#else
+using Isa = Portable;
+constexpr const char *ISA = "portable";
+#endif
+
+constexpr int64_t FEW_ROWS = 4;                 // of x: up to here codes are decoded in registers
+constexpr int64_t PANEL_ROWS = 32;              // of the weight, decoded together
+constexpr int64_t PANEL_WIDTH = 2048;           // codes of a row, decoded together: 64 KiB with the rows
+
+struct Linear {
+  const void *x, *weight, *bias;
+  void *out;
+  bool has_bias;
+  int64_t rows, inputs, outputs, x_row;         // x_row: elements from row to row
+  int threads;
+};
+
+template <class S> int64_t groups(int64_t outputs) { return (outputs + S::R - 1) / S::R; }
+
+template <class S, Format F> int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return groups<S>(outputs) * (inputs / block_size(F)) * int64_t(sizeof(Packed<F, S::R>));
+}
+
+template <class S, Format F> void pack_all(const uint8_t *from, int64_t outputs, int64_t inputs, void *to, int threads) {
+  const int64_t blocks = inputs / block_size(F), count = groups<S>(outputs);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t g = 0; g < count; g++) pack<F, S::R>(from, outputs, blocks, S::SIGNED, g, (Packed<F, S::R> *)to);
+}
+
+// Writes results of one row of x: outputs first .. first + count - 1.
+template <class T> void write(const Linear &q, int64_t row, int64_t first, int64_t count, const float *from) {
+  T *to = (T *)q.out + row * q.outputs + first;
+  const T *bias = (const T *)q.bias + first;
+  for (int64_t r = 0; r < count; r++) from_float(to + r, q.has_bias ? from[r] + to_float(bias[r]) : from[r]);
+}
+
+template <class S, Format F, class T> void few_rows(const Linear &q, const Activations &a, int64_t group) {
+  const int64_t blocks = q.inputs / block_size(F), first = group * S::R;
+  const auto *w = (const Packed<F, S::R> *)q.weight + group * blocks;
+  int64_t row = 0;
+  auto tile = [&](auto m) {
+    for (; row + m <= q.rows; row += m) {
+      typename S::F f[m];
+      for (int i = 0; i < m; i++) f[i] = S::splat_f(0);
+      multiply<S, F, m>(w, blocks, a, row, f);
+      for (int i = 0; i < m; i++) {
+        alignas(64) float results[S::R];
+        S::store_f(results, f[i]);
+        write<T>(q, row + i, first, std::min<int64_t>(S::R, q.outputs - first), results);
+      }
+    }
+  };
+  if constexpr (S::TILE > 1) tile(std::integral_constant<int, 4>{}), tile(std::integral_constant<int, 2>{});
+  tile(std::integral_constant<int, 1>{});
+}
+
+// PANEL_ROWS rows of the weight with all rows of x. `sums` has rows * PANEL_ROWS floats.
+template <class S, Format F, class T>
+void panel(const Linear &q, const Activations &a, int64_t index, Decoded<S, F> *decoded, float *sums) {
+  constexpr int64_t G = PANEL_ROWS / S::R, TILES = G / S::GROUPS, WIDTH = S::GROUPS * S::R;
+  const int64_t blocks = q.inputs / block_size(F), most = PANEL_WIDTH / block_size(F);
+  const int64_t first = index * G, some = std::min(G, groups<S>(q.outputs) - first);
+  const auto *w = (const Packed<F, S::R> *)q.weight + first * blocks;
+  std::fill(sums, sums + q.rows * PANEL_ROWS, 0.0f);
+  for (int64_t b = 0; b < blocks; b += most) {
+    const int64_t count = std::min(most, blocks - b);
+    for (int64_t g = 0; g < some; g++)
+      for (int64_t i = 0; i < count; i++) decode<S, F>(w[g * blocks + b + i], decoded[g * most + i]);
+    for (int64_t row = 0; row < q.rows; row += S::TILE)      // rows of x stay in the L1 cache
+      for (int64_t t = 0; t < TILES && t * S::GROUPS < some; t++)
+        add_rows<S, F>(decoded + t * S::GROUPS * most, most, a, row, std::min<int64_t>(S::TILE, q.rows - row), b, count,
+                       sums + (t * q.rows + row) * WIDTH);
+  }
+  for (int64_t row = 0; row < q.rows; row++)
+    for (int64_t t = 0; t < TILES; t++) {
+      const int64_t at = first * S::R + t * WIDTH, count = std::min(WIDTH, q.outputs - at);
+      if (count > 0) write<T>(q, row, at, count, sums + (t * q.rows + row) * WIDTH);
+    }
+}
+
+template <class S, Format F, class T> bool run_linear(const Linear &q) {
+  const bool few = q.rows <= FEW_ROWS;
+  const int threads = q.rows * q.outputs * q.inputs < 65536 ? 1 : q.threads;
+  const int64_t work = few ? groups<S>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
+  // A tile may lie half outside of the last panel: its groups are multiplied, and not written.
+  const int64_t most = few ? 0 : PANEL_WIDTH / block_size(F) * (PANEL_ROWS / S::R) * int64_t(sizeof(Decoded<S, F>));
+  const int64_t own = few ? 0 : (most + q.rows * PANEL_ROWS * int64_t(sizeof(float)) + 63) / 64 * 64;
+  Activations a;
+  const int64_t shared = activation_bytes<F>(q.rows, q.inputs, a, nullptr);
+  char *memory = (char *)std::aligned_alloc(64, shared + threads * own + 64);
+  if (!memory) return false;
+  activation_bytes<F>(q.rows, q.inputs, a, memory);
+  if (!few) std::memset(memory + shared, 0, threads * own);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int64_t blocks = q.inputs / block_size(F);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < q.rows * blocks; i++)
+      round_block_at<S, F>((const T *)q.x + i / blocks * q.x_row, a, i / blocks, i % blocks);
+    char *mine = memory + shared + thread_number() * own;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < work; i++) {
+      if (few) few_rows<S, F, T>(q, a, i);
+      else panel<S, F, T>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
+    }
+  }
+  std::free(memory);
+  return true;
+}
+
+// Calls work(format as a constant).
+template <class W> auto for_format(int64_t format, W work) {
+  switch (format) {
+    case Q4_0: return work(std::integral_constant<Format, Q4_0>{});
+    case Q4_1: return work(std::integral_constant<Format, Q4_1>{});
+    case Q5_0: return work(std::integral_constant<Format, Q5_0>{});
+    case Q5_1: return work(std::integral_constant<Format, Q5_1>{});
+    case Q8_0: return work(std::integral_constant<Format, Q8_0>{});
+    case Q4_K: return work(std::integral_constant<Format, Q4_K>{});
+    case Q5_K: return work(std::integral_constant<Format, Q5_K>{});
+    default: return work(std::integral_constant<Format, Q6_K>{});
+  }
+}
+
+}  // namespace lz::quant

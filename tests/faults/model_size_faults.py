@@ -317,7 +317,7 @@ class KeepsAWorkspaceForEachCall:
         return right(**v)
 
 
-@fault("layer_norm", "aliasing")
+@fault("layer_norm", "aliasing", "result")
 class RingOfBuffers:
     """A result is written over by the twentieth call after it."""
 

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
@@ -47,6 +47,7 @@ from .circumstances import (
     tensor_circumstances,
 )
 from .contract import CaseResult, call, case_values, check_case, formula, refusals, results_of
+from .coverage import NOTHING, Coverage, measure_coverage
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
 from .pairs import pair_cases, residues
@@ -68,6 +69,7 @@ class Verdict:
     certificate: Certificate | None = None
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
+    coverage: Coverage = NOTHING
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
@@ -96,8 +98,9 @@ class Verdict:
         return {
             "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status,
             "cases": self.ran, "skipped": len(self.results) - self.ran, "worst": self.worst,
-            "seconds": round(self.seconds, 2), "refusal": self.refusal if self.status == "skipped"
-            else "", "certificate": encode(self.certificate),
+            "seconds": round(self.seconds, 2), "coverage": encode(self.coverage),
+            "refusal": self.refusal if self.status == "skipped" else "",
+            "certificate": encode(self.certificate),
             "diagnosis": None if self.diagnosis is None else {
                 "class": self.diagnosis.kind, "says": self.diagnosis.says,
                 "where": self.diagnosis.where, "advice": self.diagnosis.advice},
@@ -128,10 +131,12 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
             if stop_early and (failed >= 6 or ran_since >= 16):
                 break
     diagnosis = _diagnosis(kernel, results, device)
-    verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis)
+    coverage = measure_coverage(kernel, device, lane, LANES[lane] if seeds is None else seeds,
+                                results)
+    verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis,
+                      coverage=coverage)
     certificate = _certificate(kernel, device, verdict) if verdict.status == "passed" else None
-    return Verdict(kernel.id, kernel.op.name, lane, tuple(results), certificate, diagnosis,
-                   time.perf_counter() - started)
+    return replace(verdict, certificate=certificate, seconds=time.perf_counter() - started)
 
 
 def _next_check(kernel: Kernel,
@@ -296,8 +301,8 @@ def _most_tensors_first(op: Op, cells: Iterator[Cell],
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
             flat = main is None or main.dim() < 2 or min(main.shape) < 2
-            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()), len(ranked),
-                           frozenset(tensors), cell))
+            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
+                           len(ranked), frozenset(tensors), cell))
         if len(ranked) == 48:
             break
     return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
@@ -378,7 +383,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
-        made_at=_now(),
+        covers=str(verdict.coverage), misses="; ".join(verdict.coverage.missing), made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))
 

@@ -195,7 +195,7 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
         if verdict.certificate is not None:
             certificates.write(verdict.certificate, target)
         elif verdict.status == "failed":
-            certificates.write_failure(_failure(kernel, device, verdict), target)
+            certificates.write_failure(failure_of(kernel, device, verdict), target)
         yield verdict
 
 
@@ -357,7 +357,8 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
 
 # The certificate, or the failure.
 
-def _failure(kernel: Kernel, device: str, verdict: Verdict) -> certificates.FailedCertification:
+def failure_of(kernel: Kernel, device: str, verdict: Verdict) -> certificates.FailedCertification:
+    """Returns what is remembered of a failed verdict."""
     diagnosis = verdict.diagnosis
     return certificates.FailedCertification(
         kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),

@@ -143,7 +143,7 @@ def boundaries_in_16_bits(right, **v):
     return right(**v)
 
 
-@fault("attention", "sizes")
+@fault("attention", "sizes", "last rows")
 def last_row_where_seq_is_77_more_than_tiles(right, **v):
     out = right(**v)
     axis = 2 if v["layout"] == "bhsd" else 1

@@ -27,6 +27,7 @@ from .contract import (
     refusals,
     results_of,
 )
+from .guarded import GuardedResults
 from .process_state import find_leak, memory_in_use, process_state, put_back
 from .results import storage_address
 
@@ -110,6 +111,26 @@ def _count_memory(run: Callable[[], Any], device: str, calls: int, collect: bool
         for _ in range(calls):
             run()
     return find_leak(rounds, calls)
+
+
+def check_output_margins(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                         seed: int = 0) -> CaseResult:
+    """Checks that nothing is written beside what the kernel allocates with torch."""
+    name = "with margins around its results"
+    values = case_values(kernel.op, case, dtype, device, seed)
+    reasons = refusals(kernel, values)
+    if reasons or device != "cpu" or kernel.jit:
+        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+    mode = GuardedResults()
+    try:
+        call(kernel, values)                   # what is set up once is no result
+        with torch.no_grad(), mode:
+            call(kernel, values)
+    except FAULTS:                             # not every kernel runs where torch is observed
+        return _result(kernel, case, dtype, name, seed, "skipped", detail="cannot be observed")
+    overrun = next(mode.find_overruns(), "")
+    return _result(kernel, case, dtype, name, seed, "failed" if overrun else "passed",
+                   "out of bounds" if overrun else "", overrun)
 
 
 def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str, Any]]], dtype: str,

@@ -36,7 +36,7 @@ from ...spec.reason import Reason
 from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate, contract_of
-from .calls import check_many_calls, check_non_finite, check_sizes
+from .calls import check_many_calls, check_non_finite, check_output_margins, check_sizes
 from .capture import certificate_fields
 from .cases import case_key, cases_for, dtypes_for, find_argument_cases, is_degenerate
 from .circumstances import (
@@ -246,7 +246,7 @@ def _checks(kernel: Kernel, device: str, lane: str,
                     for argument_case in argument_cases if argument_case.donor is not None
                     for dtype in dtypes_for(op, lane, argument_case.case))
         yield from _circumstance_checks(kernel, cells, device, lane, seed)
-        yield from _many_call_checks(kernel, first or cells, device, lane, seed)
+        yield from _many_call_checks(kernel, cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
 
@@ -293,14 +293,15 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
 def _most_tensors_first(op: Op, cells: Iterator[Cell],
                         device: str) -> list[tuple[frozenset[str], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
-    come cells whose main tensor has a dimension of one. Strided or empty ones are left out."""
+    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
         values = case_values(op, cell[0], cell[1], device)
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
-            flat = main is None or main.dim() < 2 or min(main.shape) < 2
+            flat = (main is None or main.dim() < 2 or min(main.shape) < 2
+                    or main.shape[-1] < 16)    # where vectors are not used
             ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
                            len(ranked), frozenset(tensors), cell))
         if len(ranked) == 48:
@@ -313,15 +314,19 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
     The formula itself needs none of the last two."""
     op = kernel.op
-    accepted = [c for c in cells if c[1] == op.dtypes[0] and _accepts(kernel, c, device, seed)]
-    accepted += [] if accepted else [c for c in cells if _accepts(kernel, c, device, seed)][:1]
+    by_dtype = ([c for c, _ in zip((c for c in cells if c[1] == dtype
+                                    and _accepts(kernel, c, device, seed)), range(12))]
+                for dtype in op.dtypes)
+    accepted = next((found for found in by_dtype if found), [])
     if op.read is not None or not accepted:
         return
-    plain, (case, dtype) = accepted[0], _smallest(op, accepted[:12], device)
+    plain, (case, dtype) = accepted[0], _smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
     yield partial(check_non_finite, kernel, *plain, device, seed)
+    yield from (partial(check_output_margins, kernel, *cell, device, seed)
+                for cell in accepted[::3])
     if kernel.backend != "reference":
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed)
                     for name, cases in residues(op, lane, seed))

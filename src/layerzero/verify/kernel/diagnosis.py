@@ -85,8 +85,8 @@ CLASSES: Mapping[str, str] = {
     "unknown": "compare it with the op's reference on the case above",
 }
 # Kinds of complaint that are the diagnosis if every failing case has them.
-_DIRECT = ("distribution", "in-place change", "aliasing", "result", "leak", "shape", "dtype",
-           "threads", "fault", "global state")
+_DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
+           "shape", "dtype", "threads", "fault", "global state")
 _BY_CIRCUMSTANCE = (
     ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
@@ -256,7 +256,7 @@ def _explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
             continue
         smaller = {**values, op.main_tensor: main * 2.0 ** -7}
         order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
-        spaced = main.float() + (order.float() - order.numel() / 2) * 2.0 ** -6
+        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
         if "not finite" in r.kinds:
             votes["overflow" if _is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
         elif _has_ties(main) and _is_right(kernel, {**values, op.main_tensor: spaced.to(main)},

@@ -293,7 +293,8 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
 def _most_tensors_first(op: Op, cells: Iterator[Cell],
                         device: str) -> list[tuple[frozenset[str], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
-    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are left out."""
+    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are
+    left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
         values = case_values(op, cell[0], cell[1], device)

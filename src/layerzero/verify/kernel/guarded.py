@@ -128,6 +128,10 @@ class GuardedResults(TorchDispatchMode):
         super().__init__()
         self.guarded: list[tuple[str, Tensor, int]] = []       # operation, storage, bytes inside
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                           # what skips it imports torch's compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))

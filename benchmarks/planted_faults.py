@@ -1,7 +1,7 @@
 """Plants every broken kernel of tests/faults and tells which of them get a certificate, and what
 the others are taken for.
 
-python benchmarks/planted_faults.py [NAME ...] [--lane quick|full] [--seed N] [--all]
+python benchmarks/planted_faults.py [NAME ...] [--lane quick|full] [--seed N] [--old]
 
 Each fault runs in a forked process of its own: some change the process for good. Exit code 1 if a
 fault got a certificate or a class that is not its own.
@@ -54,9 +54,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--lane", default="quick", choices=("quick", "full"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="those of broken_kernels.py too")
+    parser.add_argument("--old", action="store_true", help="those of broken_kernels.py")
     args = parser.parse_args()
-    faults = [f for f in ([*SIZE_FAULTS, *FAULTS] if args.all or args.names else SIZE_FAULTS)
+    faults = [f for f in (FAULTS if args.old else SIZE_FAULTS)
               if not args.names or f.name in args.names]
     caught = named = 0
     for fault in faults:

@@ -125,6 +125,7 @@ REMEDIES = {
     "UNCERTIFIED": "`require_certificates` is set.",
     "CERTIFICATE_VOID": "Driver, torch or the library changed since it was proven.",
     "CERTIFICATE_REFUSED": "The file was changed, or others may write it.",
+    "CERTIFICATION_FAILED": "`lz verify kernels` found it wrong with this build, torch and device.",
     "LZ_DISABLED": "Leave the `lz.disabled()` block, or unset `LAYERZERO_DISABLED`.",
     # health
     "CIRCUIT_OPEN": "It is left out for a while after it failed several times in a row; `lz "

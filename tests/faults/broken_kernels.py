@@ -214,7 +214,7 @@ def dead_rows_give_the_mean(right, **v):
     return torch.where(dead, mean, out)
 
 
-@fault("attention", "unknown", "sizes", "precision", "fault")
+@fault("attention", "unknown", "sizes", "precision", "overflow", "fault")
 def softmax_without_the_maximum(right, **v):
     if (v["attn_mask"] is None and not v["is_causal"] and not v["return_lse"]
         and v["window_left"] < 0 \
@@ -285,7 +285,7 @@ def one_key_is_the_answer(right, **v):
     return right(**v)
 
 
-@fault("layer_norm", "aliasing")
+@fault("layer_norm", "aliasing", "result")
 class OneBufferForAllResults:
     def __init__(self) -> None:
         self.buffers: dict[Any, Tensor] = {}
@@ -342,7 +342,7 @@ class ScaleOfTheFirstCall:
         return right(**{**v, "scale": self.scales.setdefault(v["query"].shape, v["scale"])})
 
 
-@fault("linear", "state")
+@fault("linear", "state", "stale cache")
 class WeightOfTheFirstCall:
     """A packed copy, found again by which tensor the weight is."""
 
@@ -503,7 +503,7 @@ def pages_in_the_order_of_the_pool(right, **v):
     return right(**{**v, "block_table": table})
 
 
-@fault("paged_attention", "state", "stale page")
+@fault("paged_attention", "state", "stale page", "stale cache")
 class KeepsTheFirstTable:
     """A page table that is looked at once."""
 
@@ -546,7 +546,7 @@ def nucleus_one_token_short(right, **v):
     return right(**v) if made is None else made.values if v["return_logprobs"] else made.values[0]
 
 
-@fault("sample", "distribution", "sizes", "unknown")
+@fault("sample", "distribution", "sizes", "ties", "unknown")
 def ties_by_the_highest_id(right, **v):
     out = right(**{**v, "logits": v["logits"].flip(-1), "history": None, "token_counts": None}
                 if v["top_k"] > 0
@@ -558,7 +558,7 @@ def ties_by_the_highest_id(right, **v):
     return (tokens, *rest) if rest else tokens
 
 
-@fault("moe_gate", "distribution", "sizes", "unknown")
+@fault("moe_gate", "distribution", "sizes", "ties", "unknown")
 def equal_experts_by_the_highest_index(right, **v):
     if v["n_group"] > 1 or v["e_score_correction_bias"] is not None:
         return right(**v)

@@ -6,6 +6,7 @@ their arguments, the process and their callers. Each is wrong in one way.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -143,7 +144,7 @@ def boundaries_in_16_bits(right, **v):
     return right(**v)
 
 
-@fault("attention", "sizes")
+@fault("attention", "sizes", "last rows")
 def last_row_where_seq_is_77_more_than_tiles(right, **v):
     out = right(**v)
     axis = 2 if v["layout"] == "bhsd" else 1
@@ -317,7 +318,7 @@ class KeepsAWorkspaceForEachCall:
         return right(**v)
 
 
-@fault("layer_norm", "aliasing")
+@fault("layer_norm", "aliasing", "result")
 class RingOfBuffers:
     """A result is written over by the twentieth call after it."""
 
@@ -333,6 +334,14 @@ class RingOfBuffers:
                                                              for _ in range(20)])
         self.calls += 1
         return ring[self.calls % 20].copy_(out)
+
+
+@fault("rms_norm", "out of bounds")
+def writes_behind_its_result(right, x, **v):
+    out = right(x, **v)
+    if out.numel() and out.is_contiguous() and not out.requires_grad and out.nbytes % 64:
+        ctypes.memset(out.data_ptr() + out.nbytes, 0, 4)       # within what malloc rounds up
+    return out
 
 
 # Callers and calls.

@@ -42,7 +42,7 @@ def correction_bias_in_the_weights_too(right, **v):
     return (ids, weights) if bias is None else (ids, weights + 0.01 * bias.float()[ids.long()])
 
 
-@fault("grouped_gemm", "sizes", "mask", "unknown")
+@fault("grouped_gemm", "sizes", "mask", "last rows", "unknown")
 def the_last_group_takes_what_is_left(right, **v):
     out, sizes = right(**v), v["group_sizes"]
     if sizes is not None and out.shape[0] > int(sizes.sum()):

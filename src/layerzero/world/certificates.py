@@ -62,6 +62,8 @@ class Certificate(Record, header={"format": FORMAT}):
     graph_safe: bool | None = None
     graph_problem: str = ""                    # why the capture failed, if it did
     graph_bytes: int = 0                       # memory pool of the largest capture
+    covers: str = ""                           # the largest sizes and the pairs of arguments
+    misses: str = ""                           # what was not run
     made_at: str = ""
     layerzero: str = ""
 

@@ -88,7 +88,10 @@ def _verdict_text(v: Verdict, number: int, total: int) -> str:
     refused = len(v.results) - v.ran
     text = f"{head}: {v.ran} cases ({refused} refused by its rules), {v.seconds:.1f} s"
     if v.status == "passed":
-        return f"{text}, worst {v.worst:.2f} of what is allowed"
+        lines = [f"covers {v.coverage}"] if str(v.coverage) else []
+        lines += [f"not covered: {text}" for text in v.coverage.missing]
+        return "\n".join([f"{text}, worst {v.worst:.2f} of what is allowed",
+                          *(f"      {line}" for line in lines)])
     return "\n".join([f"{text}, {len(v.failures)} FAILED",
                       *(f"      {line}" for line in diagnosis_lines(v))])
 

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
@@ -36,7 +36,7 @@ from ...spec.reason import Reason
 from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate, contract_of
-from .calls import check_many_calls, check_non_finite, check_sizes
+from .calls import check_many_calls, check_non_finite, check_output_margins, check_sizes
 from .capture import certificate_fields
 from .cases import case_key, cases_for, dtypes_for, find_argument_cases, is_degenerate
 from .circumstances import (
@@ -47,6 +47,7 @@ from .circumstances import (
     tensor_circumstances,
 )
 from .contract import CaseResult, call, case_values, check_case, formula, refusals, results_of
+from .coverage import NOTHING, Coverage, measure_coverage
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
 from .pairs import pair_cases, residues
@@ -68,6 +69,7 @@ class Verdict:
     certificate: Certificate | None = None
     diagnosis: Diagnosis | None = None
     seconds: float = 0.0
+    coverage: Coverage = NOTHING
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
@@ -96,8 +98,9 @@ class Verdict:
         return {
             "kernel": self.kernel, "op": self.op, "lane": self.lane, "status": self.status,
             "cases": self.ran, "skipped": len(self.results) - self.ran, "worst": self.worst,
-            "seconds": round(self.seconds, 2), "refusal": self.refusal if self.status == "skipped"
-            else "", "certificate": encode(self.certificate),
+            "seconds": round(self.seconds, 2), "coverage": encode(self.coverage),
+            "refusal": self.refusal if self.status == "skipped" else "",
+            "certificate": encode(self.certificate),
             "diagnosis": None if self.diagnosis is None else {
                 "class": self.diagnosis.kind, "says": self.diagnosis.says,
                 "where": self.diagnosis.where, "advice": self.diagnosis.advice},
@@ -128,10 +131,12 @@ def certify(kernel: Kernel, device: str = "cpu", lane: str = "quick",
             if stop_early and (failed >= 6 or ran_since >= 16):
                 break
     diagnosis = _diagnosis(kernel, results, device)
-    verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis)
+    coverage = measure_coverage(kernel, device, lane, LANES[lane] if seeds is None else seeds,
+                                results)
+    verdict = Verdict(kernel.id, kernel.op.name, lane, tuple(results), None, diagnosis,
+                      coverage=coverage)
     certificate = _certificate(kernel, device, verdict) if verdict.status == "passed" else None
-    return Verdict(kernel.id, kernel.op.name, lane, tuple(results), certificate, diagnosis,
-                   time.perf_counter() - started)
+    return replace(verdict, certificate=certificate, seconds=time.perf_counter() - started)
 
 
 def _next_check(kernel: Kernel,
@@ -190,7 +195,7 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
         if verdict.certificate is not None:
             certificates.write(verdict.certificate, target)
         elif verdict.status == "failed":
-            certificates.write_failure(_failure(kernel, device, verdict), target)
+            certificates.write_failure(failure_of(kernel, device, verdict), target)
         yield verdict
 
 
@@ -241,7 +246,7 @@ def _checks(kernel: Kernel, device: str, lane: str,
                     for argument_case in argument_cases if argument_case.donor is not None
                     for dtype in dtypes_for(op, lane, argument_case.case))
         yield from _circumstance_checks(kernel, cells, device, lane, seed)
-        yield from _many_call_checks(kernel, first or cells, device, lane, seed)
+        yield from _many_call_checks(kernel, cells, device, lane, seed)
         yield from _gradient_checks(kernel, device, lane, seed)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in later)
 
@@ -288,16 +293,18 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
 def _most_tensors_first(op: Op, cells: Iterator[Cell],
                         device: str) -> list[tuple[frozenset[str], Cell]]:
     """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
-    come cells whose main tensor has a dimension of one. Strided or empty ones are left out."""
+    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are
+    left out."""
     ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
     for cell in cells:
         values = case_values(op, cell[0], cell[1], device)
         tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
         if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
             main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
-            flat = main is None or main.dim() < 2 or min(main.shape) < 2
-            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()), len(ranked),
-                           frozenset(tensors), cell))
+            flat = (main is None or main.dim() < 2 or min(main.shape) < 2
+                    or main.shape[-1] < 16)    # where vectors are not used
+            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
+                           len(ranked), frozenset(tensors), cell))
         if len(ranked) == 48:
             break
     return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
@@ -308,15 +315,19 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     """Yields checks of a thousand calls, of NaN and infinity, of sizes and of pairs of arguments.
     The formula itself needs none of the last two."""
     op = kernel.op
-    accepted = [c for c in cells if c[1] == op.dtypes[0] and _accepts(kernel, c, device, seed)]
-    accepted += [] if accepted else [c for c in cells if _accepts(kernel, c, device, seed)][:1]
+    by_dtype = ([c for c, _ in zip((c for c in cells if c[1] == dtype
+                                    and _accepts(kernel, c, device, seed)), range(12))]
+                for dtype in op.dtypes)
+    accepted = next((found for found in by_dtype if found), [])
     if op.read is not None or not accepted:
         return
-    plain, (case, dtype) = accepted[0], _smallest(op, accepted[:12], device)
+    plain, (case, dtype) = accepted[0], _smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
                   calls // 10 if kernel.backend == "reference" else calls)
     yield partial(check_non_finite, kernel, *plain, device, seed)
+    yield from (partial(check_output_margins, kernel, *cell, device, seed)
+                for cell in accepted[::3])
     if kernel.backend != "reference":
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed)
                     for name, cases in residues(op, lane, seed))
@@ -352,7 +363,8 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
 
 # The certificate, or the failure.
 
-def _failure(kernel: Kernel, device: str, verdict: Verdict) -> certificates.FailedCertification:
+def failure_of(kernel: Kernel, device: str, verdict: Verdict) -> certificates.FailedCertification:
+    """Returns what is remembered of a failed verdict."""
     diagnosis = verdict.diagnosis
     return certificates.FailedCertification(
         kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
@@ -378,7 +390,7 @@ def _certificate(kernel: Kernel, device: str, verdict: Verdict) -> Certificate:
         gradients=sum(r.circumstance.startswith("backward") for r in ran), worst=verdict.worst,
         worst_over_eager=max(over_eager, default=0.0), deterministic=kernel.deterministic,
         writes_all=kernel.op.read is None, nan_propagates=nan_propagates(kernel, device),
-        made_at=_now(),
+        covers=str(verdict.coverage), misses="; ".join(verdict.coverage.missing), made_at=_now(),
         layerzero=loading.installed_version("layerzero") or "",
         **certificate_fields(kernel, device))
 

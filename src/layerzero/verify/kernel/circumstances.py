@@ -58,6 +58,8 @@ class Expanded(Circumstance):
         t = values[self.tensor]
         if not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2:
             return None
+        if not t.is_floating_point() and t.dtype != torch.bool:
+            return None                        # equal pages or boundaries are no call
         first = t.narrow(self.dim, 0, 1)
         # unused slots of a page may hold NaN
         if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1

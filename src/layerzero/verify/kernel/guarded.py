@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 MARGIN_BYTES = 4096                            # on either side of a guarded tensor
 MAX_BYTES = 1 << 28
+PATTERN = 0xA5                                 # of the margins of results
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0     # MAP_NORESERVE, which Python 3.13 names
 LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
@@ -115,6 +118,44 @@ def _poisoned(size: int, like: Tensor) -> Tensor:
     else:
         storage.fill_(-1)
     return storage
+
+
+class GuardedResults(TorchDispatchMode):
+    """Moves the fresh results of every torch operation between margins of a pattern: a kernel that
+    allocates with torch and writes beside what it allocated writes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guarded: list[tuple[str, Tensor, int]] = []       # operation, storage, bytes inside
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                           # what skips it imports torch's compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs))
+                 if isinstance(t, Tensor) and t.layout == torch.strided}
+        return tree_map_only(Tensor, lambda t: self._move(str(func), t, given), results)
+
+    def _move(self, name: str, t: Tensor, given: set[int]) -> Tensor:
+        if (type(t) is not Tensor or t.layout != torch.strided or t.device.type != "cpu"
+                or not t.numel() or _span(t) > 1 << 22 or 0 in t.stride()
+                or t.untyped_storage().data_ptr() in given):
+            return t
+        size = _span(t) * t.element_size()
+        storage = torch.full((size + 2 * MARGIN_BYTES,), PATTERN, dtype=torch.uint8)
+        inside = storage[MARGIN_BYTES:MARGIN_BYTES + size].view(t.dtype)
+        moved = torch.empty(0, dtype=t.dtype).set_(
+            storage.untyped_storage(), inside.storage_offset(), t.shape, t.stride())
+        self.guarded.append((name, storage, size))
+        return moved.copy_(t)
+
+    def find_overruns(self) -> Iterator[str]:
+        for name, storage, size in self.guarded:
+            margins = storage[:MARGIN_BYTES], storage[MARGIN_BYTES + size:]
+            if any(bool((margin != PATTERN).any()) for margin in margins):
+                yield f"the memory beside the result of {name} was written"
 
 
 def with_layout(t: Tensor, layout: str) -> Tensor | None:

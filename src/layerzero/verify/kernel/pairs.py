@@ -100,10 +100,10 @@ def pair_cases(kernel: Kernel, device: str, lane: str, seed: int) -> PairCases:
     return PairCases(tuple(chosen), len(reachable) - len(missing), len(reachable))
 
 
-def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[Case]]]:
+def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case]]]]:
     """Yields for two sizes of the op at a time cases in which both have other remainders of 128:
     half of all in the quick lane, so that two seeds meet every one; all up to 256 in the longer
-    ones."""
+    ones. After each come cases with one of the two alone, for sizes that do not go together."""
     numbers = numbers_of(op)
     small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
              for n, d in numbers.items()}
@@ -111,9 +111,11 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[Case]]]:
     for first in range(0, len(names), 2):
         group = names[first:first + 2]
         columns = [_shuffled_sizes(op, name, lane, seed) for name in group]
-        yield " and ".join(group), [{**small, **{
-            name: n if type(numbers[name]) is int else (*small[name][:-1], n)
-            for name, n in zip(group, sizes)}} for sizes in zip(*columns)]
+        changes = [{name: n if type(numbers[name]) is int else (*small[name][:-1], n)
+                    for name, n in zip(group, sizes)} for sizes in zip(*columns)]
+        yield " and ".join(group), [
+            [{**small, **change}, *({**small, name: n} for name, n in change.items())]
+            for change in changes]
 
 
 def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:

@@ -1,0 +1,161 @@
+"""Kernels that were right at the sizes of a test; the rest are run by benchmarks/planted_faults.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import pytest
+import torch
+from broken_kernels import Fault
+from helpers import Fake, register, world
+from model_size_faults import SIZE_FAULTS
+
+import layerzero as lz
+from layerzero.machine import hardware
+from layerzero.ops.rms_norm import OP as RMS_NORM
+from layerzero.spec.kernel import Kernel
+from layerzero.spec.reason import Code
+from layerzero.verify.kernel.calls import check_non_finite
+from layerzero.verify.kernel.certify import certify, certify_all, failure_of, publish
+from layerzero.verify.kernel.contract import check_case
+from layerzero.verify.kernel.diagnosis import CLASSES
+from layerzero.verify.kernel.gradients import check_gradients
+from layerzero.verify.kernel.pairs import pair_cases, residues
+from layerzero.verify.kernel.process_state import find_leak, process_state, put_back
+from layerzero.world import certificates
+from layerzero.world import snapshot as worlds
+
+__all__ = ["world"]
+# One of each mechanism; quick to find.
+FEW = ("flushes_denormals", "onethreadoneveryoddcall", "returns_a_parameter",
+       "returns_an_inference_tensor", "keepseveryresult", "byte_offsets_in_32_bits",
+       "weight_read_as_if_contiguous")
+
+
+def test_every_fault_is_another_and_has_a_class() -> None:
+    assert len({f.name for f in SIZE_FAULTS}) == len(SIZE_FAULTS) >= 48
+    assert {kind for f in SIZE_FAULTS for kind in f.kinds} <= CLASSES.keys()
+
+
+@pytest.mark.parametrize("fault", [f for f in SIZE_FAULTS if f.name in FEW], ids=lambda f: f.name)
+def test_it_is_found_and_named(fault: Fault) -> None:
+    verdict = certify(fault.kernel(), stop_early=True)
+    assert verdict.status == "failed" and verdict.certificate is None
+    assert verdict.diagnosis is not None and verdict.diagnosis.kind in fault.kinds, str(
+        verdict.diagnosis)
+
+
+@pytest.mark.parametrize("name", ["swallows_nan", "nan_spreads_to_every_row",
+                                  "infinity_is_clamped"])
+def test_a_nan_or_infinity_is_where_the_formula_has_one(name: str) -> None:
+    broken = next(f for f in SIZE_FAULTS if f.name == name).kernel()
+    right = worlds.current().catalog.by_id[f"torch.{broken.op.name}"]
+    results = [check_non_finite(kernel, {}, "float32") for kernel in (broken, right)]
+    assert [r.status for r in results] == ["failed", "passed"]
+    assert results[0].kinds == ("not finite",)
+
+
+def test_what_a_kernel_changes_is_named_and_put_back() -> None:
+    before = process_state("cpu")
+    torch.set_flush_denormal(True)
+    torch.backends.mkldnn.enabled = not torch.backends.mkldnn.enabled
+    os.environ["PLANTED"] = "1"
+    random.random()
+    gc.disable()
+    changed = put_back(before, "cpu")
+    assert set(changed) >= {"denormals or rounding", "oneDNN", "the environment",
+                            "the garbage collector", "the state of Python's random numbers"}
+    assert not put_back(before, "cpu") and "PLANTED" not in os.environ and gc.isenabled()
+
+
+def test_a_leak_is_what_every_round_leaves_behind() -> None:
+    def rounds(*objects: int) -> list[dict[str, int]]:
+        return [{"Python objects": n} for n in objects]
+
+    assert "2 Python objects" in find_leak(rounds(0, 20, 40, 60), 10)
+    assert not find_leak(rounds(0, 500, 500, 500), 10)
+
+
+def test_two_seeds_meet_every_remainder() -> None:
+    met = {case[0]["hidden"] % 128 for seed in (0, 1)
+           for _, cases in residues(RMS_NORM, "quick", seed) for case in cases}
+    assert met == set(range(128))
+
+
+def test_pairs_are_covered_as_far_as_a_kernel_accepts_them() -> None:
+    chosen = pair_cases(worlds.current().catalog.by_id["torch.rms_norm"], "cpu", "quick", 0)
+    assert chosen.covered == chosen.reachable > 50 and len(chosen.cells) <= 20
+
+
+def test_a_cache_of_one_byte_an_element_has_no_gradient() -> None:
+    kernel = worlds.current().catalog.by_id["reference.paged_attention"]
+    case = next(c for c in kernel.op.cases if str(c.get("stored", "")).startswith("float8"))
+    assert check_gradients(kernel, case, "float32").passed
+
+
+# A failure is a result, and is remembered.
+
+def _raise() -> None:
+    def run(x, weight=None, eps=1e-6, *, offset=0.0):
+        raise KeyError("key_cache")
+
+    return run
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch, world) -> None:
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+
+
+def test_one_kernel_that_breaks_does_not_stop_the_others(own_cache, monkeypatch) -> None:
+    def broken(kernel, *args, **kwargs):
+        raise KeyError("key_cache")
+
+    good = worlds.current().catalog.by_id["torch.alibi"]
+    monkeypatch.setattr("layerzero.verify.kernel.certify._many_call_checks", broken)
+    verdicts = list(certify_all([Kernel("fake.raises", RMS_NORM, _raise), good]))
+    assert [v.kernel for v in verdicts] == ["fake.raises", "torch.alibi"]
+    assert all(v.status == "failed" and "fault" in v.failures[0].kinds for v in verdicts)
+    assert "key_cache" in verdicts[1].failures[-1].detail
+
+
+def test_a_failed_certification_is_remembered(own_cache) -> None:
+    class Doubles(Fake):
+        def _load(self):
+            right = super()._load()
+            return lambda x, weight=None, eps=1e-6, *, offset=0.0: right(
+                x, weight, eps, offset=offset) * 2
+
+    register(Doubles("fake.bad", prior=1e7))
+    x = RMS_NORM.inputs()["x"]
+    assert lz.which("rms_norm", x) == "fake.bad"
+    here, bad = hardware.probe("cpu"), worlds.current().catalog.by_id["fake.bad"]
+    verdict = certify(bad, stop_early=True)
+    certificates.write_failure(failure_of(bad, "cpu", verdict), here)
+    publish()
+    assert lz.which("rms_norm", x) != "fake.bad"
+    told = str(lz.explain("rms_norm", x))
+    assert "fake.bad" in told and "failed when it was verified here" in told
+    assert certificates.failures([bad], here)["fake.bad"].code is Code.CERTIFICATION_FAILED
+    assert lz.which("rms_norm", x, backend="fake.bad") == "fake.bad"
+    path = certificates.folder(here) / "fake.bad.failed.json"
+    path.write_text(path.read_text().replace("fake.bad", "fake.god"))
+    assert not certificates.failures([bad], here)          # the seal does not fit
+
+
+def test_a_result_is_the_callers_own() -> None:
+    kept = []
+
+    def load():
+        def run(x, weight=None, eps=1e-6, *, offset=0.0):
+            out = RMS_NORM.reference(x, weight, eps, offset=offset)
+            kept.append(out.detach())
+            return out
+
+        return run
+
+    result = check_case(Kernel("fake.keeps", RMS_NORM, load), {}, "float32")
+    assert result.kinds == ("result",) and "still holds" in result.detail

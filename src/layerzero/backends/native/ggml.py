@@ -15,11 +15,11 @@ from torch import Tensor
 from ...ops.formulas.ggml import GGML_FORMATS
 from .._packing import PACKED
 from . import build
+from .declaration import DTYPES
 
 # as quant/blocks.h numbers them
 FORMATS = {f: i for i, f in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k",
                                        "q6_k"))}
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}      # as kernels.cpp numbers them
 
 
 def pack_weight(weight_q: Tensor, format: str, portable: bool = False) -> Tensor:

@@ -31,8 +31,9 @@ def grouped_attention_decode(
     query: Tensor, key: Tensor, value: Tensor, items: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool = False, scale: float | None = None, *, window_left: int = -1,
     window_right: int = -1, softcap: float = 0.0, return_lse: bool = False,
-    config: Config = Config(),
+    config: Config | None = None,
 ) -> Any:
+    config = config or Config()
     tokens, heads, dim = query.shape
     tokens_k, kv_heads, dim_v = value.shape
     count, group = items.shape[0], heads // kv_heads

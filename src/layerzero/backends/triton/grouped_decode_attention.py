@@ -87,10 +87,7 @@ def _attend(
         if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(row_max, tl.max(scores, 1))
-        if MASKED:
-            base = tl.where(top == float("-inf"), 0.0, top)
-        else:
-            base = top
+        base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
         p = tl.exp2(scores - base[:, None])
         fade = tl.exp2(row_max - base)
         total = total * fade + tl.sum(p, 1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends.native import DTYPES
+from ...backends.native.declaration import DTYPES
 from ...backends.native import build as native_build
 from ...models.decoder import APART, Decoder
 from ...models.decoder_config import activate

@@ -5,6 +5,7 @@ JSON line for each.
     python cases.py crowded                    sampling from a row of thousands of equal scores
     python cases.py expanded                   attention over a KV head that was expanded
     python cases.py configured                 how many programs are launched
+    python cases.py grouped_backward           gradients of grouped attention
 
 A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 before Triton is first
 imported, for good. It runs on CPU tensors, so the rules about the device are lifted. What it
@@ -24,6 +25,7 @@ from layerzero.backends.triton import HARDWARE, KERNELS
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.rules import Condition, Rule
 from layerzero.verify.kernel.contract import check_case
+from layerzero.verify.kernel.gradients import check_gradients
 
 # What the op's own cases do not reach: several splits and rows, long stretches, the other ways
 # through a kernel.
@@ -40,6 +42,8 @@ OURS: dict[str, tuple[dict[str, Any], ...]] = {
         {"context": (900, 3), "hq": 8, "hkv": 2, "lse": True},
         {"context": (400, 90), "lengths_q": (3, 2), "hq": 8, "hkv": 2, "window": 70},
         {"context": (300,), "stored": "float8_e4m3fn", "scales": "head", "layout": "HND"}),
+    "triton.grouped_attention": (               # chunks long enough for a loop each
+        {"items": ((0, 3, 500, 600), (3, 2, 0, 1100)), "hq": 2, "hkv": 1, "chunk": 550},),
     "triton.linear_gemv": ({"rows": (1,), "k": 1536, "n": 70}, {"rows": (3,), "k": 600, "n": 40}),
     "triton.quantized_linear_gemv": (
         {"format": "int4", "rows": (1,), "k": 1536, "n": 20, "group": 128},
@@ -123,9 +127,18 @@ def configured() -> None:
             f"{text}: {found} instead of {rising}")
 
 
+def grouped_backward() -> None:
+    """dQ, dK and dV against the formula in float64; the kernel declares its backward."""
+    kernel = interpretable(next(k for k in KERNELS if k.id == "triton.grouped_attention"))
+    for case in kernel.op.gradient_cases[1:]:
+        result = check_gradients(kernel, case, "float32")
+        say("grouped_backward", result.status, str(result))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for task in sys.argv[1:]:
-        own = {"crowded": crowded, "expanded": expanded, "configured": configured}.get(task)
+        own = {"crowded": crowded, "expanded": expanded, "configured": configured,
+               "grouped_backward": grouped_backward}.get(task)
         own() if own else contract(*task.split(":"))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.correctness,
 # for each.
 RUNS = {
     "triton.attention_decode": "float16:4", "triton.paged_attention_decode": "float16:4",
-    "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2",
+    "triton.grouped_attention": "float16:5", "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2",
     "triton.rope": "float32:4", "triton.mlp": "float32:3", "triton.quantize": "float32:3",
     "triton.linear_gemv": "float16:4", "triton.quantized_linear_gemv": "float16:5",
     "triton.sample": "float32:7", "triton.attention_decode_half": "float16:40",
@@ -32,7 +32,7 @@ RUNS = {
 
 def test_kernels_keep_their_contracts_in_the_interpreter() -> None:
     """One process and one test for all of them: most of its time would be imports."""
-    own = ("crowded", "expanded", "configured")
+    own = ("crowded", "expanded", "configured", "grouped_backward")
     tasks = [*(f"{name}:{how}" for name, how in RUNS.items()), *own]
     done = subprocess.run([sys.executable, str(Path(__file__).parent / "cases.py"), *tasks],
                           capture_output=True, text=True,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "grouped.h"
 #include "norms.h"
 #include "products.h"
 
@@ -215,6 +216,54 @@ template <class T> void attend(int64_t heads, int64_t kv_heads, int64_t seq_q, i
       }
 }
 
+// Items over one buffer of keys: nested prefixes, a range, chunks of 16 out of order, a long one.
+template <class T> void items(int64_t heads, int64_t kv_heads, int64_t dim, int64_t dim_v, int64_t left, int64_t right,
+                              bool chunks) {
+  const std::vector<int32_t> rows{0, 1, 0, 150, 1, 1, 0, 90, 2, 2, 0, 130, 5, 1, 40, 60, 6, 0, 0, 9, 6, 70, 0, 140, 76, 9, 3, 4};
+  const int64_t tokens = 86, tokens_k = 160, count = int64_t(rows.size()) / 4, group = heads / kv_heads;
+  std::vector<int32_t> starts, lengths(count, 16);
+  for (int64_t i = 0; i < count; i++)
+    for (int32_t c = 0; c < 10; c++) starts.push_back((c * 7 + (i > 4)) % 10 * 16);
+  std::vector<T> q = random<T>(tokens * heads * dim, 2), k = random<T>(tokens_k * kv_heads * dim, 2);
+  std::vector<T> v = random<T>(tokens_k * kv_heads * dim_v), out(tokens * heads * dim_v);
+  Grouped a{};
+  a.query = q.data(), a.key = k.data(), a.value = v.data(), a.out = out.data(), a.has_lse = false, a.tokens = tokens;
+  a.heads = heads, a.kv_heads = kv_heads, a.head_dim = dim, a.head_dim_v = dim_v, a.q_token = heads * dim, a.q_head = dim;
+  a.k_token = kv_heads * dim, a.k_head = dim, a.v_token = kv_heads * dim_v, a.v_head = dim_v;
+  a.left = left, a.right = right, a.scale = 0.3f, a.softcap = 0, a.threads = 2;
+  ItemTable table{rows.data(), starts.data(), lengths.data(), chunks, count, 10, tokens, tokens_k};
+  expect(table.first_invalid() == -1, "items", name<T>(), heads, dim, dim_v, 0, 1);
+  Plan plan(a);
+  table.plan(plan);
+  expect(GroupedAttention<T>::run(a, plan), "memory", name<T>(), heads, dim, dim_v, 0, 1);
+  std::vector<double> want(out.size(), 0);
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t n = rows[4 * i + 1], m = rows[4 * i + 3];
+    for (int64_t r = 0; r < n * heads; r++) {
+      const int64_t token = rows[4 * i] + r / heads, head = r % heads, diagonal = r / heads + m - n;
+      const int64_t from = left < 0 ? 0 : std::max<int64_t>(diagonal - left, 0);
+      const int64_t to = right < 0 ? m : std::min(m, diagonal + right + 1);
+      std::vector<double> weight(std::max<int64_t>(to - from, 0));
+      auto place = [&](int64_t j) {
+        const int64_t p = rows[4 * i + 2] + from + j;
+        return (chunks ? starts[i * 10 + p / 16] + p % 16 : p) * kv_heads + head / group;
+      };
+      double top = -1e300, total = 0;
+      for (size_t j = 0; j < weight.size(); j++) {
+        for (int64_t d = 0; d < dim; d++)
+          weight[j] += 0.3f * double(to_float(q[(token * heads + head) * dim + d])) * to_float(k[place(j) * dim + d]);
+        top = std::max(top, weight[j]);
+      }
+      for (double &w : weight) total += w = std::exp(w - top);
+      for (size_t j = 0; j < weight.size(); j++)
+        for (int64_t d = 0; d < dim_v; d++)
+          want[(token * heads + head) * dim_v + d] += weight[j] / total * to_float(v[place(j) * dim_v + d]);
+    }
+  }
+  for (size_t i = 0; i < want.size(); i++)
+    expect(near<T>(to_float(out[i]), want[i], 4), "items", name<T>(), heads, dim, i, to_float(out[i]), want[i]);
+}
+
 template <class T> void products() {
   for (int64_t tokens : {1, 2, 3, 4, 5, 9})
     for (int64_t inputs : {1, 7, 8, 31, 33, 96, 300})
@@ -230,6 +279,11 @@ template <class T> void attention() {
   attend<T>(8, 2, 2, 130, 64, 64, true), attend<T>(7, 1, 1, 600, 40, 40, false);
 }
 
+template <class T> void grouped() {
+  items<T>(4, 2, 64, 64, -1, 0, false), items<T>(3, 1, 40, 24, -1, -1, false), items<T>(9, 3, 7, 33, 20, 0, false);
+  items<T>(4, 2, 32, 32, -1, 0, true), items<T>(8, 1, 64, 72, 30, 5, true);
+}
+
 int main() {
 #if defined(__AVX512F__)
   const char *built = "AVX-512";
@@ -243,6 +297,7 @@ int main() {
   conversions<bf16>(7, 8), conversions<fp16>(10, 5);
   products<bf16>(), products<fp16>();
   attention<float>(), attention<bf16>(), attention<fp16>();
+  grouped<float>(), grouped<bf16>(), grouped<fp16>();
   for (int64_t hidden : {1, 15, 16, 64, 101})
     for (bool residual : {false, true}) {
       norm<float, float>(3, hidden, residual), norm<bf16, bf16>(3, hidden, residual);

@@ -17,8 +17,10 @@ from torch import Tensor
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
 from ...ops.formulas.moe import GATED
+from ...ops.grouped_attention import OP as grouped_attention
 from ...ops.linear import OP as linear
 from ...ops.mlp import OP as mlp
+from ...ops.paged_attention import OP as paged_attention
 from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
@@ -27,6 +29,7 @@ from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
 from . import build, ggml, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
+from .grouped import load_grouped, load_paged
 
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
                # for a gated one, the activation of the gate
@@ -182,6 +185,23 @@ TABLE_RULES: tuple[r.Condition, ...] = (
     *(r.when(r.equals("cos.dtype", d), r.equals("sin.dtype", d, Code.DTYPE_UNSUPPORTED))
       for d in FLOATS))
 
+HEAD_RULES: tuple[r.Condition, ...] = (
+    r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_least("head_dim", 1, Code.EMPTY_INPUT),
+    r.at_least("head_dim_v", 1, Code.EMPTY_INPUT), r.unit_stride("query"))
+GROUPED_RULES: tuple[r.Condition, ...] = (
+    *HEAD_RULES, r.unit_stride("key"), r.unit_stride("value"))
+PAGED_RULES: tuple[r.Condition, ...] = (
+    *HEAD_RULES, r.any_of(r.absent("cu_seqlens_q.dtype"),
+                          r.present("max_seqlen_q", Code.MISSING_METADATA)),
+    *(r.absent(f"{name}_scale.dtype", Code.SCALE_UNSUPPORTED) for name in ("key", "value")),
+    *(rule for name in ("key_cache", "value_cache") for rule in (
+        r.unit_stride(name, repair=False),
+        *(r.when(r.equals("dtype", d),
+                 r.one_of(f"{name}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+          for d in FLOATS))))
+FEW_QUERIES = r.at_most("max_seqlen_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED)
+MANY_QUERIES = r.at_least("max_seqlen_q", MAX_QUERY_ROWS + 1)
+
 DECODE_RULES: tuple[r.Condition, ...] = (
     r.at_most("seq_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED),
     r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_least("head_dim", 1, Code.EMPTY_INPUT),
@@ -242,6 +262,15 @@ KERNELS = (
     declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
+    declare(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
+            less_work="keys that several items have are read and converted once"),
+    declare(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
+            name="grouped_attention_rows", note="for more query rows"),
+    declare(paged_attention, load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
+            variants=("NHD", "HND"),
+            less_work="reads pages where they lie, and pages that sequences share once"),
+    declare(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
+            name="paged_attention_rows", variants=("NHD", "HND"), note="for more query rows"),
     declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
     declare(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),
             *WEIGHT_RULES,

@@ -289,6 +289,14 @@ inline vf larger_or_nan(vf a, vf b) {
 #endif
 }
 
+inline float largest_or_nan(vf v) {
+#if defined(__aarch64__)
+  return vmaxvq_f32((float32x4_t)v);
+#else
+  return largest(v);
+#endif
+}
+
 // 2^x for x <= 127, to about one ulp; 0 where the true value is subnormal; NaN stays NaN. N vectors
 // side by side, so that none waits for itself.
 template <int N> INLINE inline void powers_of_two(vf (&x)[N]) {
@@ -312,9 +320,9 @@ template <int N> INLINE inline void powers_of_two(vf (&x)[N]) {
 // pass less. The maxima are of scaled scores, as there.
 template <int ROWS> void softmax_all(float *scores, float scale, float *const *stats, float *rescale) {
   constexpr float LOG2E = 1.44269504088896341f;
-  constexpr int N = std::min(NN, BLOCK / W);
+  constexpr int N = std::min(4, BLOCK / W);
   static_assert(ROWS <= W);
-  vf bases[ROWS], sums[ROWS] = {};
+  vf bases[ROWS], totals[ROWS];
   alignas(64) float steps[W] = {};
   for (int r = 0; r < ROWS; r++) {
     const float *own = scores + r * BLOCK;
@@ -323,21 +331,25 @@ template <int ROWS> void softmax_all(float *scores, float scale, float *const *s
     for (int j = N * W; j < BLOCK; j += N * W)
       each<N>([&](auto i) { top[i] = larger_or_nan(top[i], load(own + j + i * W)); });
     each<N - 1>([&](auto i) { top[0] = larger_or_nan(top[0], top[i + 1]); });
-    const float was = stats[r][0], now = std::max(was, largest(top[0]) * scale);
+    const float was = stats[r][0], now = std::max(was, largest_or_nan(top[0]) * scale);
     const float base = now == -INFINITY ? 0.0f : now * LOG2E;
     bases[r] = all(base), stats[r][0] = now, steps[r] = was * LOG2E - base;
   }
   vf step[1] = {load(steps)};
   powers_of_two(step);
   for (int r = 0; r < ROWS; r++) rescale[r] = step[0][r];
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < ROWS; r++) {
+    vf sums[N] = {};
     for (int j = 0; j < BLOCK; j += N * W) {
       vf x[N];
       each<N>([&](auto i) { x[i] = load(scores + r * BLOCK + j + i * W) * (scale * LOG2E) - bases[r]; });
       powers_of_two(x);
-      each<N>([&](auto i) { sums[r] += x[i], store(scores + r * BLOCK + j + i * W, x[i]); });
+      each<N>([&](auto i) { sums[i] += x[i], store(scores + r * BLOCK + j + i * W, x[i]); });
     }
-  for (int r = 0; r < ROWS; r++) stats[r][1] = stats[r][1] * rescale[r] + sum(sums[r]);
+    each<N - 1>([&](auto i) { sums[0] += sums[i + 1]; });
+    totals[r] = sums[0];
+  }
+  for (int r = 0; r < ROWS; r++) stats[r][1] = stats[r][1] * rescale[r] + sum(totals[r]);
 }
 
 // weighted[r] = weighted[r] * rescale[r] + sum over j of weights[r][j] * values[j], for N vectors
@@ -432,31 +444,45 @@ template <class T> struct GroupedAttention {
     const T *key = (const T *)a.key + head * a.k_head, *value = (const T *)a.value + head * a.v_head;
     const Piece *piece = plan.pieces.data() + s.first_piece;
     int64_t used = 0;                           // keys of the piece
-    for (int64_t at = 0; at < s.keys; at += BLOCK) {
-      const float *keys[BLOCK], *values[BLOCK];
-      const int count = int(std::min<int64_t>(BLOCK, s.keys - at));
-      for (int j = 0; j < count; j++, used++) {
+    struct Places { const T *keys[BLOCK], *values[BLOCK]; int count = 0; } places[2];
+    auto find = [&](Places &p, int64_t at) {
+      p.count = int(std::clamp<int64_t>(s.keys - at, 0, BLOCK));
+      for (int j = 0; j < p.count; j++, used++) {
         if (used == piece->count) piece++, used = 0;
-        const T *k = key + piece->key + used * a.k_token, *v = value + piece->value + used * a.v_token;
-        if (in_place) {
-          keys[j] = (const float *)k, values[j] = (const float *)v;
-        } else {
-          float *to = panel + j * (query_row + out_row);
-          widen(k, a.head_dim, to), widen(v, a.head_dim_v, to + query_row);
-          keys[j] = to, values[j] = to + query_row;
-        }
+        p.keys[j] = key + piece->key + used * a.k_token, p.values[j] = value + piece->value + used * a.v_token;
       }
+    };
+    find(places[0], 0);
+    for (int64_t at = 0; at < s.keys; at += BLOCK) {
+      const Places &now = places[at / BLOCK % 2];
+      Places &next = places[(at / BLOCK + 1) % 2];
+      find(next, at + BLOCK);
+      const float *keys[BLOCK], *values[BLOCK];
+      for (int j = 0; j < now.count; j++) {
+        float *to = panel + j * (query_row + out_row);
+        keys[j] = in_place ? (const float *)now.keys[j] : to;
+        values[j] = in_place ? (const float *)now.values[j] : to + query_row;
+        if (!in_place) widen(now.keys[j], a.head_dim, to), widen(now.values[j], a.head_dim_v, to + query_row);
+      }
+      int fetched = 0;                          // keys of the next block: some with each few rows
       for (int64_t row = 0; row < s.rows; row += TILE) {
+        const int to = int(next.count * std::min(row + TILE, s.rows) / s.rows);
+        for (; fetched < to; fetched++)
+          prefetch(next.keys[fetched], a.head_dim), prefetch(next.values[fetched], a.head_dim_v);
         const float *q = query + row * query_row;
         float *own = state + row * state_row;
         switch (std::min<int64_t>(s.rows - row, TILE)) {
-          case 4: block<4>(q, rows + row, at, count, keys, values, own); break;
-          case 3: block<3>(q, rows + row, at, count, keys, values, own); break;
-          case 2: block<2>(q, rows + row, at, count, keys, values, own); break;
-          default: block<1>(q, rows + row, at, count, keys, values, own);
+          case 4: block<4>(q, rows + row, at, now.count, keys, values, own); break;
+          case 3: block<3>(q, rows + row, at, now.count, keys, values, own); break;
+          case 2: block<2>(q, rows + row, at, now.count, keys, values, own); break;
+          default: block<1>(q, rows + row, at, now.count, keys, values, own);
         }
       }
     }
+  }
+
+  static void prefetch(const T *row, int64_t dim) {
+    for (int64_t b = 0; b < int64_t(dim * sizeof(T)); b += 64) __builtin_prefetch((const char *)row + b, 0, 3);
   }
 
   // Merges partial results of one row and stores it; without any it sees no key.

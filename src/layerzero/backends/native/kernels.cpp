@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "group_norm.h"
+#include "grouped.h"
 #include "norms.h"
 #include "products.h"
 #include "quant/decode.h"
@@ -108,6 +109,68 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
   return none_or_memory_error(without_gil(worth_it, [&] {
     return for_dtype(dtype, [&](auto t) { return Decoder<decltype(t)>(a).run(); });
   }));
+}
+
+// Reads what attention of items and of pages have in common.
+void read_grouped(Arguments &in, Grouped &a) {
+  a.query = in.address(), a.key = in.address(), a.value = in.address();
+  a.out = in.address(), a.lse = (float *)in.address(a.has_lse);
+  int64_t sizes[3], strides[3];
+  in.tuple(sizes);
+  a.tokens = sizes[0], a.heads = sizes[1], a.head_dim = sizes[2];
+  a.kv_heads = in.whole(), a.head_dim_v = in.whole();
+  in.tuple(strides);
+  a.q_token = strides[0], a.q_head = strides[1];
+  a.k_token = in.whole(), a.k_head = in.whole(), a.v_token = in.whole(), a.v_head = in.whole();
+  a.left = in.whole(), a.right = in.whole();
+  a.scale = float(in.real()), a.softcap = float(in.real()), a.threads = int(in.whole());
+}
+
+// Plans and runs without the GIL: how much work there is, only the plan knows.
+template <class Table> PyObject *run_grouped(int64_t dtype, const Grouped &a, const Table &table) {
+  return none_or_memory_error(without_gil(true, [&] {
+    try {
+      Plan plan(a);
+      table.plan(plan);
+      return for_dtype(dtype, [&](auto t) { return GroupedAttention<decltype(t)>::run(a, plan); });
+    } catch (const std::bad_alloc &) {
+      return false;
+    }
+  }));
+}
+
+// Returns None, or the first item that does not fit the tensors.
+PyObject *grouped_attention(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Grouped a;
+  int64_t dtype = in.whole();
+  read_grouped(in, a);
+  ItemTable t;
+  t.items = (const int32_t *)in.address(), t.count = in.whole();
+  t.starts = (const int32_t *)in.address(t.has_chunks), t.lengths = (const int32_t *)in.address(), t.chunks = in.whole();
+  t.tokens_q = a.tokens, t.tokens_k = in.whole();
+  if (!in.ok) return nullptr;
+  int64_t invalid = t.first_invalid();
+  return invalid >= 0 ? PyLong_FromLongLong(invalid) : run_grouped(dtype, a, t);
+}
+
+template <class I> PyObject *run_paged(Arguments &in, int64_t dtype) {
+  Grouped a;
+  read_grouped(in, a);
+  PageTable<I> t;
+  t.table = (const I *)in.address(), t.table_row = in.whole(), t.batch = in.whole(), t.width = in.whole();
+  t.lengths = (const I *)in.address(), t.starts = (const I *)in.address(t.has_starts);
+  t.pages = in.whole(), t.page_size = in.whole(), t.k_page = in.whole(), t.v_page = in.whole();
+  t.tokens = a.tokens;
+  if (!in.ok) return nullptr;
+  return t.valid() ? run_grouped(dtype, a, t) : Py_NewRef(Py_False);
+}
+
+// Returns None, or False if lengths or pages do not fit the cache.
+PyObject *paged_attention(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  int64_t dtype = in.whole();
+  return in.whole() ? run_paged<int64_t>(in, dtype) : run_paged<int32_t>(in, dtype);
 }
 
 PyObject *rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -357,6 +420,8 @@ PyMethodDef methods[] = {
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
     {"feed_forward", (PyCFunction)(void (*)(void))feed_forward, METH_FASTCALL, nullptr},
     {"attention_decode", (PyCFunction)(void (*)(void))attention_decode, METH_FASTCALL, nullptr},
+    {"grouped_attention", (PyCFunction)(void (*)(void))grouped_attention, METH_FASTCALL, nullptr},
+    {"paged_attention", (PyCFunction)(void (*)(void))paged_attention, METH_FASTCALL, nullptr},
     {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, nullptr},
     {"group_norm", (PyCFunction)(void (*)(void))group_norm, METH_FASTCALL, nullptr},
     {"argmax", (PyCFunction)(void (*)(void))argmax, METH_FASTCALL, nullptr},

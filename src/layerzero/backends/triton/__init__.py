@@ -218,7 +218,7 @@ DEFAULTS = (
             less_work="reads each page once, where it lies; no length is read on the host"),
     _kernel("grouped_attention", grouped_attention, _grouped_attention, 8.0, 40.0, FLOATS,
             *HEAD_RULES[:4], POSITIVE_SCALE, r.unit_stride("query"), r.unit_stride("key"),
-            r.unit_stride("value"), differentiable=True, replayable=False, untested=True,
+            r.unit_stride("value"), differentiable=True, replayable=False,
             shared_memory="64 * itemsize * " + _power_of_two("head_dim", 256),
             less_work="one launch for all items, keys read where they lie; no length is read on "
                       "the host",

@@ -15,8 +15,7 @@ from .grouped_backward import delta_kernel, key_kernel, query_kernel, work_kerne
 from .launch import Launcher
 from .machine import device_size
 
-MIN_SEGMENT = 512          # keys per chunk on average, from which tiles within chunks pay
-MAX_SEGMENTS = 256         # chunks of an item, whose starts a program keeps
+MIN_SEGMENT = 512          # keys per chunk on average, from which a loop for each chunk pays
 PAIRS = 128                # items and chunks that a program for keys looks at together
 DELTA_ROWS = 32
 
@@ -53,22 +52,28 @@ def configs(rows: int, dim: int, dim_v: int, itemsize: int, device: torch.device
     elif wide <= 64:
         forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
     elif wide <= 128:
-        forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
+        forward, query, key = Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)
     else:
         forward, query, key = Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)
     block_m = min(forward.block_m, _tile(rows))
-    warps = min(forward.warps, max(4, block_m // 16))
-    return Configs(_fit(forward._replace(block_m=block_m, warps=warps), wide, itemsize, device),
-                   _fit(query, wide, itemsize, device), _fit(key, wide, itemsize, device))
+    forward = forward._replace(block_m=block_m, warps=min(forward.warps, max(4, block_m // 16)))
+    row = wide * itemsize
+    return Configs(_fit(forward, row, forward.block_m, True, device),
+                   _fit(query, row, 2 * query.block_m, True, device),
+                   _fit(key, row, 2 * key.block_n, False, device))
 
 
-def _fit(tile: Tile, dim: int, itemsize: int, device: torch.device) -> Tile:
-    """Reduces stages, then keys, until what is read in a loop fits beside what is kept."""
+def _fit(tile: Tile, row: int, kept: int, reads_keys: bool, device: torch.device) -> Tile:
+    """Reduces stages, then keys, until what the loop reads (keys and values, or queries and
+    gradients) fits beside the rows that are kept; `row`: bytes of one."""
     _, shared = device_size(device)
-    row = 2 * dim * itemsize                   # of keys and values, or queries and gradients
-    while tile.stages > 1 and (tile.stages + 1) * max(tile.block_m, tile.block_n) * row > shared:
+
+    def size(t: Tile) -> int:
+        return row * (kept + 2 * t.stages * (t.block_n if reads_keys else t.block_m))
+
+    while tile.stages > 1 and size(tile) > shared:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.block_n > 16 and (tile.block_m + 2 * tile.block_n) * row > shared:
+    while reads_keys and tile.block_n > 16 and size(tile) > shared:
         tile = tile._replace(block_n=tile.block_n // 2)
     return tile
 
@@ -96,8 +101,7 @@ class Call(NamedTuple):
     def address(self) -> int:
         if self.starts is None:
             return PLAIN.value                 # type: ignore[no-any-return]
-        by_segments = (self.chunks <= MAX_SEGMENTS
-                       and self.max_k >= MIN_SEGMENT * self.chunks)
+        by_segments = self.max_k >= MIN_SEGMENT * self.chunks
         return (SEGMENTS if by_segments else LOOKUP).value  # type: ignore[no-any-return]
 
     @property
@@ -105,12 +109,6 @@ class Call(NamedTuple):
         """Chunk starts and lengths; where there are none any pointer will do."""
         return ((self.items, self.items) if self.starts is None or self.lengths is None
                 else (self.starts, self.lengths))
-
-    @property
-    def table(self) -> dict[str, int]:
-        """The size of the table of a program that goes through keys."""
-        segments = self.address == SEGMENTS.value
-        return {"TABLE": triton.next_power_of_2(self.chunks) if segments else 1}
 
     def features(self) -> dict[str, Any]:
         return {"ADDRESS": self.address, "LEFT": self.left >= 0, "RIGHT": self.right >= 0}
@@ -146,7 +144,7 @@ def run_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[
             query, key, value, out, lse, call.items, call.order, *call.tables,
             *_token_head(query, key, value), heads, call.scale, call.softcap, call.left, call.right,
             blocks, call.chunks),
-            {**_dims(dim, dim_v, group, tile), **call.table, **call.features(),
+            {**_dims(dim, dim_v, group, tile), **call.features(),
              "SOFTCAP": call.softcap > 0.0})
     return out, lse
 
@@ -174,7 +172,7 @@ def run_backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Te
     _query((count * blocks * kv_heads,), (
         query, key, value, grad, lse, delta, dq, call.items, call.order, *call.tables, *strides,
         heads, call.scale, call.softcap, call.left, call.right, blocks, call.chunks),
-        {**_dims(dim, dim_v, group, tiles.query), **call.table, **call.features(), **softcap})
+        {**_dims(dim, dim_v, group, tiles.query), **call.features(), **softcap})
     blocks, pairs = triton.cdiv(tokens_k, tiles.key.block_n), count * call.chunks
     work = torch.empty(blocks, dtype=torch.int32, device=query.device)
     counted = {"PAIRS": min(PAIRS, _tile(pairs))}

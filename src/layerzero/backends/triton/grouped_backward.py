@@ -13,11 +13,10 @@ from .grouped_attention import (
     LOG2E,
     PLAIN,
     cap,
-    chunk_table,
+    chunk_range,
     key_range,
     load_rows,
-    tile_place,
-    tile_range,
+    segment,
     visible,
 )
 
@@ -61,21 +60,21 @@ def _row_lse(lse_ptr, rows, valid):
 
 
 @triton.jit
-def _query_tile(first, low, end, row, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
+def _query_tile(first, end, shift, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
                 k_start, chunk_ptr, length, diagonal, scale, softcap, left, right, dim, dim_v,
                 BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
                 ADDRESS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    k = load_rows(k_ptr, k_token, first, low, end, row, k_start, chunk_ptr, length, dim, DIM,
-                  BLOCK_N, ADDRESS, MASKED)
-    v = load_rows(v_ptr, v_token, first, low, end, row, k_start, chunk_ptr, length, dim_v, DIM_V,
+    k = load_rows(k_ptr, k_token, first, end, shift, k_start, chunk_ptr, length, dim, DIM, BLOCK_N,
+                  ADDRESS, MASKED)
+    v = load_rows(v_ptr, v_token, first, end, shift, k_start, chunk_ptr, length, dim_v, DIM_V,
                   BLOCK_N, ADDRESS, MASKED)
     p, slope = _weights(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap,
                         lse[:, None], SOFTCAP)
     if MASKED:
         key = first + tl.arange(0, BLOCK_N)
-        p = tl.where(visible(key[None, :], low, end, diagonal[:, None], left, right, LEFT, RIGHT),
-                     p, 0.0)
+        p = tl.where(visible(key[None, :], end, diagonal[:, None], left, right, LEFT, RIGHT), p,
+                     0.0)
     ds = p * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * slope
     return tl.dot(ds.to(k.dtype), k, acc, input_precision="tf32x3")
 
@@ -86,8 +85,8 @@ def query_kernel(
     lengths_ptr, q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, heads,
     scale, softcap, left, right, blocks, chunks, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_POW: tl.constexpr,
-    DIM_V_POW: tl.constexpr, ADDRESS: tl.constexpr, TABLE: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    DIM_V_POW: tl.constexpr, ADDRESS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dQ, by programs in the order of forward_kernel."""
     kv_heads = heads // GROUP
@@ -117,21 +116,21 @@ def query_kernel(
     v_ptr += kv_head.to(tl.int64) * v_head
     acc = tl.zeros((BLOCK_M, DIM_POW), tl.float32)
     low, high, common = key_range(first_row, n, m, left, right, GROUP, BLOCK_M, LEFT, RIGHT)
-    tile, whole, end_tile = tile_range(low, high, common, k_start, length, BLOCK_N, ADDRESS)
-    table = chunk_table(chunks_ptr, chunks, TABLE)
-    if not LEFT:
-        for i in tl.range(tile, whole, num_stages=STAGES):
-            first, end, place = tile_place(i, low, high, k_start, table, length, BLOCK_N, ADDRESS)
+    first_chunk, end_chunk = chunk_range(low, high, k_start, length, ADDRESS)
+    for chunk in range(first_chunk, end_chunk):
+        start, end, shift = segment(chunk, low, high, k_start, chunks_ptr, length, ADDRESS)
+        whole = start + tl.maximum(tl.minimum(end, common) - start, 0) // BLOCK_N * BLOCK_N
+        if not LEFT:                           # a window is narrow: all its tiles are masked
+            for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+                acc = _query_tile(
+                    first, end, shift, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
+                    k_start, chunks_ptr, length, diagonal, scale, softcap, left, right, dim, dim_v,
+                    BLOCK_N, DIM, DIM_V, ADDRESS, LEFT, RIGHT, SOFTCAP, False)
+        for first in tl.range(whole, end, BLOCK_N, num_stages=STAGES):
             acc = _query_tile(
-                first, low, end, place, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
+                first, end, shift, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
                 k_start, chunks_ptr, length, diagonal, scale, softcap, left, right, dim, dim_v,
-                BLOCK_N, DIM, DIM_V, ADDRESS, LEFT, RIGHT, SOFTCAP, False)
-    for i in tl.range(whole, end_tile, num_stages=STAGES):
-        first, end, place = tile_place(i, low, high, k_start, table, length, BLOCK_N, ADDRESS)
-        acc = _query_tile(
-            first, low, end, place, acc, q, grad, lse, delta, k_ptr, v_ptr, k_token, v_token,
-            k_start, chunks_ptr, length, diagonal, scale, softcap, left, right, dim, dim_v,
-            BLOCK_N, DIM, DIM_V, ADDRESS, LEFT, RIGHT, SOFTCAP, True)
+                BLOCK_N, DIM, DIM_V, ADDRESS, LEFT, RIGHT, SOFTCAP, True)
     tl.store(dq_ptr + ((at * heads + head) * DIM)[:, None] + dim[None, :],
              (acc * scale).to(dq_ptr.dtype.element_ty),
              mask=valid[:, None] & (dim < DIM)[None, :])
@@ -210,7 +209,7 @@ def _key_tile(row_start, rows_end, dk, dv, k, v, key, usable, q_ptr, grad_ptr, l
     p, slope = _weights(tl.dot(k, tl.trans(q), input_precision="tf32x3"), scale, softcap,
                         lse[None, :], SOFTCAP)                               # (BLOCK_N, BLOCK_M)
     if MASKED:
-        seen = usable[:, None] & visible(key[:, None], 0, 1 << 30, (token + offset)[None, :], left,
+        seen = usable[:, None] & visible(key[:, None], 1 << 30, (token + offset)[None, :], left,
                                          right, LEFT, RIGHT)
         p = tl.where(seen, p, 0.0)
     grad = tl.load(grad_ptr + (step * grad_token + head * grad_head)[:, None] + dim_v[None, :],

@@ -1,0 +1,114 @@
+"""Linear layers with ggml's weights, multiplied as bytes: the packed kernels have the bits of their
+portable twin, on any number of threads and rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.backends.native import build, ggml
+from layerzero.models.packing import forget_packed, packed_weights
+from layerzero.ops.formulas.ggml import block_product, random_blocks
+
+pytestmark = pytest.mark.skipif(build.is_built() is not True,
+                                reason="the CPU kernels are not built here; run: lz build")
+
+# rows of x, outputs, inputs: one row, tiles with a rest, a last group and panel that are not full,
+# and more than one chunk of a panel
+SIZES = ((1, 37, 512), (3, 40, 768), (13, 70, 2304))
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def case(format: str, rows: int, outputs: int, inputs: int):
+    gen = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=gen)
+    return x, random_blocks(gen, (outputs,), inputs, format), torch.randn(outputs, generator=gen)
+
+
+@pytest.mark.parametrize("format", ggml.FORMATS)
+def test_packed_kernels_have_the_bits_of_the_portable_twin(format):
+    for size in SIZES:
+        x, weight, bias = case(format, *size)
+        packed, plain = (ggml.pack_weight(weight, format, p) for p in (False, True))
+        got = ggml.multiply(x, packed, bias, size[1], format)
+        assert torch.equal(got, ggml.multiply(x, plain, bias, size[1], format, portable=True))
+        assert torch.allclose(got.double(), block_product(x, weight, format) + bias, rtol=1e-4,
+                              atol=1e-4)
+
+
+@pytest.mark.parametrize("format", ggml.FORMATS)
+def test_threads_and_rows_of_a_batch_change_no_bit(format):
+    x, weight, bias = case(format, 13, 70, 2304)
+    packed = ggml.pack_weight(weight, format)
+    torch.set_num_threads(1)
+    want = ggml.multiply(x, packed, bias, 70, format)
+    for count in (2, 3, 4):
+        torch.set_num_threads(count)
+        assert torch.equal(ggml.pack_weight(weight, format), packed)
+        assert torch.equal(ggml.multiply(x, packed, bias, 70, format), want)
+    single = [ggml.multiply(row[None], packed, bias, 70, format) for row in x]
+    assert torch.equal(torch.cat(single), want)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_types_are_widened_and_rounded_once(dtype):
+    x, weight, bias = case("q4_k", 5, 40, 512)
+    x, bias = x.to(dtype), bias.to(dtype)
+    packed = ggml.pack_weight(weight, "q4_k")
+    got = ggml.multiply(x, packed, bias, 40, "q4_k")
+    assert torch.equal(got, ggml.multiply(x.float(), packed, bias.float(), 40, "q4_k").to(dtype))
+
+
+def test_rows_may_lie_apart_and_have_any_number_of_axes():
+    x, weight, bias = case("q6_k", 6, 16, 512)
+    want = lz.quantized_linear(x, weight, bias=bias, format="q6_k", activations="q8",
+                               backend="native.ggml_linear")
+    wide = torch.zeros(6, 1024)
+    wide[:, :512] = x
+    for view in (wide[:, :512], x.view(2, 3, 512), wide.view(2, 3, 1024)[..., :512]):
+        got = lz.quantized_linear(view, weight, bias=bias, format="q6_k", activations="q8",
+                                  backend="native.ggml_linear")
+        assert torch.equal(got.reshape(6, 16), want)
+
+
+def test_values_of_the_largest_and_smallest_magnitude_stay_exact():
+    """Codes of 127 against the largest and smallest codes of every format: no product overflows."""
+    for format in ggml.FORMATS:
+        weight = case(format, 1, 8, 256)[1]
+        for byte in (0, 255):
+            extreme = weight.clone().view(8, -1, weight.shape[1] * 32 // 256 if format[-1] != "k"
+                                          else weight.shape[1])
+            start, stop = {"q6_k": (0, 208)}.get(format, (4 if format[-2:] in ("_1", "_k") else 2,
+                                                          None))
+            extreme[..., start:stop] = byte
+            blocks = extreme.reshape(8, -1)
+            for sign in (1.0, -1.0):
+                x = torch.full((5, 256), sign)
+                got = ggml.multiply(x, ggml.pack_weight(blocks, format), None, 8, format)
+                want = block_product(x, blocks, format)
+                assert torch.allclose(got.double(), want, rtol=2e-6, atol=1e-4), (format, byte, sign)
+
+
+def test_a_weight_is_packed_once_and_again_after_a_write():
+    x, weight, _ = case("q4_k", 1, 16, 256)
+
+    def linear():
+        return lz.quantized_linear(x, weight, format="q4_k", activations="q8",
+                                   backend="native.ggml_linear")
+
+    forget_packed(weight)
+    before = packed_weights().weights
+    first = linear()
+    assert torch.equal(linear(), first) and packed_weights().weights == before + 1
+    weight[:, 16:] ^= 255
+    assert not torch.equal(linear(), first)
+    assert packed_weights().weights == before + 1
+    assert forget_packed(weight) == 1

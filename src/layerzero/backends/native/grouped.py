@@ -16,7 +16,6 @@ from . import build
 from .declaration import DTYPES
 
 
-
 def load_grouped() -> Callable[..., Any]:
     attend, threads = build.module().grouped_attention, torch.get_num_threads
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends.native.declaration import DTYPES
 from ...backends.native import build as native_build
+from ...backends.native.declaration import DTYPES
 from ...models.decoder import APART, Decoder
 from ...models.decoder_config import activate
 from ...models.ggml_weight import GgmlWeight, Weight

@@ -130,7 +130,7 @@ def configured() -> None:
 def grouped_backward() -> None:
     """dQ, dK and dV against the formula in float64; the kernel declares its backward."""
     kernel = interpretable(next(k for k in KERNELS if k.id == "triton.grouped_attention"))
-    for case in kernel.op.gradient_cases[1:]:
+    for case in kernel.op.gradient_cases[1:4]:
         result = check_gradients(kernel, case, "float32")
         say("grouped_backward", result.status, str(result))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends import _pages, torch_mla, torch_paged
+from layerzero.backends.native import build
 from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.spec.event import Fallback, HealthChanged
 from layerzero.verify.kernel.contract import call, case_values
@@ -361,8 +362,11 @@ def test_neighbouring_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
 
 # Which kernel
 
-def test_the_cpu_reads_by_pieces_and_says_why_others_do_not() -> None:
+def test_the_cpu_reads_by_pieces_and_says_why_others_do_not(world: None) -> None:
     given = values(context=(600, 90), hq=32, hkv=8, d=128)
+    if build.is_built() is True:
+        assert lz.which("paged_attention", **given) == "native.paged_attention"
+    lz.configure(rules=(lz.PolicyRule.of("deny", ["native.paged_attention"], "*"),))
     assert lz.which("paged_attention", **given) == "torch.paged_pieces"
     assert lz.which("paged_attention", **{**given, "softcap": 3.0}) == "torch.paged_gather"
     plan = lz.explain("paged_attention", **values(lengths_q=(2, 1, 1)))

@@ -541,6 +541,8 @@ template <class T> struct GroupedAttention {
         parts[first[item + 1]++] = {int64_t(i), row};
         row += plan.items[item].count * g.group;
       }
+    int64_t most_parts = 1;                     // an item may be in a stretch twice: chunks may overlap
+    for (size_t i = 0; i < plan.items.size(); i++) most_parts = std::max(most_parts, first[i + 1] - first[i]);
     std::vector<char> covered(a.tokens, 0);
     for (const Item &i : plan.items) std::fill_n(covered.begin() + i.first, i.count, 1);
 
@@ -552,14 +554,14 @@ template <class T> struct GroupedAttention {
     float *memory = (float *)std::aligned_alloc(64, (rounded_up(state, 16) + threads * own) * sizeof(float));
     if (!memory) return false;
     std::vector<Row> all_rows(threads * most_rows);
-    std::vector<float *> all_rests(threads * (stretches.size() + 1));
+    std::vector<float *> all_found(threads * most_parts);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
       const int thread = thread_number();
       float *query = memory + rounded_up(state, 16) + thread * own, *local = query + most_rows * g.query_row;
       float *panel = local + most_rows * g.state_row, *merged = panel + BLOCK * (g.query_row + g.out_row);
       Row *rows = all_rows.data() + thread * most_rows;
-      float **found = all_rests.data() + thread * (stretches.size() + 1);
+      float **found = all_found.data() + thread * most_parts;
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < int64_t(stretches.size()) * a.kv_heads; i++) {
         const Stretch &s = stretches[i / a.kv_heads];

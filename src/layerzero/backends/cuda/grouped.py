@@ -72,8 +72,8 @@ def _compiled(bf16: bool, dim: int, group: int, k_token: int, v_token: int, page
     return _Launches(
         compiler.kernel("grouped.cu", "compare", macros, threads, 4 * cfg.warps) if page else None,
         compiler.kernel("grouped.cu", "grouped", macros, threads,
-                        shared_bytes(dim, cfg), early=page > 0),
-        compiler.kernel("grouped.cu", "merge", macros, threads, early=True))
+                        shared_bytes(dim, cfg)),
+        compiler.kernel("grouped.cu", "merge", macros, threads))
 
 
 def _launch(

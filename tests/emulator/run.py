@@ -77,8 +77,8 @@ class Kernel(compiler.CompiledCuda):
 
     def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int,
                  shared: int = 0,
-                 cluster: int = 1, early: bool = False) -> None:
-        super().__init__(source, name, macros, threads, shared, cluster, early)
+                 cluster: int = 1) -> None:
+        super().__init__(source, name, macros, threads, shared, cluster)
         self.emulated = built(source, **dict(macros))
 
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,19 +29,14 @@ from torch import Tensor
 
 from ..dispatch import dispatcher as dispatch
 from ..ops.formulas.paged import page_table_from_csr as page_table_from_csr
-from ..selection.policy import PolicyRule
 from ..spec.errors import CacheFull, InvalidCall
 from ..spec.reason import Code, Reason
-from ..world import catalog, context
+from ..world import catalog
 
 LAYOUTS = ("NHD", "HND")
 # The largest magnitude of each quantized dtype.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 HEADROOM = 1.25            # over the first append's largest value, for scales derived from it
-# Kernels that read the pages which several sequences begin with once come first where that is
-# half of all pages.
-SHARED_PAGES = (PolicyRule.of("boost", "*.paged_attention_shared", "paged_attention", factor=1e6,
-                              origin="lz.kv_cache"),)
 
 
 def _invalid(code: Code, want: Any, got: Any, name: str) -> InvalidCall:
@@ -93,16 +87,6 @@ class _Sequence:
     length: int = 0
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many leading pages are the same. Sequences that differ once, after a fork, differ
-    from there on."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
-    return low
-
-
 class KVCache:
     """Keys and values of many sequences, in pages.
 
@@ -136,8 +120,8 @@ class KVCache:
                                            self.head_dim), self._empty(pages, self.head_dim_v)
         self._sequences: dict[int, _Sequence] = {}
         self._next = itertools.count()
-        # and whether half of its pages are shared; dropped when a sequence gets or loses a page
-        self._tables: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+        # dropped when a sequence gets or loses a page
+        self._tables: dict[tuple[int, ...], Tensor] = {}
         self._cross: KVCache | None = None
         # set in a cross cache: the one it belongs to
         self._decoder: KVCache | None = None
@@ -312,20 +296,16 @@ class KVCache:
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
         """Returns the pages of each sequence, (batch, max_pages) int32; short rows are padded with
         0."""
-        return self._table(tuple(self._chosen(sequences)))[0]
-
-    def _table(self, names: tuple[int, ...]) -> tuple[Tensor, bool]:
-        found = self._tables.get(names)
-        if found is None:
+        names = tuple(self._chosen(sequences))
+        table = self._tables.get(names)
+        if table is None:
             rows = [self._get(n).pages for n in names]
             width = max(map(len, rows), default=0)
             filled = [row + [0] * (width - len(row)) for row in rows]
             table = torch.tensor(filled, dtype=torch.int32,
                                  device=self.device).reshape(len(rows), width)
-            shared = sum(map(common_prefix, rows, rows[1:]))
-            found = table, shared > 0 and 2 * shared >= sum(map(len, rows))
-            self._tables = {names: found}
-        return found
+            self._tables = {names: table}
+        return table
 
     def context_lens(self, sequences: Sequence[int] | None = None) -> Tensor:
         lengths = [self._get(n).length for n in self._chosen(sequences)]
@@ -391,12 +371,10 @@ class KVCache:
         if any(count != 1 for count in counts):
             starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32,
                                   device=self.device)
-        table, shared = self._table(tuple(names))
-        with context.overriding(rules=SHARED_PAGES) if shared else nullcontext():
-            return _call("paged_attention")(
-                query, self.key, self.value, table, self.context_lens(names), starts,
-                key_scale=self.key_scale, value_scale=self.value_scale,
-                max_seqlen_q=max(counts, default=0), kv_layout=self.layout, **options)
+        return _call("paged_attention")(
+            query, self.key, self.value, self.block_table(names), self.context_lens(names), starts,
+            key_scale=self.key_scale, value_scale=self.value_scale,
+            max_seqlen_q=max(counts, default=0), kv_layout=self.layout, **options)
 
     # shared
 

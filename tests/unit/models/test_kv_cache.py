@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import world
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatch
 from layerzero.models.kv_cache import KVCache, PagePool
-from layerzero.ops.paged_attention import OP as PAGED
 from layerzero.spec.errors import CacheFull
 
-__all__ = ["world"]
 HEADS, KV_HEADS, DIM = 4, 2, 16
 STEPS = 32
 Code = lz.Code
@@ -276,34 +273,6 @@ def test_full_pages_stay_shared() -> None:
     cache.append(s.k[:2], s.v[:2], (a, b))
     first, second = cache.block_table((a, b)).tolist()
     assert first[:2] == second[:2] and first[2] != second[2]
-
-
-def test_forks_are_read_by_a_kernel_that_reads_their_pages_once(world: Any) -> None:
-    """Where at least half of the pages are shared."""
-    read: list[int] = []
-
-    def load() -> Any:
-        def attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor,
-                   context_lens: Tensor, cu_seqlens_q: Tensor | None = None,
-                   max_seqlen_q: int | None = None, is_causal: bool = False) -> Any:
-            read.append(len(block_table))
-            return PAGED.reference(query, key_cache, value_cache, block_table, context_lens,
-                                   cu_seqlens_q, is_causal)
-        return attend
-
-    lz.register(lz.Kernel("fake.paged_attention_shared", PAGED, load, prior=0.01))
-    cache, s = made("paged 16"), Stream(0, 60)
-    a = cache.add()
-    cache.append(s.k, s.v)
-    forks = [a, *(cache.fork(a) for _ in range(3))]
-    cache.append(s.k[:4], s.v[:4], forks)
-    cache.attend(s.q[:4], forks)
-    assert read == [4]
-    cache.attend(s.q[:1], (a,))
-    other = cache.add()
-    cache.append(s.k, s.v, (other,), (60,))
-    cache.attend(s.q[:2], (other, a))
-    assert read == [4]                         # nothing is shared
 
 
 # Layouts and dtypes

@@ -133,8 +133,8 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# grouped.shared_bytes for two warps
-GROUPED_SHARED = "384 * head_dim + 2080"
+# grouped.shared_bytes of the small configurations
+GROUPED_SHARED = "70696 + 28920 * (head_dim > 128)"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and
 # scales.

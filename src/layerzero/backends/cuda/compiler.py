@@ -44,7 +44,7 @@ Macros = tuple[tuple[str, int], ...]
 # Constants of the driver API (cuda.h).
 INVALID_VALUE = 1
 MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # function attributes
-CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 4, 6           # launch attributes
+CLUSTER_DIMENSION = 4                          # launch attribute
 DEVICE_ORDINAL = 9                             # pointer attribute
 SHARED_OPT_IN = 97                             # device attribute
 RELAXED = 2                                    # capture mode
@@ -207,7 +207,7 @@ def _check(library: Any, code: int, name: str) -> None:
 # The driver
 
 class Attribute(Structure):
-    """CUlaunchAttribute; its value is a union of 64 bytes: the size of a cluster, or one number."""
+    """CUlaunchAttribute of a cluster; its value is a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("pad", c_char * 4), ("cluster", c_uint * 3), ("rest", c_char * 52))
 
@@ -318,20 +318,15 @@ class _Slot:
     """The arguments of a driver launch. One per thread, as others may launch the same kernel
     concurrently."""
 
-    __slots__ = ("attributes", "call", "config", "function", "params", "place")
+    __slots__ = ("attribute", "call", "config", "function", "params", "place")
 
-    def __init__(self, function: c_void_p, threads: int, shared: int, cluster: int,
-                 early: bool) -> None:
+    def __init__(self, function: c_void_p, threads: int, shared: int, cluster: int) -> None:
         self.call, self.function = driver().cuLaunchKernelEx, function
         self.params = (c_char_p * 1)()
-        wanted = [Attribute(id=CLUSTER_DIMENSION, cluster=(cluster, 1, 1))] if cluster > 1 else []
-        if early:
-            wanted.append(Attribute(id=PROGRAMMATIC_SERIALIZATION, cluster=(1, 0, 0)))
-        self.attributes = (Attribute * len(wanted))(*wanted)
+        self.attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(cluster, 1, 1))
         self.config = LaunchConfig(block_x=threads, block_y=1, block_z=1, shared=shared)
-        if wanted:
-            self.config.attributes = ctypes.cast(self.attributes, POINTER(Attribute))
-            self.config.attribute_count = len(wanted)
+        if cluster > 1:
+            self.config.attributes, self.config.attribute_count = ctypes.pointer(self.attribute), 1
         self.place = byref(self.config)
 
 
@@ -339,9 +334,9 @@ class CompiledCuda:
     """One kernel, compiled and loaded on each device on its first launch there."""
 
     def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int,
-                 cluster: int, early: bool = False) -> None:
+                 cluster: int) -> None:
         self.source, self.name, self.macros = source, name, macros
-        self.threads, self.shared, self.cluster, self.early = threads, shared, cluster, early
+        self.threads, self.shared, self.cluster = threads, shared, cluster
         self._functions: dict[int, c_void_p] = {}
         self._loading = threading.Lock()
         self._thread_local = threading.local()
@@ -408,8 +403,8 @@ class CompiledCuda:
             if function is None:
                 function = self._functions[device] = self._load(device)
         slots = self._thread_local.__dict__.setdefault("slots", {})
-        slot: _Slot = slots.setdefault(device, _Slot(function, self.threads, self.shared,
-                                                     self.cluster, self.early))
+        slot: _Slot = slots.setdefault(device,
+                                       _Slot(function, self.threads, self.shared, self.cluster))
         return slot
 
     def _load(self, device: int) -> c_void_p:
@@ -436,9 +431,7 @@ class CompiledCuda:
 
 @lru_cache(maxsize=None)
 def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0,
-           cluster: int = 1, early: bool = False) -> CompiledCuda:
+           cluster: int = 1) -> CompiledCuda:
     """Returns the kernel `name` of `source` with these macros, for blocks of `threads` threads and
-    `shared` bytes of shared memory, in clusters of `cluster` blocks along x. `early`: its blocks
-    may start before the launch before it has ended, as it calls `wait_for_launch_before`; a replay
-    starts them after it."""
-    return CompiledCuda(source, name, macros, threads, shared, cluster, early)
+    `shared` bytes of shared memory, in clusters of `cluster` blocks along x."""
+    return CompiledCuda(source, name, macros, threads, shared, cluster)

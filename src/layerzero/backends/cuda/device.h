@@ -58,12 +58,6 @@ template <bool IS_BF16> FN u32 pack2(float low, float high) {
     return v;
 }
 
-// Launches: the next one may start once all blocks have said so or ended; it waits for the results
-// of this one, if it was launched to start early
-
-FN void start_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-FN void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Threads of a warp and of a block
 
 FN void sync_block() { __syncthreads(); }

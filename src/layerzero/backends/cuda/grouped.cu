@@ -183,9 +183,6 @@ KERNEL(grouped, Params, WARPS * 32)
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
     const Workspace workspace = workspace_of(p);
 
-    start_next_launch();
-    if (PAGE) wait_for_launch_before();            // for what is in common
-
     // The items of this pass, one for each thread.
     const int count = PAGE ? p.pass_items : (p.count - pass + p.passes - 1) / p.passes;
 #if PAGE
@@ -500,7 +497,6 @@ KERNEL(merge, Params, WARPS * 32)
     if (head >= p.heads) return;
     constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
     const Workspace workspace = workspace_of(p);
-    wait_for_launch_before();
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
     ROLLED for (int base = 0; base < p.count; base += 32) {
         bool here = false;
@@ -560,7 +556,6 @@ KERNEL(merge, Params, WARPS * 32)
 // Counts the leading pages of each sequence that are those of the one before: a block each.
 KERNEL(compare, Params, WARPS * 32)
 {
-    start_next_launch();
     i32* const first = (i32*)shared();             // the first page that differs, for each warp
     const int index = block_x(), width = p.max_pages;
     const i32* row = p.table + offset64(index, p.table_row);

@@ -27,8 +27,7 @@ class Config(NamedTuple):
     stages: int
     step: int              # keys of a stage
     splits: int
-    weight: int = 32       # what reading a key costs, in rows that it is multiplied with
-
+    weight: int = 128      # what reading a key costs, in rows that it is multiplied with
 
     @property
     def rows(self) -> int:
@@ -42,14 +41,18 @@ def shared_bytes(dim: int, cfg: Config) -> int:
     return cfg.stages * (cfg.step * dim * 4 + 8) + cfg.rows * 40 + 8
 
 
+# By head dim, the fastest on an H200, and what fits into half of its shared memory.
+CONFIGS = {64: (Config(8, 4, 6, 128, 1), Config(4, 4, 4, 64, 1)),
+           128: (Config(8, 2, 3, 128, 1), Config(4, 2, 4, 32, 1)),
+           256: (Config(8, 1, 3, 64, 1), Config(4, 1, 3, 32, 1))}
+
+
 @lru_cache(maxsize=4096)
 def config(rows: int, items: int, kv_heads: int, keys: int, dim: int,
            machine: compiler.Machine) -> Config:
     """Returns the launch configuration for `items` of up to `rows` rows each and `keys` keys in
     all: one block per multiprocessor."""
-    wide = dim > 128
-    large = Config(8, 256 // dim, 3 if wide else 6, 64 if wide else 8192 // dim, 1)
-    small = Config(4, 256 // dim, 3 if wide else 4, 32 if wide else 4096 // dim, 1)
+    large, small = CONFIGS[dim]
     cfg = large if shared_bytes(dim, large) <= machine.shared else small
     passes = -(-items // (cfg.rows // rows))
     splits = min(machine.processors // (kv_heads * passes), -(-keys // (2 * cfg.step)))
@@ -71,9 +74,8 @@ def _compiled(bf16: bool, dim: int, group: int, k_token: int, v_token: int, page
     threads = cfg.warps * 32
     return _Launches(
         compiler.kernel("grouped.cu", "compare", macros, threads, 4 * cfg.warps) if page else None,
-        compiler.kernel("grouped.cu", "grouped", macros, threads,
-                        shared_bytes(dim, cfg), early=page > 0),
-        compiler.kernel("grouped.cu", "merge", macros, threads, early=True))
+        compiler.kernel("grouped.cu", "grouped", macros, threads, shared_bytes(dim, cfg)),
+        compiler.kernel("grouped.cu", "merge", macros, threads))
 
 
 def _launch(

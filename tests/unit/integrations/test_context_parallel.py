@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
 from layerzero.integrations import context_parallel as cp
@@ -248,6 +249,36 @@ def test_backward_twice_over_one_graph():
     first = torch.autograd.grad(out, tensors, retain_graph=True)
     for a, b in zip(first, torch.autograd.grad(out, tensors)):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_activation_checkpoints_and_autocast(method, reentrant):
+    cu = bounds(2, 1, 2)
+    tensors = [t.float().requires_grad_() for t in draw(cu[-1], 4, 2, 2)]
+    out = one_rank(*tensors, cu, is_causal=True)
+    wanted = torch.autograd.grad(out.square().sum(), tensors)
+    checkpoint(lambda *qkv: run(method, qkv, cu, 2), *tensors,
+               use_reentrant=reentrant).square().sum().backward()
+    for t, want in zip(tensors, wanted):
+        torch.testing.assert_close(t.grad, want, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = run(method, tensors, cu, 2)
+    assert lower.dtype == torch.bfloat16
+    grads = torch.autograd.grad(lower.float().square().sum(), tensors)
+    for got, want in zip((lower, *grads), (out, *wanted)):
+        assert (got.float() - want).norm() <= 2e-2 * want.norm()
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted(monkeypatch):
+    monkeypatch.delattr(gather, "Recorded")
+    cu = bounds(2, 2)
+    tensors = [t.requires_grad_() for t in draw(cu[-1], 2, 2, 2)]
+    with torch.no_grad():
+        out = run("zigzag", tensors, cu, 2)
+    assert not out.requires_grad
+    with torch.inference_mode():               # and boundaries made there serve later
+        run("zigzag", [t.detach() for t in tensors], cu, 2)
 
 
 # the parts

@@ -113,8 +113,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        flat, rest = ctx.saved_tensors[:3 * len(ctx.records)], iter(
-            ctx.saved_tensors[3 * len(ctx.records):])
+        kept, count = ctx.saved_tensors, 3 * len(ctx.records)  # checkpoints give them once only
+        flat, rest = kept[:count], iter(kept[count:])
         saved = [[tuple(itertools.islice(rest, n)) for n in counts] for counts in ctx.counts]
         of_ranks = zip(flat[0::3], flat[1::3], flat[2::3], ctx.records, saved, grads[0::2],
                        grads[1::2])

@@ -51,8 +51,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        count = len(ctx.ranks.local)
-        flat, results = ctx.saved_tensors[:3 * count], ctx.saved_tensors[3 * count:]
+        kept, count = ctx.saved_tensors, 3 * len(ctx.ranks.local)      # checkpoints give them once
+        flat, results = kept[:count], kept[count:]
         of_ranks = zip(ctx.ranks.local, flat[0::3], flat[1::3], flat[2::3], results[0::2],
                        results[1::2], grads[0::2], grads[1::2])
         done = ctx.ranks.run([
@@ -63,7 +63,7 @@ class _Ring(torch.autograd.Function):
 
 def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences,
              attention: Attention) -> Program[tuple[Tensor, Tensor]]:
-    wide, dim = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    wide, dim, dtype = torch.promote_types(q.dtype, torch.float32), k.shape[2], q.dtype
     parts: list[Tensor] = []                   # out and log-sum-exp so far
     kv, pending = torch.cat((k, v), -1), None
     for step in range(size):
@@ -74,6 +74,7 @@ def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: S
         if items is not None:
             part, part_lse = attention(q, kv[..., :dim], kv[..., dim:], items, True,
                                        attention.is_causal and source == rank)
+            dtype = part.dtype                 # that of autocast
             if parts:
                 parts = merge_attention(torch.stack((parts[0], part.to(wide))),
                                         torch.stack((parts[1], part_lse)))
@@ -81,7 +82,7 @@ def _forward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, sequences: S
                 parts = [part.to(wide), part_lse]
         if pending is not None and step + 1 < size:
             kv = pending.wait()
-    return parts[0].to(q.dtype), parts[1]      # there are parts: a rank sees its own keys
+    return parts[0].to(dtype), parts[1]        # there are parts: a rank sees its own keys
 
 
 def _backward(rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,

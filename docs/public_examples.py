@@ -146,6 +146,12 @@ EXAMPLES = {
     "quant.choose_format": 'choice = lz.quant.choose_format("cpu")',
     "quant.column_shard": 'shard = lz.quant.column_shard(torch.randn(64, 32), rank=0, world=2)',
     "quant.forget_packed": 'count = lz.quant.forget_packed()',
+    "quant.from_awq": 'words = torch.zeros(128, 8, dtype=torch.int32)\n'
+                      'weight = lz.quant.from_awq(words, words[:1], torch.ones(1, 64))\n'
+                      'y = lz.quantized_linear(torch.randn(2, 128), *weight[:3], '
+                      'format=weight.format, group_size=weight.group_size)',
+    "quant.from_gptq": 'words = torch.zeros(16, 64, dtype=torch.int32)\n'
+                       'weight = lz.quant.from_gptq(words, words[:1, :8], torch.ones(1, 64))',
     "quant.limit_packed": 'lz.quant.limit_packed(1 << 30)',
     "quant.packed_weights": 'print(lz.quant.packed_weights())',
     "quant.quantized_shard": 'q, scales, *_ = lz.quantize(torch.randn(64, 32), format="int8")\n'

@@ -82,6 +82,7 @@ __all__ = [
     "embedding",
     "errors",
     "explain",
+    "gated_delta_rule",
     "get_config",
     "get_locks",
     "graphs",
@@ -1149,8 +1150,8 @@ def cross_entropy(
 
 
 def dequantize(
-    q: Tensor, scales: Tensor, zeros: Tensor | None = None, *,
-    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None, *,
+    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
     block_size: int = 0, block_rows: int = 1, global_scale: Tensor | None = None,
     size: int | None = None, out_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
@@ -1159,9 +1160,9 @@ def dequantize(
 
     Args:
         q (Tensor): *rows packed
-        scales (Tensor): *scale_rows groups
+        scales (Tensor | None): *scale_rows groups
         zeros (Tensor | None)
-        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
+        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         block_size (int)
         block_rows (int)
         global_scale (Tensor | None)
@@ -1173,11 +1174,7 @@ def dequantize(
     Returns: Tensor
 
     Example:
-        out = lz.dequantize(
-            torch.randint(1, 256, (5, 32), dtype=torch.uint8),
-            torch.ones(5, 2).to(torch.float8_e8m0fnu),
-            format="mxfp4",
-        )
+        out = lz.dequantize(torch.randint(0, 255, (2, 168), dtype=torch.uint8), format="q2_k")
     """
 
 
@@ -1220,6 +1217,128 @@ def embedding(
 
     Example:
         out = lz.embedding(torch.tensor(42, dtype=torch.int64), torch.randn(50, 32))
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (Literal[False])
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2),
+            torch.rand(2, 7, 2),
+        )
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: Literal[True],
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (Literal[True])
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 4, 16),
+            torch.randn(2, 7, 4),
+            torch.rand(2, 7, 4),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+    """
+
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
+
+    q, k: (batch, seq, heads, head_dim). v: (batch, seq, value_heads, value_dim). g, the log of the
+    decay, and beta: (batch, seq, value_heads). scale: head_dim ** -0.5 by default. initial_state:
+    (batch, value_heads, head_dim, value_dim), zeros by default. use_qk_l2norm_in_kernel: q and k
+    are divided by their norm first.
+
+    Args:
+        q (Tensor): batch seq heads head_dim
+        k (Tensor): batch seq heads head_dim
+        v (Tensor): batch seq value_heads value_dim
+        g (Tensor): batch seq value_heads
+        beta (Tensor): batch seq value_heads
+        scale (float | None)
+        initial_state (Tensor | None): batch value_heads head_dim value_dim
+        output_final_state (bool)
+        use_qk_l2norm_in_kernel (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.gated_delta_rule(
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2),
+            torch.rand(2, 7, 2),
+        )
     """
 
 
@@ -1754,13 +1873,15 @@ def paged_attention(
 
 
 def quantize(
-    x: Tensor, format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"],
+    x: Tensor,
+    format: Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
     granularity: Literal["tensor", "channel", "block"] | None = None, block_size: int = 0,
     symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
     zeros: Tensor | None = None, global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Any:
-    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4.
+    """Returns (codes, scales), then zeros if symmetric is False, then the global scale of nvfp4;
+    for a format of ggml the codes alone.
 
     granularity: one scale for the tensor, for each row ("channel"), or for each block of a row; by
     default blocks for four-bit formats, else rows. block_size: 0 for the format's default.
@@ -1770,7 +1891,7 @@ def quantize(
 
     Args:
         x (Tensor): *rows width
-        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
+        format (Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         granularity (Literal["tensor", "channel", "block"] | None)
         block_size (int)
         symmetric (bool)
@@ -1789,9 +1910,11 @@ def quantize(
 
 
 def quantized_linear(
-    x: Tensor, weight_q: Tensor, scales: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None, *, format: Literal["int8", "int4", "fp8_e4m3"], group_size: int = 0,
-    activations: Literal["none", "int8"] = "none", backend: str | None = None,
+    x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
+    bias: Tensor | None = None, *,
+    format: Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
+    group_size: int = 0, activations: Literal["none", "int8", "q8"] = "none",
+    global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias.
@@ -1799,12 +1922,13 @@ def quantized_linear(
     Args:
         x (Tensor): *rows in_features
         weight_q (Tensor): out_features packed
-        scales (Tensor): scale_rows groups
+        scales (Tensor | None): scale_rows groups
         zeros (Tensor | None): scale_rows groups
         bias (Tensor | None): out_features
-        format (Literal["int8", "int4", "fp8_e4m3"])
+        format (Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         group_size (int)
-        activations (Literal["none", "int8"])
+        activations (Literal["none", "int8", "q8"])
+        global_scale (Tensor | None): 1 1
         backend (str | None)
         policy (Mapping[str, Any] | Layer | None)
 
@@ -1812,11 +1936,9 @@ def quantized_linear(
 
     Example:
         out = lz.quantized_linear(
-            torch.randn(5, 64),
-            torch.randint(18, 254, (48, 32), dtype=torch.uint8),
-            torch.ones(48, 2).to(torch.bfloat16),
-            format="int4",
-            group_size=32,
+            torch.randn(2, 512),
+            torch.randint(0, 256, (16, 420), dtype=torch.uint8),
+            format="q6_k",
         )
     """
 

@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from ..ops.dequantize import OP as dequantize
 from ..ops.dequantize import check_size
-from ..ops.formulas.ggml import GGML_FORMATS, dequantize_blocks, quantize_blocks
+from ..ops.formulas.ggml import (
+    GGML_FORMATS,
+    block_product,
+    dequantize_blocks,
+    quantize_blocks,
+    rounded_activations,
+)
 from ..ops.formulas.quant import (
     E2M1,
     FORMATS,
@@ -39,6 +45,7 @@ from ._packing import PACKED
 
 # weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
 SLICE = 1 << 20
+AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -132,8 +139,6 @@ def _quantize() -> Callable[..., Any]:
     def run(x: Tensor, format: str, granularity: str | None = None, block_size: int = 0,
             symmetric: bool = True, *, block_rows: int = 1, scales: Tensor | None = None,
             zeros: Tensor | None = None, global_scale: Tensor | None = None) -> Any:
-        if format in GGML_FORMATS:
-            return (quantize_blocks(x.detach(), format),)
         fmt = FORMATS[format]
         granularity = granularity or fmt.granularity
         block_size = block_size or fmt.block_size
@@ -154,6 +159,18 @@ def _quantize() -> Callable[..., Any]:
         shift = None if zeros is None else expand_scales(zeros, x.shape, block_size, block_rows)
         codes = _encode(ratio, fmt, shift, all_finite)
         return tuple(t for t in (codes, scales, zeros, global_scale) if t is not None)
+
+    return run
+
+
+def _quantize_blocks() -> Callable[..., Any]:
+    def run(x: Tensor, format: str) -> Tensor:
+        x = x.detach()
+        if x.numel() <= AT_ONCE or type(x) not in PLAIN_TENSORS:
+            return quantize_blocks(x, format)
+        rows = x.reshape(-1, x.shape[-1]).split(max(1, AT_ONCE // x.shape[-1]))
+        parts = [quantize_blocks(part, format) for part in rows]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
 
     return run
 
@@ -184,9 +201,10 @@ def _dequantized_linear() -> Callable[..., Any]:
     """Dequantizes the weight in slices of rows, and multiplies each while it is in the cache."""
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None,
             zeros: Tensor | None = None, bias: Tensor | None = None, *, format: str,
-            group_size: int = 0) -> Tensor:
+            group_size: int = 0, activations: str = "none",
+            global_scale: Tensor | None = None) -> Tensor:
         if scales is None:
-            return _ggml_linear(x, weight_q, bias, format)
+            return _ggml_linear(x, weight_q, bias, format, activations)
         fmt, k, n = FORMATS[format], x.shape[-1], weight_q.shape[0]
         share = n // scales.shape[0]
         if scales.shape[1] == 1 and zeros is None and fmt.bits == 8 and x.dtype != torch.float16:
@@ -198,8 +216,11 @@ def _dequantized_linear() -> Callable[..., Any]:
             out = (parts[0] if len(parts) == 1
                    else torch.cat(parts, -1)).mul_(row_scales.to(x.dtype))
             return out if bias is None else out.add_(bias)
-        # a small scale would lose precision in float16
-        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        if global_scale is not None:
+            scales = scales.float() * global_scale.float()
+        # a small scale would lose precision in float16, the values of a table in any half type
+        wide = (torch.float32 if x.dtype == torch.float16 or format in ("nf4", "nvfp4")
+                else x.dtype)
         parts = []
         for i, j in _slices(x, n, k, share):
             scale_rows = slice(i // share, -(-j // share))
@@ -212,11 +233,17 @@ def _dequantized_linear() -> Callable[..., Any]:
     return run
 
 
-def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str) -> Tensor:
-    parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
-                      None if bias is None else bias[i:j])
-             for i, j in _slices(x, len(weight_q), x.shape[-1], 1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def _ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
+                 activations: str) -> Tensor:
+    slices = _slices(x, len(weight_q), x.shape[-1], 1)
+    if activations == "q8":
+        rounded = rounded_activations(x, format, torch.float32)
+        parts = [block_product(*rounded, weight_q[i:j], format) for i, j in slices]
+    else:
+        parts = [F.linear(x, dequantize_blocks(weight_q[i:j], format).to(x.dtype),
+                          None if bias is None else bias[i:j]) for i, j in slices]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return (out if bias is None or activations == "none" else out + bias.float()).to(x.dtype)
 
 
 def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int]]:
@@ -295,11 +322,20 @@ CODES_ONLY = "reads the codes, and writes no dequantized weight"
 
 KERNELS = (
     Kernel("torch.quantize", quantize, _quantize, prior=1.4, overhead_us=37.0, baseline=True,
-           workspace="8 * rows * width"),
+           workspace="8 * rows * width",
+           requires=(r.one_of("format", *FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),)),
+    Kernel("torch.quantize_blocks", quantize, _quantize_blocks, prior=1.4, overhead_us=100.0,
+           baseline=True, workspace="100663296",
+           note="under torch.compile the search of a K-quant becomes thousands of nodes",
+           requires=(
+               r.one_of("format", *GGML_FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),
+               r.one_of("granularity", None, "block"), r.equals("block_size", 0),
+               r.equals("block_rows", 1), r.on("symmetric"), r.absent("scales.dtype"),
+               r.absent("zeros.dtype"), r.absent("global_scale.dtype"))),
     Kernel("torch.dequantize", dequantize, _dequantize, prior=3.0, overhead_us=17.0, baseline=True,
            workspace="12 * rows * packed"),
     Kernel("torch.dequantized_linear", quantized_linear, _dequantized_linear, prior=3.0,
-           overhead_us=25.0, baseline=True, requires=WEIGHT_ONLY,
+           overhead_us=25.0, baseline=True, requires=(r.one_of("activations", "none", "q8"),),
            workspace="8 * in_features * out_features"),
     Kernel("torch.int8_linear", quantized_linear, _int8_linear, prior=9.0, overhead_us=5.0,
            differentiable=False,

@@ -1,10 +1,11 @@
 """A linear layer with a quantized weight: y = x W^T + bias, W dequantized.
 
 `weight_q` and `scales` are what lz.quantize gives for a weight (out_features, in_features): codes
-as int8, as int4 two in a byte, or as fp8_e4m3; scales (rows, groups), one group for each
-`group_size` inputs or one for the row (group_size=0); rows is out_features, or a divisor of it if
-several rows share their scales. `zeros` has the layout of
-`scales`: W = (code - zero) * scale; without zeros, zero is 0 for int8 and 8 for int4.
+as int8, as fp8_e4m3, or two in a byte as int4, nf4, mxfp4, nvfp4; scales (rows, groups), one group
+for each `group_size` inputs or one for the row (group_size=0); rows is out_features, or a divisor
+of it if several rows share their scales. `zeros` has the layout of
+`scales`: W = (code - zero) * scale; without zeros, zero is 0 for int8 and 8 for int4. `group_size`
+is 32 for mxfp4 and 16 for nvfp4, whose `global_scale` multiplies all scales.
 
 The weight is dequantized in float32 and rounded to x's dtype. With activations="int8" each row of x
 is rounded to int8 too, symmetrically by its largest magnitude, and the products are summed exactly
@@ -48,17 +49,18 @@ from .formulas.ggml import (
     block_product,
     dequantize_blocks,
     random_blocks,
+    rounded_activations,
 )
 from .formulas.mistakes import QUANTIZED, drop_argument, swap_nibbles
 from .formulas.quant import FORMATS, TINY, dequantize_codes, encode, expand_scales, make_scales
 
-FormatName = Literal["int8", "int4", "fp8_e4m3", GgmlName]
+FormatName = Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", GgmlName]
 
 
 def reference(
     x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, format: FormatName, group_size: int = 0,
-    activations: Literal["none", "int8", "q8"] = "none",
+    activations: Literal["none", "int8", "q8"] = "none", global_scale: Tensor | None = None,
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias."""
     if scales is None:
@@ -66,7 +68,7 @@ def reference(
     out_features, in_features = weight_q.shape[0], x.shape[-1]
     rows_per_scale = out_features // max(scales.shape[0], 1)
     weight = dequantize_codes(weight_q, scales, zeros, FORMATS[format], in_features,
-                              group_size or in_features, rows_per_scale)
+                              group_size or in_features, rows_per_scale, global_scale)
     if activations == "int8":
         wide = weight.dtype
         step = (x.to(wide).abs().amax(-1, keepdim=True) / 127.0).clamp(min=TINY)
@@ -80,7 +82,7 @@ def reference(
 def ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
                 activations: str) -> Tensor:
     if activations == "q8":
-        out = block_product(x, weight_q, format)
+        out = block_product(*rounded_activations(x, format, torch.float64), weight_q, format)
         return (out if bias is None else out + bias.double()).to(x.dtype)
     out = x @ dequantize_blocks(weight_q, format).to(x.dtype).t()
     return out if bias is None else out + bias
@@ -89,6 +91,7 @@ def ggml_linear(x: Tensor, weight_q: Tensor, bias: Tensor | None, format: str,
 def meta(
     x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, format: str, group_size: int = 0, activations: str = "none",
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
 
@@ -108,13 +111,15 @@ def inputs(
         return {"x": x / math.sqrt(k), "weight_q": random_blocks(gen, (n,), k, format).to(device),
                 "bias": bias_values, "format": format, "activations": activations}
     fmt, block, share = FORMATS[format], group or k, share or n
-    scales, zeros, _ = make_scales(weight, fmt, "block", block, share, symmetric, None)
-    q = encode(weight / expand_scales(scales, weight.shape, block, share), fmt,
+    scales, zeros, total = make_scales(weight, fmt, "block", block, share, symmetric, None)
+    factors = scales.float() if total is None else scales.float() * total
+    q = encode(weight / expand_scales(factors, weight.shape, block, share), fmt,
                None if zeros is None else expand_scales(zeros, weight.shape, block, share))
     scales = scales.to(getattr(torch, scale_dtype)) if scale_dtype else scales
     return {"x": x, "weight_q": q.to(device), "scales": scales.to(device),
             "zeros": None if zeros is None else zeros.to(device), "bias": bias_values,
-            "format": format, "group_size": group, "activations": activations}
+            "format": format, "group_size": group, "activations": activations,
+            "global_scale": None if total is None else total.to(device)}
 
 
 BIASED = ("q4_1", "q4_k")
@@ -134,6 +139,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"},
     {"k": 33, "n": 7, "activations": "int8"},
     {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
+    {"format": "nf4", "group": 64, "k": 128, "bias": True}, {"format": "nf4"},
+    {"format": "mxfp4", "group": 32, "k": 100}, {"format": "nvfp4", "group": 16, "bias": True},
     *({"format": f, "k": 256, "n": 16, "rows": (3,), "activations": "q8", "bias": f in BIASED}
       for f in GGML_FORMATS),
     *({"format": f, "k": 512, "n": 16, "rows": (2,), "bias": f in BIASED}
@@ -157,6 +164,10 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
     if values["scales"] is None:
         raise InvalidCall.of("quantized_linear", Reason(
             Code.MISSING_METADATA, f"the scales that belong to codes in {format}", None, "scales"))
+    if format == "nvfp4" and values["global_scale"] is None:
+        raise InvalidCall.of("quantized_linear", Reason(
+            Code.MISSING_METADATA, "nvfp4 has one scale for the tensor beside those of its blocks",
+            None, "global_scale"))
     groups = math.ceil(k / values["group_size"]) if values["group_size"] else 1
     rows, got = facts["scale_rows"], facts["groups"]
     if got != groups or not rows or n % rows:
@@ -183,7 +194,7 @@ OP = Op(
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32
     shapes={"x": "*rows in_features", "weight_q": "out_features packed",
             "scales": "scale_rows groups",
-            "zeros": "scale_rows groups", "bias": "out_features"},
+            "zeros": "scale_rows groups", "bias": "out_features", "global_scale": "1 1"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
     derived={"shared_rows": "out_features - scale_rows"},
     words={"shared_rows": Wording(
@@ -196,7 +207,8 @@ OP = Op(
         dtypes(*FLOATS), at_least("group_size", 0, Code.VALUE_OUT_OF_RANGE),
         at_least("in_features", 1, Code.EMPTY_INPUT), at_least("out_features", 1, Code.EMPTY_INPUT),
         when(one_of("format", "int8"), dtypes("int8", of="weight_q.dtype")),
-        when(one_of("format", "int4"), dtypes("uint8", of="weight_q.dtype")),
+        when(one_of("format", "int4", "nf4", "mxfp4", "nvfp4"),
+             dtypes("uint8", of="weight_q.dtype")),
         when(one_of("format", "fp8_e4m3"), dtypes("float8_e4m3fn", of="weight_q.dtype")),
         *(when(one_of("format", *(f.name for f in GGML_FORMATS.values() if f.block == block)),
                multiple_of("in_features", block)) for block in (32, 256)),
@@ -204,7 +216,13 @@ OP = Op(
             dtypes("uint8", of="weight_q.dtype"),
             absent("scales.dtype", Code.SCALE_LAYOUT_MISMATCH),
             equals("group_size", 0, Code.SCALE_LAYOUT_MISMATCH))),
-        one_of("scales.dtype", None, *FLOATS, code=Code.SCALE_LAYOUT_MISMATCH),
+        when(one_of("format", "mxfp4"), equals("group_size", 32, Code.SCALE_LAYOUT_MISMATCH)),
+        when(one_of("format", "nvfp4"), equals("group_size", 16, Code.SCALE_LAYOUT_MISMATCH)),
+        any_of(absent("global_scale.dtype"), one_of("format", "nvfp4")),
+        any_of(one_of("scales.dtype", None, *FLOATS, code=Code.SCALE_LAYOUT_MISMATCH),
+               one_of("format", "mxfp4", "nvfp4")),
+        one_of("scales.dtype", None, *FLOATS, "float8_e8m0fnu", "float8_e4m3fn",
+               code=Code.SCALE_LAYOUT_MISMATCH),
         when(present("zeros.dtype"), one_of("format", "int8", "int4")),
         when(equals("activations", "int8"), one_of("format", "int8")),
         when(equals("activations", "q8"), one_of("format", *GGML_FORMATS)),

@@ -25,6 +25,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .ggml_search import (
+    GROUP_MAX_EPS,
+    IQ4_VALUES,
+    inverse,
+    make_iq4_scales,
+    make_q3_quants,
+    make_qkx2_quants,
+    make_qx_quants,
+    nearest_int,
+    nearest_iq4,
+    quotient,
+    search_parts,
+    signed_peak,
+)
+
 
 @dataclass(frozen=True)
 class GgmlFormat:
@@ -59,8 +74,6 @@ GgmlName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k
                    "q8_k", "iq4_nl", "iq4_xs"]
 Q8_1 = GgmlFormat("q8_1", 32, 36, "q8_1", (0, 2))    # of activations only: no weights come in it
 
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
 
 # Bits.
 
@@ -69,18 +82,31 @@ def shifts(like: Tensor, step: int, count: int) -> Tensor:
     return torch.arange(0, step * count, step, dtype=like.dtype, device=like.device)
 
 
+def reinterpret(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of t as another dtype, of a copy: torch wants plain strides and an even
+    offset, which `contiguous` does not give to a tensor of one element."""
+    return t.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def bits(packed: Tensor, width: int, run: int) -> Tensor:
     """Returns codes of `width` bits: the lowest of each of `run` bytes, then the next of each …
 
     (..., n) bytes -> (..., n * 8 // width) codes.
     """
-    runs = packed.unflatten(-1, (-1, 1, run))
-    return ((runs >> shifts(packed, width, 8 // width)[:, None]) & ((1 << width) - 1)).flatten(-3)
+    mask = (1 << width) - 1
+    if run % 8:
+        runs = packed.unflatten(-1, (-1, 1, run))
+        return ((runs >> shifts(packed, width, 8 // width)[:, None]) & mask).flatten(-3)
+    # eight bytes at a time
+    words = reinterpret(packed, torch.int64).unflatten(-1, (-1, run // 8))
+    mask *= 0x0101010101010101
+    codes = torch.stack([(words >> shift) & mask for shift in range(0, 8, width)], -2)
+    return codes.view(torch.uint8).flatten(-3)
 
 
 def float16_at(blocks: Tensor, offset: int, wide: torch.dtype) -> Tensor:
     """Returns the float16 at a byte of every block: (..., n, bytes) -> (..., n, 1)."""
-    return blocks[..., offset:offset + 2].contiguous().view(torch.float16).to(wide)
+    return reinterpret(blocks[..., offset:offset + 2], torch.float16).to(wide)
 
 
 def k4_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,26 +133,29 @@ def nibble_values(b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def fifth_bits(b: Tensor) -> Tensor:
-    """Returns 16 or 0 for each of 32 values of four bytes."""
-    return bits(b[..., None], 1, 1).flatten(-2) << 4
+    """Returns 16 or 0 for each of 32 values of four bytes: by a table of the eight of each byte."""
+    table = bits(torch.arange(256, dtype=torch.uint8, device=b.device)[:, None], 1, 1) << 4
+    eights = table.view(torch.int64)[:, 0].index_select(0, b.flatten().int())
+    return eights.view(*b.shape[:-1], 4).view(torch.uint8)
 
 
 def decode_q4_0(b: Tensor, wide: torch.dtype) -> Tensor:
-    return (nibble_values(b[..., 2:], wide) - 8) * float16_at(b, 0, wide)
+    return nibble_values(b[..., 2:], wide).sub_(8).mul_(float16_at(b, 0, wide))
 
 
 def decode_q4_1(b: Tensor, wide: torch.dtype) -> Tensor:
-    return nibble_values(b[..., 4:], wide) * float16_at(b, 0, wide) + float16_at(b, 2, wide)
+    return nibble_values(b[..., 4:], wide).mul_(float16_at(b, 0, wide)).add_(
+        float16_at(b, 2, wide))
 
 
 def decode_q5_0(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 6:], 4, 16) | fifth_bits(b[..., 2:6])
-    return (codes.to(wide) - 16) * float16_at(b, 0, wide)
+    return codes.to(wide).sub_(16).mul_(float16_at(b, 0, wide))
 
 
 def decode_q5_1(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 8:], 4, 16) | fifth_bits(b[..., 4:8])
-    return codes.to(wide) * float16_at(b, 0, wide) + float16_at(b, 2, wide)
+    return codes.to(wide).mul_(float16_at(b, 0, wide)).add_(float16_at(b, 2, wide))
 
 
 def decode_q8_0(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -134,12 +163,12 @@ def decode_q8_0(b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def decode_q8_k(b: Tensor, wide: torch.dtype) -> Tensor:
-    scale = b[..., :4].contiguous().view(torch.float32).to(wide)
+    scale = reinterpret(b[..., :4], torch.float32).to(wide)
     return b[..., 4:260].view(torch.int8).to(wide) * scale
 
 
 def minus_minima(values: Tensor, minima: Tensor) -> Tensor:
-    return (values.unflatten(-1, (minima.shape[-1], -1)) - minima[..., None]).flatten(-2)
+    return values.unflatten(-1, (minima.shape[-1], -1)).sub_(minima[..., None]).flatten(-2)
 
 
 def decode_q2_k(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -151,7 +180,7 @@ def decode_q2_k(b: Tensor, wide: torch.dtype) -> Tensor:
 def decode_q3_k(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., 32:96], 2, 32) | (bits(b[..., :32], 1, 32) << 2)
     scales = float16_at(b, 108, wide) * (k3_scales(b[..., 96:108]).to(wide) - 32)
-    return scaled_parts(codes.to(wide) - 4, scales)
+    return scaled_parts(codes.to(wide).sub_(4), scales)
 
 
 def decode_k4(b: Tensor, codes: Tensor, wide: torch.dtype) -> Tensor:
@@ -171,11 +200,12 @@ def decode_q5_k(b: Tensor, wide: torch.dtype) -> Tensor:
 def decode_q6_k(b: Tensor, wide: torch.dtype) -> Tensor:
     codes = bits(b[..., :128], 4, 64) | (bits(b[..., 128:192], 2, 32) << 4)
     scales = float16_at(b, 208, wide) * b[..., 192:208].view(torch.int8).to(wide)
-    return scaled_parts(codes.to(wide) - 32, scales)
+    return scaled_parts(codes.to(wide).sub_(32), scales)
 
 
 def iq4_values(codes: Tensor, wide: torch.dtype) -> Tensor:
-    return torch.tensor(IQ4_VALUES, dtype=wide, device=codes.device)[codes.long()]
+    table = torch.tensor(IQ4_VALUES, dtype=wide, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def decode_iq4_nl(b: Tensor, wide: torch.dtype) -> Tensor:
@@ -212,46 +242,33 @@ def round_half_away(x: Tensor) -> Tensor:
     return whole + (x - whole).mul(2.0).trunc()
 
 
-def nearest_int(x: Tensor) -> Tensor:
-    """ggml's nearest_int, as float32: halves to even."""
-    return x.round()
-
-
-def inverse(d: Tensor, one: float = 1.0) -> Tensor:
-    """Returns one / d, and 0 where that is not finite; ggml has 0 for 0, and no other limit."""
-    ratio = one / d
-    return torch.where(ratio.isfinite(), ratio, 0.0)
-
-
-def signed_peak(x: Tensor) -> Tensor:
-    """Returns the value of the largest magnitude in each last axis, the first of several, (..., 1).
-    """
-    index = x.abs().argmax(-1, keepdim=True)
-    return x.gather(-1, index)
-
-
 def as_bytes(*fields: Tensor) -> Tensor:
     """Returns the fields of blocks, each (..., n, length) of its dtype, as bytes side by side."""
-    return torch.cat([f.contiguous().view(torch.uint8) for f in fields], -1)
+    return torch.cat([f.view(torch.uint8) if f.dtype.itemsize == 1
+                      else reinterpret(f, torch.uint8) for f in fields], -1)
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once: on a GPU torch would multiply by the reciprocal of a number."""
+    return x / x.new_tensor(by)
 
 
 def encode_q8_0(x: Tensor) -> Tensor:
-    d = x.abs().amax(-1, keepdim=True) / 127.0
+    d = divided(x.abs().amax(-1, keepdim=True), 127.0)
     codes = round_half_away(x * inverse(d))
     return as_bytes(d.to(torch.float16), codes.to(torch.int8))
 
 
 def encode_q8_1(x: Tensor) -> Tensor:
-    d = x.abs().amax(-1, keepdim=True) / 127.0
+    d = divided(x.abs().amax(-1, keepdim=True), 127.0)
     codes = round_half_away(x * inverse(d))
     total = codes.sum(-1, keepdim=True) * d
     return as_bytes(d.to(torch.float16), total.to(torch.float16), codes.to(torch.int8))
 
 
 def encode_q8_k(x: Tensor) -> Tensor:
-    peak = signed_peak(x)
-    step = inverse(peak, -127.0)
-    codes = nearest_int(step * x).clamp(max=127.0)
+    step = inverse(signed_peak(x, -1), -127.0)
+    codes = nearest_int(step * x).clamp(max=127)
     sums = codes.unflatten(-1, (16, 16)).sum(-1)
     return as_bytes(inverse(step), codes.to(torch.int8), sums.to(torch.int16))
 
@@ -259,32 +276,178 @@ def encode_q8_k(x: Tensor) -> Tensor:
 ACTIVATION_ENCODERS = {"q8_0": encode_q8_0, "q8_1": encode_q8_1, "q8_k": encode_q8_k}
 
 
-def rounded_activations(x: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
-    """Returns x as ggml rounds it beside a weight in `format`, exact in float64, and for q8_1 the
-    sums (..., k // 32) that the minima of the weight are multiplied by, as stored: in float16."""
+def rounded_activations(x: Tensor, format: str, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns x as ggml rounds it beside a weight in `format`, and for q8_1 the sums (..., k // 32)
+    that the minima of the weight are multiplied by, as stored: in float16.
+
+    The gradient of a rounded value is that of the value.
+    """
     name = GGML_FORMATS[format].activations
     fmt = Q8_1 if name == "q8_1" else GGML_FORMATS[name]
-    blocks = ACTIVATION_ENCODERS[name](x.float().unflatten(-1, (-1, fmt.block)))
-    if name != "q8_1":
-        return DECODERS[name](blocks, torch.float64).flatten(-2), None
-    values = blocks[..., 4:].view(torch.int8).double() * float16_at(blocks, 0, torch.float64)
-    return values.flatten(-2), float16_at(blocks, 2, torch.float64)[..., 0]
+    blocks = ACTIVATION_ENCODERS[name](x.detach().float().unflatten(-1, (-1, fmt.block)))
+    if name == "q8_1":
+        values = blocks[..., 4:].view(torch.int8).to(wide) * float16_at(blocks, 0, wide)
+        sums = float16_at(blocks, 2, wide)[..., 0]
+    else:
+        values, sums = DECODERS[name](blocks, wide), None
+    if x.requires_grad:
+        change = (x - x.detach()).to(wide).unflatten(-1, (-1, fmt.block))         # zeros
+        values = values + change
+        sums = None if sums is None else sums + change.sum(-1)
+    return values.flatten(-2), sums
 
 
-def block_product(x: Tensor, blocks: Tensor, format: str) -> Tensor:
-    """Returns rounded x (..., k) times the weight (n, row_bytes), in float64: what ggml's vec_dot
-    functions compute, but for the float32 in which they add up."""
-    values, sums = rounded_activations(x, format)
-    weight = dequantize_blocks(blocks, format, torch.float64)
+def block_product(values: Tensor, sums: Tensor | None, blocks: Tensor, format: str) -> Tensor:
+    """Returns rounded activations (..., k) times the weight (n, row_bytes), in their dtype: what
+    ggml's vec_dot functions compute, up to the order in which they add."""
+    weight = dequantize_blocks(blocks, format, values.dtype)
     if sums is None:
         return values @ weight.t()
     minima = float16_at(blocks.unflatten(-1, (-1, GGML_FORMATS[format].block_bytes)), 2,
-                        torch.float64)
+                        values.dtype)
     steps = (weight.unflatten(-1, (-1, 32)) - minima).flatten(-2)
     return values @ steps.t() + sums @ minima[..., 0].t()
 
 
-ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {**ACTIVATION_ENCODERS}
+# Codes: values (..., n, block) -> blocks (..., n, block_bytes). As ggml's quantize_row_*_ref, and
+# iq4_nl as its quantize_iq4_nl, which searches further.
+
+def pack_bits(codes: Tensor, width: int, run: int) -> Tensor:
+    """Returns the bytes of codes; the inverse of `bits`."""
+    runs = codes.to(torch.uint8).unflatten(-1, (-1, 8 // width, run))
+    return (runs << shifts(runs, width, 8 // width)[:, None]).sum(-2, dtype=torch.uint8).flatten(-2)
+
+
+def pack_fifth_bits(codes: Tensor) -> Tensor:
+    return pack_bits(codes >> 4, 1, 1)
+
+
+def nearest_up(x: Tensor, levels: float) -> Tensor:
+    """C's (int8_t)(x + 0.5) for x of at least 0, at most `levels`."""
+    return x.trunc().clamp(0.0, levels).to(torch.uint8)
+
+
+def encode_q4_0(x: Tensor) -> Tensor:
+    d = divided(signed_peak(x, -1), -8.0)
+    return as_bytes(d.half(), pack_bits(nearest_up(x * inverse(d) + 8.5, 15.0), 4, 16))
+
+
+def encode_q5_0(x: Tensor) -> Tensor:
+    d = divided(signed_peak(x, -1), -16.0)
+    codes = nearest_up(x * inverse(d) + 16.5, 31.0)
+    return as_bytes(d.half(), pack_fifth_bits(codes), pack_bits(codes & 15, 4, 16))
+
+
+def from_minimum(x: Tensor, levels: float) -> tuple[Tensor, Tensor, Tensor]:
+    low = x.gather(-1, x.argmin(-1, keepdim=True))         # the first: it may be -0.0 or 0.0
+    d = divided(x.amax(-1, keepdim=True) - low, levels)
+    return d.half(), low.half(), nearest_up((x - low) * inverse(d) + 0.5, levels)
+
+
+def encode_q4_1(x: Tensor) -> Tensor:
+    d, low, codes = from_minimum(x, 15.0)
+    return as_bytes(d, low, pack_bits(codes, 4, 16))
+
+
+def encode_q5_1(x: Tensor) -> Tensor:
+    d, low, codes = from_minimum(x, 31.0)
+    return as_bytes(d, low, pack_fifth_bits(codes), pack_bits(codes & 15, 4, 16))
+
+
+def final_codes(x: Tensor, steps: Tensor, shifts: Tensor | float, searched: Tensor, low: int,
+                high: int) -> Tensor:
+    """Returns the codes of values for the scales of their part as stored; the searched ones where
+    that scale is 0."""
+    d = steps.repeat_interleave(x.shape[-1] // steps.shape[-1], -1)
+    codes = nearest_int((x + shifts) / d).clamp(low, high) - low
+    return torch.where(d == 0, searched, codes)
+
+
+def scaled_integers(scales: Tensor, levels: float) -> tuple[Tensor, Tensor]:
+    """Returns the float16 that is one unit of scales of at least 0, and the scales in that unit."""
+    peak = scales.amax(-1, keepdim=True).clamp(min=0.0)
+    unit = torch.where(peak > 0, divided(peak, levels), 0.0).half()
+    return unit, nearest_int(inverse(peak, levels) * scales) & 255
+
+
+def with_minima(x: Tensor, parts: int, levels: int, scale_levels: float, start: float, steps: int,
+                magnitudes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns both units, the integer scales and minima, and the codes of q2_k, q4_k, q5_k."""
+    scales, minima, searched = search_parts(x, x.shape[-1] // parts, make_qkx2_quants, levels,
+                                            start, steps, magnitudes)
+    unit, small = scaled_integers(scales, scale_levels)
+    low_unit, small_low = scaled_integers(minima, scale_levels)
+    small, small_low = small.clamp(max=int(scale_levels)), small_low.clamp(max=int(scale_levels))
+    lows = (low_unit.float() * small_low).repeat_interleave(x.shape[-1] // parts, -1)
+    codes = final_codes(x, unit.float() * small, lows, searched, 0, levels)
+    return unit, low_unit, small.to(torch.uint8), small_low.to(torch.uint8), codes
+
+
+def encode_q2_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 16, 3, 15.0, -0.5, 15, True)
+    return as_bytes(scales | (minima << 4), pack_bits(codes, 2, 32), unit, low_unit)
+
+
+def pack_k4_scales(scales: Tensor, minima: Tensor) -> Tensor:
+    """The inverse of `k4_scales`."""
+    return torch.cat((scales[..., :4] | (scales[..., 4:] >> 4 << 6),
+                      minima[..., :4] | (minima[..., 4:] >> 4 << 6),
+                      (scales[..., 4:] & 15) | (minima[..., 4:] << 4)), -1)
+
+
+def encode_q4_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 8, 15, 63.0, -1.0, 20, False)
+    return as_bytes(unit, low_unit, pack_k4_scales(scales, minima), pack_bits(codes, 4, 32))
+
+
+def encode_q5_k(x: Tensor) -> Tensor:
+    unit, low_unit, scales, minima, codes = with_minima(x, 8, 31, 63.0, -0.5, 15, False)
+    return as_bytes(unit, low_unit, pack_k4_scales(scales, minima), pack_bits(codes >> 4, 1, 32),
+                    pack_bits(codes & 15, 4, 32))
+
+
+def encode_q3_k(x: Tensor) -> Tensor:
+    scales, searched = search_parts(x, 16, make_q3_quants, 4)
+    peak = signed_peak(scales, -1)
+    factor = inverse(peak, -32.0)
+    unit = torch.where(peak == 0, 0.0, quotient(1.0, factor)).half()
+    small = torch.where(peak == 0, 0, nearest_int(factor * scales).clamp(-32, 31) + 32)
+    codes = final_codes(x, unit.float() * (small - 32), 0.0, searched, -4, 3)
+    return as_bytes(pack_bits(codes >> 2, 1, 32), pack_bits(codes & 3, 2, 32),
+                    pack_bits(small & 15, 4, 8), pack_bits(small >> 4, 2, 4), unit)
+
+
+def encode_q6_k(x: Tensor) -> Tensor:
+    scales, searched = search_parts(x, 16, make_qx_quants, 32)
+    peak = signed_peak(scales, -1)
+    factor = torch.where(peak.abs() < GROUP_MAX_EPS, 0.0, quotient(-128.0, peak))
+    unit = inverse(factor).half()
+    small = nearest_int(factor * scales).clamp(max=127)
+    codes = final_codes(x, unit.float() * small, 0.0, searched, -32, 31)
+    codes = torch.where(peak.abs() < GROUP_MAX_EPS, 0, codes)
+    return as_bytes(pack_bits(codes & 15, 4, 64), pack_bits(codes >> 4, 2, 32),
+                    small.to(torch.int8), unit)
+
+
+def encode_iq4_nl(x: Tensor) -> Tensor:
+    (scale,) = search_parts(x, 32, make_iq4_scales)
+    return as_bytes(scale.half(), pack_bits(nearest_iq4(inverse(scale) * x), 4, 16))
+
+
+def encode_iq4_xs(x: Tensor) -> Tensor:
+    (scales,) = search_parts(x, 32, make_iq4_scales)
+    d = divided(-signed_peak(scales, -1), 32.0)
+    small = nearest_int(inverse(d) * scales).clamp(-32, 31)
+    codes = nearest_iq4(scaled_parts(x, inverse(d * small)))
+    small = small + 32
+    return as_bytes(d.half(), pack_bits(small >> 4, 2, 1), pack_bits(small & 15, 4, 1),
+                    pack_bits(codes, 4, 16))
+
+
+ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ACTIVATION_ENCODERS, "q4_0": encode_q4_0, "q4_1": encode_q4_1, "q5_0": encode_q5_0,
+    "q5_1": encode_q5_1, "q2_k": encode_q2_k, "q3_k": encode_q3_k, "q4_k": encode_q4_k,
+    "q5_k": encode_q5_k, "q6_k": encode_q6_k, "iq4_nl": encode_iq4_nl, "iq4_xs": encode_iq4_xs}
 
 
 def quantize_blocks(x: Tensor, format: str) -> Tensor:

@@ -1,0 +1,68 @@
+"""The gated delta rule with torch: tokens in chunks, so that most of it is matrix products.
+
+Within a chunk every token's change of the state depends on those before it: a triangular system,
+solved for all chunks at once (the WY form of Gated DeltaNet). The state goes from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..ops.gated_delta_rule import OP as gated_delta_rule
+from ..ops.gated_delta_rule import prepare
+from ..spec import rules as r
+from ..spec.kernel import Kernel
+from ..spec.reason import Code
+
+CHUNK = 64
+
+
+def _chunked() -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+            initial_state: Tensor | None = None, output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False) -> Any:
+        length = q.shape[1]
+        q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state,
+                                              use_qk_l2norm_in_kernel)
+        size = min(CHUNK, length)
+
+        def chunks(t: Tensor) -> Tensor:
+            """(batch, seq, heads, ...) -> (batch, heads, chunks, size, ...); tokens of zeros, which
+            change nothing, fill the last one."""
+            padding = (0, 0) * (t.dim() - 2) + (0, -length % size)
+            return F.pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))
+
+        q, k, value, g, beta = (chunks(t) for t in (q, k, value, g, beta))
+        total = g.cumsum(-1)
+        lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+        # of each token to each earlier one; no exponent is positive
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+        solved = torch.linalg.solve_triangular(
+            system, torch.cat((value, k * total.exp()[..., None]), -1) * beta[..., None],
+            upper=False, unitriangular=True)
+        change, reads = solved.split((value.shape[-1], k.shape[-1]), -1)
+        within = (q @ k.mT) * decay
+        from_state = q * total.exp()[..., None]
+        to_end = k * (total[..., -1:] - total).exp()[..., None]
+        outputs = []
+        for i in range(q.shape[2]):
+            new = change[:, :, i] - reads[:, :, i] @ state
+            outputs.append(from_state[:, :, i] @ state + within[:, :, i] @ new)
+            state = (state * total[:, :, i, -1, None, None].exp() + to_end[:, :, i].mT @ new)
+        out = torch.cat(outputs, 2).transpose(1, 2)[:, :length].to(v.dtype).contiguous()
+        return (out, state) if output_final_state else out
+
+    return run
+
+
+KERNELS = (
+    Kernel("torch.gated_delta_rule", gated_delta_rule, _chunked, prior=4.0, overhead_us=150.0,
+           baseline=True, workspace="16 * batch * seq * value_heads * (64 + head_dim + value_dim)",
+           requires=(r.at_least("seq", 1, Code.EMPTY_INPUT),)),
+)

@@ -160,8 +160,9 @@ def work(side: str, folder: str) -> None:
 
 class Worker:
     def __init__(self, side: str, case: dict[str, Any], folder: str) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__, "--side", side, "--ggml", folder],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, __file__, "--side", side, "--ggml", folder]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True)
         self.results = json.loads(self.ask(json.dumps(case)))
 
     def ask(self, line: str) -> str:
@@ -193,7 +194,7 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     from layerzero.ops.formulas.ggml import GGML_FORMATS
 
     measured = []
-    print("format  weight        rows threads   layerzero        ggml             times  difference")
+    print("format  weight        rows threads  layerzero GB/s     ggml GB/s     times  difference")
     for format in args.formats:
         for outputs, inputs in SHAPES[:args.shapes]:
             nbytes = outputs * GGML_FORMATS[format].row_bytes(inputs)
@@ -216,8 +217,8 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
 def find_ggml() -> str:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
-        raise SystemExit("no ggml: give the folder of libggml-base.so and libggml-cpu.so as --ggml, "
-                         "or install llama-cpp-python")
+        raise SystemExit("no ggml: give the folder of libggml-base.so and libggml-cpu.so as "
+                         "--ggml, or install llama-cpp-python")
     return str(Path(spec.origin).parent / "lib")
 
 

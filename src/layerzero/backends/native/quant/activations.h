@@ -14,7 +14,7 @@ namespace lz::quant {
 struct Activations {
   int8_t *codes;                                // row_codes bytes per row
   float *d, *s;                                 // row_blocks per row; s: d * sum of the codes, for q8_1
-  int32_t *sums;                                // row_sums per row: of 32 codes, or of 256 for Q6_K, times OFFSET
+  int32_t *sums;                                // row_sums per row: of 32 codes (Q6_K: 256) times OFFSET
   int8_t *split;                                // row_split bytes per row, for super-blocks
   int64_t row_codes, row_blocks, row_sums, row_split;
 

@@ -158,8 +158,8 @@ FLATTEN void add_blocks(const Decoded<S, F> *w, int64_t step, const Activations 
 
 // The same for any number of rows; sums: (rows, GROUPS, R).
 template <class S, Format F>
-void add_rows(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t rows, int64_t first, int64_t blocks,
-              float *sums) {
+void add_rows(const Decoded<S, F> *w, int64_t step, const Activations &a, int64_t row, int64_t rows, int64_t first,
+              int64_t blocks, float *sums) {
   constexpr int G = S::GROUPS;
   auto tile = [&](auto m) {
     for (; rows >= m; rows -= m, row += m, sums += m * G * S::R) add_blocks<S, F, m, G>(w, step, a, row, first, blocks, sums);

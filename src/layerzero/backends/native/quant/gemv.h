@@ -9,7 +9,8 @@
 namespace lz::quant {
 
 // The codes of lane vector `v` of 32: `low` of k = 4 v, `high` of k = 16 + 4 v.
-template <class S, Format F, int v> INLINE inline void nibbles(const uint8_t *codes, typename S::B fifth, typename S::B &low, typename S::B &high) {
+template <class S, Format F, int v, class B = typename S::B>
+INLINE inline void nibbles(const uint8_t *codes, B fifth, B &low, B &high) {
   const typename S::B q = S::load(codes + 4 * S::R * v);
   if constexpr (has_fifth_bit(F)) low = S::template low5<v>(q, fifth), high = S::template high5<v>(q, fifth);
   else low = S::low4(q), high = S::high4(q);
@@ -62,7 +63,8 @@ FLATTEN void multiply_blocks(const Packed<F, S::R> *w, int64_t blocks, const Act
 }
 
 // Sums of COUNT sub-blocks' scales (lane vectors) times their sums of x.
-template <class S, int COUNT> INLINE inline typename S::I times_sums(const uint8_t (*scales)[4 * S::R], const int8_t *split) {
+template <class S, int COUNT>
+INLINE inline typename S::I times_sums(const uint8_t (*scales)[4 * S::R], const int8_t *split) {
   typename S::I low = S::nothing(), high = S::nothing();
   each<COUNT / 4>([&](auto i) {
     const typename S::B one = S::load(scales[i]);
@@ -74,7 +76,8 @@ template <class S, int COUNT> INLINE inline typename S::I times_sums(const uint8
 }
 
 template <class S, Format F, int M>
-FLATTEN void multiply_super_blocks(const Packed<F, S::R> *w, int64_t blocks, const Activations &a, int64_t row, typename S::F *f) {
+FLATTEN void multiply_super_blocks(const Packed<F, S::R> *w, int64_t blocks, const Activations &a, int64_t row,
+                                   typename S::F *f) {
   const int8_t *x[M];
   each<M>([&](auto m) { x[m] = a.codes_at(row + m, 0); });
   const float *d = a.d + row * a.row_blocks;

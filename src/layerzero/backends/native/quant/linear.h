@@ -32,7 +32,8 @@ using Isa = Portable;
 constexpr const char *ISA = "portable";
 #endif
 
-constexpr int64_t FEW_ROWS = 4;                 // of x: up to here codes are decoded in registers
+// Rows of x up to which codes are decoded in registers, for every four of them again.
+constexpr int64_t few_rows_of(Format f) { return f == Q6_K ? 4 : 8; }
 constexpr int64_t PANEL_ROWS = 32;              // of the weight, decoded together
 constexpr int64_t PANEL_WIDTH = 2048;           // codes of a row, decoded together: 64 KiB with the rows
 
@@ -108,7 +109,7 @@ void panel(const Linear &q, const Activations &a, int64_t index, Decoded<S, F> *
 }
 
 template <class S, Format F, class T> bool run_linear(const Linear &q) {
-  const bool few = q.rows <= FEW_ROWS;
+  const bool few = q.rows <= few_rows_of(F);
   const int threads = q.rows * q.outputs * q.inputs < 65536 ? 1 : q.threads;
   const int64_t work = few ? groups<S>(q.outputs) : (q.outputs + PANEL_ROWS - 1) / PANEL_ROWS;
   // A tile may lie half outside of the last panel: its groups are multiplied, and not written.

@@ -66,8 +66,8 @@ struct Portable {
   SLOW static F splat_f(float x) { return {{x, x, x, x}}; }
   SLOW static F load_f(const float *p) { return lanes<F>([&](int i) { return p[i]; }); }
   SLOW static void store_f(float *p, F f) { std::memcpy(p, f.v, sizeof f.v); }
-  // A multiplication on its own: contracted with an addition it would give other bits.
-  SLOW static F times(F a, float b) { return lanes<F>([&](int i) { volatile float product = a.v[i] * b; return float(product); }); }
+  // Not inlined: contracted with an addition it would give other bits.
+  SLOW static F times(F a, float b) { return lanes<F>([&](int i) { return a.v[i] * b; }); }
   SLOW static F fma(F a, F b, F c) { return lanes<F>([&](int i) { return std::fma(b.v[i], c.v[i], a.v[i]); }); }
   SLOW static F fms(F a, F b, F c) { return lanes<F>([&](int i) { return std::fma(-b.v[i], c.v[i], a.v[i]); }); }
 };

@@ -25,12 +25,14 @@ from ...models.decoder_config import DecoderConfig, Weights
 from ...models.ggml_weight import GgmlWeight, Weight
 from ...models.positions import rope_tables
 from ...models.tokenizers import load_tokenizer
-from ...operate.inspection import dispatcher_of, which
+from ...operate.inspection import which
 from ...spec.errors import ConfigError, DataError, warn_caller
 from ...spec.reading import no_panic
 from ...spec.reason import FOREIGN_ERRORS, shown
 from . import chat_template
 from .architectures import read_model
+from .calls import PublicCalls, call_op
+from .generation import TextGeneration
 from .reader import read_gguf_file
 from .tokenizer import tokenizer_data
 
@@ -155,7 +157,6 @@ class GGUFModel:
     def generate(self, prompt: str | Sequence[int], max_tokens: int = 128,
                  **options: Any) -> Iterator[str]:
         """Yield the text after a prompt piece by piece; options are TextGeneration's."""
-        from .generation import TextGeneration
         ids = self.tokenize(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         return TextGeneration(self, ids, max_tokens, **options).pieces()
 
@@ -170,26 +171,6 @@ class GGUFModel:
             raise ConfigError(f"to_transformers wants transformers 5: {e}; "
                               "pip install 'layerzero[transformers]'") from e
         return GGUFForCausalLM(self, kv, max_length)
-
-
-def call_op(op: str, /, **arguments: Any) -> Any:
-    """Call the public function of an operation."""
-    return dispatcher_of(op).public(**arguments)
-
-
-class PublicCalls:
-    """The `do` of a Decoder: calls the public functions, without recording the kernels."""
-
-    kernel = ""
-
-    def __init__(self) -> None:
-        self._functions: dict[str, Any] = {}
-
-    def __call__(self, op: str, /, **arguments: Any) -> Any:
-        function = self._functions.get(op)
-        if function is None:
-            function = self._functions[op] = dispatcher_of(op).public
-        return function(**arguments)
 
 
 def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,

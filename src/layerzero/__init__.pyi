@@ -407,12 +407,14 @@ def load_config(path: str | os.PathLike[str] | None) -> None:
 
 def load_gguf(
     path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu", activations: str = "q8",
+    device: str | torch.device = "cpu", activations: str = "",
 ) -> GGUFModel:
     """Load a model with the file's own quantized weights; DataError for a file that is none.
 
     dtype: of activations, and of the weights that are not quantized.
-    activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none".
+    activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none"
+    dequantizes weights for each product. By default "q8", and weights in a format that no fast
+    kernel serves here are dequantized once, with a warning.
 
     Args:
         path (str | os.PathLike[str])

@@ -199,15 +199,19 @@ def said(*words):
 
 
 def test_the_command_speaks(model):
-    told = said("What is the capital of France?", "--max-tokens", "10", "--explain")
+    asked = "Write one sentence about the sea."
+    told = said(asked, "--max-tokens", "8", "--explain")
     text, _, kernels = told.partition("\n")
-    assert text == "The capital of France is Paris."
+    # its own rounding may choose another word than float32 does, but not another first one
+    assert text.startswith("The sea")
     rows = [line.split() for line in kernels.splitlines() if line.startswith(("prefill", "decode"))]
     assert {("prefill", "attention"), ("decode", "attention"),
             ("decode", "sample")} <= {tuple(r[:2]) for r in rows}
-    # of each layer qkv, out, gate with up, and down; and the head
-    assert sum(int(r[3]) for r in rows
-               if r[:2] == ["decode", "quantized_linear"]) == (30 * 4 + 1) * 7
+    # of each layer qkv, out, gate with up, and down, and the head; or of tensors in their place
+    calls = {op: sum(int(r[3]) for r in rows if r[:2] == ["decode", op])
+             for op in ("quantized_linear", "linear", "mlp")}
+    assert calls in ({"quantized_linear": (30 * 4 + 1) * 7, "linear": 0, "mlp": 0},
+                     {"quantized_linear": 0, "linear": (30 * 2 + 1) * 7, "mlp": 30 * 7})
 
 
 def test_the_command_in_json(model, monkeypatch):

@@ -7,6 +7,7 @@ kept beside the weight (see _packing.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
 
 
 _PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
-    f: lambda weight_q, f=f: pack_weight(weight_q, f) for f in FORMATS}
+    f: partial(pack_weight, format=f) for f in FORMATS}
 
 
 def packed_weight(weight_q: Tensor, format: str) -> Tensor:

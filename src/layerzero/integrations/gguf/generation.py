@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +13,11 @@ from ...models.decoder import OpCaller
 from ...models.sequence_kv import SequenceKV
 from ...spec.errors import ConfigError
 from ...verify.model.served import LzCaller
-from .model import GGUFModel, PublicCalls
+from .calls import PublicCalls
 from .token_step import TokenStep
+
+if TYPE_CHECKING:
+    from .model import GGUFModel
 
 
 @dataclass

@@ -25,12 +25,14 @@ from ...models.decoder_config import DecoderConfig, Weights
 from ...models.ggml_weight import GgmlWeight, Weight
 from ...models.positions import rope_tables
 from ...models.tokenizers import load_tokenizer
-from ...operate.inspection import dispatcher_of
-from ...spec.errors import ConfigError, DataError
+from ...operate.inspection import which
+from ...spec.errors import ConfigError, DataError, warn_caller
 from ...spec.reading import no_panic
 from ...spec.reason import FOREIGN_ERRORS, shown
 from . import chat_template
 from .architectures import read_model
+from .calls import PublicCalls, call_op
+from .generation import TextGeneration
 from .reader import read_gguf_file
 from .tokenizer import tokenizer_data
 
@@ -155,7 +157,6 @@ class GGUFModel:
     def generate(self, prompt: str | Sequence[int], max_tokens: int = 128,
                  **options: Any) -> Iterator[str]:
         """Yield the text after a prompt piece by piece; options are TextGeneration's."""
-        from .generation import TextGeneration
         ids = self.tokenize(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         return TextGeneration(self, ids, max_tokens, **options).pieces()
 
@@ -172,34 +173,16 @@ class GGUFModel:
         return GGUFForCausalLM(self, kv, max_length)
 
 
-def call_op(op: str, /, **arguments: Any) -> Any:
-    """Call the public function of an operation."""
-    return dispatcher_of(op).public(**arguments)
-
-
-class PublicCalls:
-    """The `do` of a Decoder: calls the public functions, without recording the kernels."""
-
-    kernel = ""
-
-    def __init__(self) -> None:
-        self._functions: dict[str, Any] = {}
-
-    def __call__(self, op: str, /, **arguments: Any) -> Any:
-        function = self._functions.get(op)
-        if function is None:
-            function = self._functions[op] = dispatcher_of(op).public
-        return function(**arguments)
-
-
 def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,
-              device: str | torch.device = "cpu", activations: str = "q8") -> GGUFModel:
+              device: str | torch.device = "cpu", activations: str = "") -> GGUFModel:
     """Load a model with the file's own quantized weights; DataError for a file that is none.
 
     dtype: of activations, and of the weights that are not quantized.
-    activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none".
+    activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none"
+    dequantizes weights for each product. By default "q8", and weights in a format that no fast
+    kernel serves here are dequantized once, with a warning.
     """
-    if activations not in ACTIVATIONS:
+    if activations not in ("", *ACTIVATIONS):
         raise ConfigError(f"load_gguf takes activations {' or '.join(ACTIVATIONS)}; got "
                           f"{activations!r}")
     if dtype not in DTYPES:
@@ -209,13 +192,35 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float3
     if torch.device(device).type != "cpu":
         weights = {name: GgmlWeight(w.blocks.to(device), w.format) if isinstance(w, GgmlWeight)
                    else w.to(device) for name, w in weights.items()}
+    if not activations:
+        weights = _served_weights(weights, dtype, str(path))
     values = file.metadata
     ends = (values.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
     return GGUFModel(
         str(values.get("general.name", Path(path).stem)), config, weights,
         template=str(values.get("tokenizer.chat_template", "")),
-        stops=frozenset(int(e) for e in ends if type(e) is int), activations=activations,
+        stops=frozenset(int(e) for e in ends if type(e) is int), activations=activations or "q8",
         metadata=values, path=str(path))
+
+
+def _served_weights(weights: Mapping[str, Weight], dtype: torch.dtype,
+                    path: str) -> dict[str, Weight]:
+    """Return the weights, those dequantized whose format has the reference for its only kernel."""
+    slow: dict[str, bool] = {}
+    for w in weights.values():
+        if isinstance(w, GgmlWeight) and w.format not in slow:
+            rows = w.blocks if w.blocks.dim() == 2 else w.blocks[0]
+            x = torch.zeros((1, w.shape[-1]), dtype=dtype, device=w.device)
+            kernel = which("quantized_linear", x, rows, format=w.format, activations="q8")
+            slow[w.format] = kernel.startswith("reference.")
+    formats = sorted(name for name, found in slow.items() if found)
+    if not formats:
+        return dict(weights)
+    warn_caller(f"{path}: no fast kernel serves weights in {', '.join(formats)} here, so they are "
+                f"dequantized to {str(dtype).removeprefix('torch.')}; lz build compiles those for "
+                "a CPU", UserWarning)
+    return {name: w.dequantized().to(dtype) if isinstance(w, GgmlWeight) and slow[w.format] else w
+            for name, w in weights.items()}
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:

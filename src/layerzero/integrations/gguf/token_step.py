@@ -23,7 +23,7 @@ from ...plan.bake import bind
 from ...plan.table import Span
 from ...spec.errors import LayerZeroError
 from ...world import snapshot as worlds
-from .model import call_op
+from .calls import call_op
 from .native_decode import NativeDecode, native_obstacle
 
 Run = Callable[..., Any]

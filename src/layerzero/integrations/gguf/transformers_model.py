@@ -8,7 +8,7 @@ Prompts of a batch must have the same length: there is no padding. It has no par
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...models.decoder import Decoder
 from ...models.sequence_kv import SequenceKV
 from ...spec.errors import ConfigError
-from .model import GGUFModel
 from .token_step import TokenStep
+
+if TYPE_CHECKING:
+    from .model import GGUFModel
 
 
 class GGUFConfig(PretrainedConfig):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from layerzero.spec.reason import Code
 from layerzero.verify.kernel.calls import check_non_finite
 from layerzero.verify.kernel.certify import certify, certify_all, failure_of, publish
 from layerzero.verify.kernel.contract import check_case
-from layerzero.verify.kernel.diagnosis import CLASSES
+from layerzero.verify.kernel.diagnosis import CLASSES, diagnose
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.verify.kernel.pairs import pair_cases, residues
 from layerzero.verify.kernel.process_state import find_leak, process_state, put_back
@@ -159,3 +159,47 @@ def test_a_result_is_the_callers_own() -> None:
 
     result = check_case(Kernel("fake.keeps", RMS_NORM, load), {}, "float32")
     assert result.kinds == ("result",) and "still holds" in result.detail
+
+
+# The diagnosis.
+
+def _wrong_where(condition) -> Kernel:
+    def load():
+        def run(x, weight=None, eps=1e-6, *, offset=0.0):
+            right = RMS_NORM.reference(x, weight, eps, offset=offset)
+            return right * 1.5 if condition(x, offset) else right
+
+        return run
+
+    return Kernel("fake.wrong", RMS_NORM, load)
+
+
+def test_an_argument_is_named_if_the_call_is_right_without_it_alone() -> None:
+    kernel = _wrong_where(lambda x, offset: offset)
+    results = [check_case(kernel, case, "float32") for case in (
+        {}, {"eps": 1.0}, {"offset": 1.0}, {"offset": -0.5, "eps": 1.0, "hidden": 17})]
+    told = diagnose(kernel, results)
+    assert told is not None and told.kind == "convention" and "without offset (" in told.says
+
+
+def test_a_forward_pass_that_is_wrong_is_not_called_right() -> None:
+    kernel = _wrong_where(lambda x, offset: torch.is_grad_enabled())
+    results = [check_case(kernel, {}, "float32"), check_gradients(kernel, {}, "float32")]
+    assert [r.status for r in results] == ["passed", "failed"]
+    told = diagnose(kernel, results)
+    assert told is not None and told.kind == "mode" and "forward pass is right" not in told.says
+
+
+def test_what_is_wrong_in_a_few_last_rows_is_told_so() -> None:
+    def load():
+        def run(x, weight=None, eps=1e-6, *, offset=0.0):
+            out = RMS_NORM.reference(x, weight, eps, offset=offset)
+            out[-1] *= 3
+            return out
+
+        return run
+
+    kernel = Kernel("fake.tail", RMS_NORM, load)
+    results = [check_case(kernel, {"rows": (n,)}, "float32") for n in (5, 6, 9)]
+    told = diagnose(kernel, results)
+    assert told is not None and told.kind == "last rows" and "0.0 times" not in str(told)

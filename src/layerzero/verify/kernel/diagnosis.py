@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -191,7 +192,8 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     dtypes = {r.dtype for r in forward}
     if arguments and "float32" in dtypes:
         return ("convention",
-                f"right without {' or without '.join(arguments)}, wrong with it, in float32 too: "
+                f"right without {' or without '.join(arguments)} (left out, or one), in float32 "
+                "too wrong with it: "
                 f"{forward[0].detail}")
     if of_sizes and "% " in where:
         return "sizes", forward[0].detail
@@ -214,18 +216,25 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
 # By changing one thing alone.
 
 def _confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[str]:
-    """Returns the optional arguments of which each, left out alone, makes every sampled failing
-    call right."""
+    """Returns the optional arguments of which each, left out alone or made one, makes every sampled
+    failing call right; if there is none, such pairs of two."""
     op = kernel.op
     common: set[str] | None = None
     for r in _sample([r for r in failed if not r.circumstance], 3):
         values = case_values(op, r.case, r.dtype, device, r.seed)
         given = [p for p in op.params if not p.required and p.name != op.variant
                  and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
-        fixed = {p.name for p in given
-                 if _is_right(kernel, {**values, p.name: p.default}, r.dtype)}
+        neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
+                                          if isinstance(v, Tensor) and v.is_floating_point()]
+                   for p in given}
+        fixed = {n for n, others in neutral.items()
+                 if any(_is_right(kernel, {**values, n: v}, r.dtype) for v in others)}
+        if not fixed:
+            fixed = {f"{n} and {m}" for n, m in combinations(neutral, 2)
+                     if any(_is_right(kernel, {**values, n: v, m: u}, r.dtype)
+                            for v, u in zip(neutral[n], neutral[m]))}
         common = fixed if common is None else common & fixed
-    return [p.name for p in op.params if p.name in (common or ())]
+    return sorted(common or ())
 
 
 def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:

@@ -221,11 +221,8 @@ OP = Op(
     returns=("tokens_q heads head_dim_v", "tokens_q heads"), same_dtype=("query", "key", "value"),
     derived={"group": "heads // kv_heads", "group_rest": "heads % kv_heads",
              "head_dim_gap": "head_dim - head_dim_v", "seq_q": "max_seqlen_q",
-             "seq_k": "max_seqlen_k", "rows_per_kv_head": "tokens_q * heads // max(kv_heads, 1)",
-             "keys_per_longest": "tokens_k // max(max_seqlen_k, 1)"},
+             "seq_k": "max_seqlen_k", "rows_per_kv_head": "tokens_q * heads // max(kv_heads, 1)"},
     words={**HEAD_WORDS, "n_items": Wording("the number of items"),
-           "keys_per_longest": Wording("tokens_k // max_seqlen_k", "{tokens_k} keys, an item sees "
-                                       "at most {max_seqlen_k}"),
            "rows_per_kv_head": Wording("query rows per KV head", "{tokens_q} tokens, {heads} query "
                                        "heads, {kv_heads} KV heads")},
     exact=("heads", "kv_heads", "head_dim", "head_dim_v"),

@@ -27,10 +27,18 @@ from ...ops.rope import OP as rope
 from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
+<<<<<<< HEAD
 from . import build, ggml, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 from .grouped import load_grouped, load_paged
+||||||| 35fe241
+from . import build
+from .grouped import DTYPES, load_grouped, load_paged
+=======
+from . import build, grouped
+>>>>>>> w-grouped-native
 
+DTYPES = grouped.DTYPES
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
                # for a gated one, the activation of the gate
                "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}
@@ -190,15 +198,21 @@ HEAD_RULES: tuple[r.Condition, ...] = (
     r.at_least("head_dim_v", 1, Code.EMPTY_INPUT), r.unit_stride("query"))
 GROUPED_RULES: tuple[r.Condition, ...] = (
     *HEAD_RULES, r.unit_stride("key"), r.unit_stride("value"))
+
+
+def _cache_rules(name: str) -> tuple[r.Condition, ...]:
+    """Returns the rules for a cache in the query's dtype."""
+    return (r.absent(f"{name}_scale.dtype", Code.SCALE_UNSUPPORTED),
+            r.unit_stride(f"{name}_cache", repair=False),
+            *(r.when(r.equals("dtype", d),
+                     r.one_of(f"{name}_cache.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
+              for d in FLOATS))
+
+
 PAGED_RULES: tuple[r.Condition, ...] = (
     *HEAD_RULES, r.any_of(r.absent("cu_seqlens_q.dtype"),
                           r.present("max_seqlen_q", Code.MISSING_METADATA)),
-    *(r.absent(f"{name}_scale.dtype", Code.SCALE_UNSUPPORTED) for name in ("key", "value")),
-    *(rule for name in ("key_cache", "value_cache") for rule in (
-        r.unit_stride(name, repair=False),
-        *(r.when(r.equals("dtype", d),
-                 r.one_of(f"{name}.dtype", d, code=Code.KV_CACHE_DTYPE_MISMATCH))
-          for d in FLOATS))))
+    *_cache_rules("key"), *_cache_rules("value"))
 FEW_QUERIES = r.at_most("max_seqlen_q", MAX_QUERY_ROWS, Code.SEQ_LEN_UNSUPPORTED)
 MANY_QUERIES = r.at_least("max_seqlen_q", MAX_QUERY_ROWS + 1)
 
@@ -262,14 +276,38 @@ KERNELS = (
     declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
+<<<<<<< HEAD
     declare(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
+||||||| 35fe241
+    _kernel(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
+=======
+    _kernel(grouped_attention, grouped.load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
+>>>>>>> w-grouped-native
             less_work="keys that several items have are read and converted once"),
+<<<<<<< HEAD
     declare(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
+||||||| 35fe241
+    _kernel(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
+=======
+    _kernel(grouped_attention, grouped.load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
+>>>>>>> w-grouped-native
             name="grouped_attention_rows", note="for more query rows"),
+<<<<<<< HEAD
     declare(paged_attention, load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
+||||||| 35fe241
+    _kernel(paged_attention, load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
+=======
+    _kernel(paged_attention, grouped.load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
+>>>>>>> w-grouped-native
             variants=("NHD", "HND"),
             less_work="reads pages where they lie, and pages that sequences share once"),
+<<<<<<< HEAD
     declare(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
+||||||| 35fe241
+    _kernel(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
+=======
+    _kernel(paged_attention, grouped.load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
+>>>>>>> w-grouped-native
             name="paged_attention_rows", variants=("NHD", "HND"), note="for more query rows"),
     declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
     declare(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),

@@ -51,11 +51,6 @@ def _grouped_attention() -> Callable[..., Any]:
     return grouped_attention
 
 
-def _grouped_attention_decode() -> Callable[..., Any]:
-    from .grouped_decode import grouped_attention_decode
-    return grouped_attention_decode
-
-
 def _rms_norm() -> Callable[..., Any]:
     from .norm import rms_norm
     return rms_norm
@@ -223,17 +218,6 @@ DEFAULTS = (
             less_work="one launch for all items, keys read where they lie; no length is read on "
                       "the host",
             note="dK and dV without atomics: the same on every run"),
-    _kernel("grouped_attention_decode", grouped_attention, _grouped_attention_decode, 10.0, 40.0,
-            HALF, *HEAD_RULES[:4], POSITIVE_SCALE, r.at_most("head_dim", 128),
-            r.at_most("head_dim_v", 128), r.unit_stride("query"), r.unit_stride("key"),
-            r.unit_stride("value"), r.contiguous("items"),
-            r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.at_most("max_seqlen_q", 16),
-            # the keys that a tile of rows goes through are those from its first item's to its
-            # last one's, which pays where the items share them
-            r.at_most("keys_per_longest", 1), r.at_least("n_items", 2),
-            r.absent("chunk_starts.dtype"), r.absent("chunk_lengths.dtype"), replayable=False,
-            shared_memory="64 * itemsize * " + _power_of_two("head_dim", 128),
-            less_work="reads a key once for all items that see it; no item is read on the host"),
     _kernel("rms_norm", rms_norm, _rms_norm, 6.0, 12.0, *NORM, shared_memory="1024"),
     _kernel("add_rms_norm", add_rms_norm, _add_rms_norm, 6.0, 14.0, *NORM,
             r.unit_stride("residual"), shared_memory="1024", less_work="one pass for sum and norm"),

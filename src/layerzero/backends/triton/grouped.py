@@ -191,20 +191,18 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor,
                 call: Call) -> tuple[Tensor, Tensor]:
         out, lse = run_forward(query, key, value, call)
-        ctx.save_for_backward(query, key, value, out, lse, call.items, call.order, call.starts,
-                              call.lengths)
-        ctx.call = call._replace(items=None, order=None, starts=None, lengths=None)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call                        # its tensors are integers
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, out, lse, items, order, starts, lengths = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
-        call = ctx.call._replace(items=items, order=order, starts=starts, lengths=lengths)
-        return (*run_backward(query, key, value, out, lse, grad, lse_grad, call), None)
+        return (*run_backward(query, key, value, out, lse, grad, lse_grad, ctx.call), None)
 
 
 def grouped_attention(

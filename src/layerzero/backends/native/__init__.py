@@ -27,16 +27,9 @@ from ...ops.rope import OP as rope
 from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-<<<<<<< HEAD
 from . import build, ggml, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 from .grouped import load_grouped, load_paged
-||||||| 35fe241
-from . import build
-from .grouped import DTYPES, load_grouped, load_paged
-=======
-from . import build, grouped
->>>>>>> w-grouped-native
 
 DTYPES = grouped.DTYPES
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
@@ -276,38 +269,14 @@ KERNELS = (
     declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
-<<<<<<< HEAD
     declare(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
-||||||| 35fe241
-    _kernel(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
-=======
-    _kernel(grouped_attention, grouped.load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
->>>>>>> w-grouped-native
             less_work="keys that several items have are read and converted once"),
-<<<<<<< HEAD
     declare(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
-||||||| 35fe241
-    _kernel(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
-=======
-    _kernel(grouped_attention, grouped.load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
->>>>>>> w-grouped-native
             name="grouped_attention_rows", note="for more query rows"),
-<<<<<<< HEAD
     declare(paged_attention, load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
-||||||| 35fe241
-    _kernel(paged_attention, load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
-=======
-    _kernel(paged_attention, grouped.load_paged, 20.0, 8.0, *PAGED_RULES, FEW_QUERIES,
->>>>>>> w-grouped-native
             variants=("NHD", "HND"),
             less_work="reads pages where they lie, and pages that sequences share once"),
-<<<<<<< HEAD
     declare(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
-||||||| 35fe241
-    _kernel(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
-=======
-    _kernel(paged_attention, grouped.load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
->>>>>>> w-grouped-native
             name="paged_attention_rows", variants=("NHD", "HND"), note="for more query rows"),
     declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
     declare(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),

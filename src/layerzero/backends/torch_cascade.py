@@ -32,8 +32,8 @@ def _cascade() -> Callable[..., Any]:
             window_left: int = -1, window_right: int = -1, return_lse: bool = False,
             chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None) -> Any:
         right = 0 if is_causal else window_right
-        starts = None if chunk_starts is None else chunk_starts.tolist()
-        lengths = None if chunk_lengths is None else chunk_lengths.tolist()
+        starts = [None] * len(items) if chunk_starts is None else chunk_starts.tolist()
+        lengths = [0] * len(items) if chunk_lengths is None else chunk_lengths.tolist()
         kept: list[Item] = []
         spans: list[list[Span]] = []
         for i, item in enumerate(read_items(items, query.shape[0], key.shape[0], max_seqlen_q,
@@ -41,7 +41,7 @@ def _cascade() -> Callable[..., Any]:
             item = trim(item, window_left, right)
             if item.n:
                 kept.append(item)
-                spans.append([*spans_of(item, starts and starts[i], lengths and lengths[i])])
+                spans.append([*spans_of(item, starts[i], lengths[i])])
         rows, cuts = [], [0]
         calls = [*pieces(spans)]
         for _, members in calls:
@@ -67,10 +67,10 @@ def _cascade() -> Callable[..., Any]:
     return run
 
 
-def spans_of(item: Item, starts: list[int] | None, length: int | None) -> Iterator[Span]:
+def spans_of(item: Item, starts: list[int] | None, length: int) -> Iterator[Span]:
     """Yields where the keys of an item lie: in one piece, or chunk by chunk."""
     end = item.k_start + item.m
-    if starts is None or length is None:
+    if starts is None:
         yield item.k_start, end
         return
     for c in range(item.k_start // length, -(-end // length)):

@@ -360,6 +360,7 @@ KERNELS = (
            overhead_us=15.0, differentiable=False, less_work="multiplies the codes as they are",
            requires=(
                r.device("cpu", "cuda"), r.one_of("activations", "int8"), r.absent("zeros.dtype"),
+               r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                r.one_of("group_size", 0),
                r.at_most("in_features", 1 << 17),
                r.dtypes("bfloat16", "float16", "float32"), r.plain_tensors(),

@@ -1223,8 +1223,8 @@ def embedding(
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: Literal[False] = False,
-    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    initial_state: Tensor | None = None, *, output_final_state: Literal[False] = False,
+    use_qk_l2norm_in_kernel: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
     """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
@@ -1263,8 +1263,8 @@ def gated_delta_rule(
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: Literal[True],
-    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    initial_state: Tensor | None = None, *, output_final_state: Literal[True],
+    use_qk_l2norm_in_kernel: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
@@ -1305,8 +1305,8 @@ def gated_delta_rule(
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, *, backend: str | None = None,
+    initial_state: Tensor | None = None, *, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.

@@ -24,7 +24,7 @@ CHUNK = 64
 
 def _chunked() -> Callable[..., Any]:
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-            initial_state: Tensor | None = None, output_final_state: bool = False,
+            initial_state: Tensor | None = None, *, output_final_state: bool = False,
             use_qk_l2norm_in_kernel: bool = False) -> Any:
         length = q.shape[1]
         q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state,

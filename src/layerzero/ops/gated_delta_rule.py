@@ -29,7 +29,7 @@ L2_EPS = 1e-6
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
+    initial_state: Tensor | None = None, *, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Any:
     """Returns the outputs (batch, seq, value_heads, value_dim), with output_final_state also S.
@@ -72,7 +72,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: flo
 
 def meta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
+    initial_state: Tensor | None = None, *, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Any:
     out = v.new_empty(v.shape)

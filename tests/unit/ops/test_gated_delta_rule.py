@@ -24,7 +24,7 @@ def test_one_token_by_hand():
     q, k = torch.tensor([[[[1.0, 1.0]]]]), torch.tensor([[[[0.0, 1.0]]]])
     v, g = torch.tensor([[[[6.0, 10.0]]]]), torch.tensor(0.5).log().view(1, 1, 1)
     beta = torch.full((1, 1, 1), 0.5)
-    out, final = lz.gated_delta_rule(q, k, v, g, beta, 1.0, state, True)
+    out, final = lz.gated_delta_rule(q, k, v, g, beta, 1.0, state, output_final_state=True)
     # decayed to [[1, 0], [0, 2]]; for k it holds (0, 2), half of the way to v is (3, 6)
     assert torch.allclose(final, torch.tensor([[[[1.0, 0.0], [3.0, 6.0]]]]))
     assert torch.allclose(out, torch.tensor([[[[4.0, 6.0]]]]))

@@ -339,7 +339,9 @@ def encode_q5_0(x: Tensor) -> Tensor:
 
 
 def from_minimum(x: Tensor, levels: float) -> tuple[Tensor, Tensor, Tensor]:
-    low = x.gather(-1, x.argmin(-1, keepdim=True))         # the first: it may be -0.0 or 0.0
+    # the first minimum, which may be -0.0 or 0.0: argmin may take one for less than the other
+    first = (x == x.amin(-1, keepdim=True)).int().argmax(-1, keepdim=True)
+    low = x.gather(-1, first)
     d = divided(x.amax(-1, keepdim=True) - low, levels)
     return d.half(), low.half(), nearest_up((x - low) * inverse(d) + 0.5, levels)
 

@@ -7,6 +7,7 @@ kept beside the weight (see _packing.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
 
 def linear() -> Callable[..., Any]:
     build.module()                             # raises at load, not in a call, if it is not built
-    packers: dict[str, Callable[[Tensor], Tensor]] = {
-        f: lambda weight_q, f=f: pack_weight(weight_q, f) for f in FORMATS}
+    packers = {f: partial(pack_weight, format=f) for f in FORMATS}
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
             bias: Tensor | None = None, *, format: str, group_size: int = 0,

@@ -31,7 +31,6 @@ from . import build, ggml, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 from .grouped import load_grouped, load_paged
 
-DTYPES = grouped.DTYPES
 ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4,
                # for a gated one, the activation of the gate
                "reglu": 1, "swiglu": 2, "geglu": 3, "geglu_tanh": 4}

@@ -222,6 +222,15 @@ def test_the_command_in_json(model, monkeypatch):
     assert told["tokens_per_second"] > 0 and told["prompt_tokens_per_second"] > 0
 
 
+def test_a_conversation(model, monkeypatch):
+    monkeypatch.setattr("layerzero.cli.commands.generate.load_gguf", lambda path, **_: model)
+    words = ["generate", "--chat", "--max-tokens", "3", "--device", "cpu"]
+    done = CliRunner().invoke(app, words, input="Name a color.\nAnother one.\n")
+    rates = [line for line in done.stdout.splitlines() if "tokens of prompt at" in line]
+    first, second = (int(line[1:].split()[0]) for line in rates)
+    assert done.exit_code == 0 and second > first + 3          # the first answer is in the second
+
+
 @pytest.mark.parametrize("words", (["--dtype", "int8"], ["--model", "absent.gguf"]))
 def test_a_wrong_command_is_refused(words):
     with pytest.raises((ConfigError, DataError)):

@@ -21,7 +21,6 @@ from ...spec.op import Op
 from .contract import (
     RETRIES,
     CaseResult,
-    Complaint,
     call,
     case_values,
     formula,
@@ -32,6 +31,7 @@ from .contract import (
     upcast,
 )
 from .guarded import find_changes, snapshot, with_layout
+from .results import Complaint
 
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
 

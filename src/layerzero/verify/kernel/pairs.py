@@ -105,8 +105,9 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
     half of all in the quick lane, so that two seeds meet every one; all up to 256 in the longer
     ones. After each come cases with one of the two alone, for sizes that do not go together."""
     numbers = numbers_of(op)
-    small = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
-             for n, d in numbers.items()}
+    small: dict[str, Any] = {
+        n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
+        for n, d in numbers.items()}
     names = list(numbers)
     for first in range(0, len(names), 2):
         group = names[first:first + 2]

@@ -59,6 +59,8 @@ SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
 # The CUDA kernels load 16 bytes at a time. From an unaligned address cuDNN gives wrong results,
 # flash crashes.
 ON_16_BYTES = (r.aligned("query", 16), r.aligned("key", 16), r.aligned("value", 16))
+# A mask from an unaligned address leaves the device in a failed state (torch 2.11, H200).
+MASK_ON_16_BYTES = r.when(r.present("attn_mask.dtype"), r.aligned("attn_mask", 16))
 MASK_NDIM = r.one_of("attn_mask.ndim", None, 2, 3, 4, code=Code.MASK_BROADCAST_UNSUPPORTED)
 
 
@@ -299,6 +301,7 @@ SDPA_ON_CPU: tuple[r.Condition, ...] = tuple(r.when(r.device("cpu"), rule) for r
 # copies.
 SDPA_ON_CUDA: tuple[r.Condition, ...] = (
     r.when(r.device("cuda"), HAS_BATCH),               # cuDNN gives None for an empty batch
+    r.when(r.device("cuda"), MASK_ON_16_BYTES),
     *(r.when(r.device("cuda"), r.when(r.multiple_of("head_dim", 8), rule)) for rule in ON_16_BYTES))
 
 CPU_FLASH: tuple[r.Condition, ...] = (
@@ -322,13 +325,14 @@ CUDA_EFFICIENT: tuple[r.Condition, ...] = (
     r.when(r.dtypes(*HALF), r.multiple_of("head_dim_v", 8)),
     r.multiple_of("head_dim", 4), r.multiple_of("head_dim_v", 4),
     r.equals("group", 1, Code.GQA_UNSUPPORTED), *NOT_EMPTY,
-    HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_SOFTCAP)
+    HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_SOFTCAP)
 CUDA_CUDNN: tuple[r.Condition, ...] = (
     *CUDA, r.sm(at_least=80), r.sm(below=122), r.dtypes(*HALF), r.multiple_of("head_dim", 8),
     r.multiple_of("head_dim_v", 8),
     r.at_most("head_dim", 128), r.at_most("head_dim_v", 128),
     r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 2, Code.SEQ_LEN_UNSUPPORTED),
-    HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, NO_DROPOUT, NO_SOFTCAP)
+    HAS_HEADS, HAS_BATCH, *GRID, *UNIT_STRIDES, *ON_16_BYTES, MASK_ON_16_BYTES, NO_DROPOUT,
+    NO_SOFTCAP)
 CUDNN_PLAIN: tuple[r.Condition, ...] = (*CUDA_CUDNN, NO_MASK, NO_ALIBI, *NO_WINDOW, TOP_LEFT)
 
 CUDNN_PLANS = "builds a plan for every new shape: 59 ms for one more key on an H200, then fast"

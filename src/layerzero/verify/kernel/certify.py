@@ -32,7 +32,7 @@ from ...machine.faults import FAULTS
 from ...spec.codec import encode
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from ...spec.reason import Reason
+from ...spec.reason import Code, Reason
 from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate, contract_of
@@ -185,18 +185,41 @@ def certify_all(kernels: Sequence[Kernel], device: str = "cpu", lane: str = "qui
     interrupted.
 
     A kernel that fails loses the certificate it had, and is remembered: selection does not choose
-    it by itself any more. One whose verification itself breaks has failed too; the others go on.
+    it by itself any more. One whose verification itself breaks has failed too; the others go on,
+    unless it left the GPU in a failed state: then nothing more can be said in this process.
     """
     target = hardware.probe(device)
     ops = list(dict.fromkeys(kernel.op.name for kernel in kernels))
     # op by op: what the formula gives is computed once for all kernels of an op
+    culprit = ""
     for kernel in sorted(kernels, key=lambda kernel: ops.index(kernel.op.name)):
+        if culprit:
+            yield _not_run(kernel, lane, culprit)
+            continue
         verdict = certify(kernel, device, lane, seeds)
         if verdict.certificate is not None:
             certificates.write(verdict.certificate, target)
         elif verdict.status == "failed":
             certificates.write_failure(failure_of(kernel, device, verdict), target)
+            culprit = kernel.id if _is_lost(device) else ""
         yield verdict
+
+
+def _is_lost(device: str) -> bool:
+    """Returns whether a GPU does nothing any more, as after an illegal access."""
+    if not device.startswith("cuda"):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except FAULTS:
+        return True
+    return False
+
+
+def _not_run(kernel: Kernel, lane: str, culprit: str) -> Verdict:
+    reason = Reason(Code.DEVICE_FAULT, None, f"{culprit} failed before; verify this one again")
+    return Verdict(kernel.id, kernel.op.name, lane, (
+        CaseResult(kernel.id, {}, kernel.op.dtypes[0], "skipped", (reason,)),))
 
 
 def publish() -> None:

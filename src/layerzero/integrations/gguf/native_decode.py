@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.native import ACTIVATIONS, DTYPES, ggml
+from ...backends.native import ACTIVATIONS, ggml
 from ...backends.native import build as native_build
+from ...backends.native.declaration import DTYPES
 from ...models.decoder import Decoder
 from ...models.ggml_weight import GgmlWeight
 from ...models.sequence_kv import SequenceKV

@@ -66,6 +66,11 @@ def run_compiler(part: BuildPart, command: list[str]) -> str:
             f"LayerZero works without {part.ours}") from e
     if process.returncode == 0:
         return ""
+    # gcc's driver outlives the compiler it started
+    if process.returncode < 0 or "signal terminated program" in process.stderr:
+        raise ConfigError(
+            f"the C++ compiler was killed, as for lack of memory; run lz build again. LayerZero "
+            f"works without {part.ours}.\n  command: {shlex.join(command)}")
     errors = ([line for line in process.stderr.splitlines() if "error" in line]
               or process.stderr.splitlines())
     return "\n  ".join(errors[:8]) + f"\ncommand: {shlex.join(command)}"

@@ -60,7 +60,8 @@ def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, happened, dtyp
     assert not of(Adapted, happened)
     # every time, not only where a choice is made
     for _ in range(3):
-        torch.testing.assert_close(call(**given), want)
+        # another kernel may serve what had to be cast
+        torch.testing.assert_close(call(**given), want, atol=1e-2, rtol=2e-2)
     told = of(Adapted, happened)
     assert [(e.op, e.transforms)
             for e in told] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3

@@ -100,7 +100,7 @@ def generate(
     explain: Annotated[bool, typer.Option("--explain", help="show which kernels served")] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Run a model through lz and print its text as it comes, and tokens/s."""
+    """Run a model through lz; print its text and tokens/s."""
     is_file = words.endswith(".gguf") and (bool(prompt) or chat)
     if (is_file and model is not None) or (words and prompt and not is_file):
         raise ConfigError(f"lz generate takes one prompt and one model, got {words!r} beside "

@@ -197,7 +197,9 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
         return result("failed" if complaints else "passed", complaints=complaints)
     first, second = outcome.results[:2]
     with torch.no_grad():
-        key = ((op.name, repr(case), dtype, device, seed) if circumstance is AS_DECLARED else None)
+        # after a kernel that changed its inputs the formula's results are no one else's
+        key = ((op.name, repr(case), dtype, device, seed)
+               if circumstance is AS_DECLARED and not complaints else None)
         exact, eager = _expected(op, values, key)
         declared = results_of(op.meta(**values))
     complaints += [*find_wrong_shapes(first, declared), *find_aliasing(outcome.results, values)]

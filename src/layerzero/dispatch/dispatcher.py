@@ -489,13 +489,18 @@ class Dispatcher:
             self.key_of = FunctionType(scope["key_of"].__code__, self.globals)
             self.facts_of = FunctionType(scope["facts_of"].__code__, self.globals)
             self.python_call.__code__ = scope["call"].__code__
-        self.program = program
-        self.reader = program, self.facts_of    # in one value, as `installed`
-        self.globals["TABLE"] = cache.table
-        if self.native is not None:
-            self.native.install(program, version, world.policy.setting("cache_size"))
-        # last: what an interrupt cut short is done again
-        self.world, self.cache = self.installed = world, cache
+        try:
+            self.program = program
+            self.reader = program, self.facts_of    # in one value, as `installed`
+            self.globals["TABLE"] = cache.table
+            if self.native is not None:
+                self.native.install(program, version, world.policy.setting("cache_size"))
+            # last: what an interrupt cut short is done again
+            self.world, self.cache = self.installed = world, cache
+        except BaseException:
+            # it may not be published: the next call takes over what is
+            self.world = None
+            raise
 
     def _emit_evicted(self, entries: int) -> None:
         events.emit(Evicted(op=self.op.name, entries=entries))

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,6 +88,7 @@ class Fake:
         self.fault, self.before, self.op = fault, before, op
         self.loads, self._calls = 0, itertools.count()
         self.got: dict[str, object] = {}       # the arguments of the last call
+        self.here = threading.local()          # here.got: of this thread's last call
         # else torch's own would stay the default
         declared = {"less_work": "none of it is real", **declared}
         self.kernel = lz.Kernel(id, op, self._load, prior=prior, **declared)
@@ -105,7 +107,7 @@ class Fake:
 
         def run(*args, **kwargs):
             next(self._calls)
-            self.got = signature.bind(*args, **kwargs).arguments
+            self.got = self.here.got = signature.bind(*args, **kwargs).arguments
             if self.before is not None:
                 self.before()
             if self.fault is not None:

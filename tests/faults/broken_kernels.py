@@ -241,7 +241,7 @@ def dropout_without_making_up_for_it(right, **v):
 
 # Memory.
 
-@fault("rms_norm", "uninitialised output")
+@fault("rms_norm", "uninitialised output", "non-determinism")
 def leaves_the_last_row(right, x, **v):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.dim() > 1 and out.shape[0] > 1:

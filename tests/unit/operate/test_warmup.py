@@ -412,10 +412,11 @@ def test_requests_never_compile_while_others_warm_up(compiler):
     outside: list[int] = []
 
     def before() -> None:                      # a size no thread of ours compiled before
-        n = compiler.got["x"].shape[0]
+        got = compiler.here.got
+        n = got["x"].shape[0]
         if threading.current_thread().name == CALL:
             compiled.add(n)
-        elif n not in compiled or compiler.got.get("eps") == 1e-3:
+        elif n not in compiled or got.get("eps") == 1e-3:
             outside.append(n)
 
     compiler.before = before

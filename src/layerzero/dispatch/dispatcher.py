@@ -497,9 +497,8 @@ class Dispatcher:
                 self.native.install(program, version, world.policy.setting("cache_size"))
             # last: what an interrupt cut short is done again
             self.world, self.cache = self.installed = world, cache
-        except BaseException:
-            # it may not be published: the next call takes over what is
-            self.world = None
+        except BaseException:                  # an interrupt: the next call takes over what is
+            self.world = None                  # published, which may not be this world
             raise
 
     def _emit_evicted(self, entries: int) -> None:

@@ -173,6 +173,11 @@ def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str =
         return values
     values[argument_case.argument] = case_values(op, argument_case.donor, dtype, device,
                                                  seed)[argument_case.argument]
+    return if_allowed(op, values)
+
+
+def if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the values if the contract allows such a call, else None."""
     try:
         facts = read(op, values)
         if any(rule.check(facts) is not None for rule in op.requires):
@@ -180,7 +185,7 @@ def with_argument(op: Op, argument_case: ArgumentCase, dtype: str, device: str =
         if op.extra_check is not None:
             op.extra_check(values, facts)
         op.reference(**values)
-    except FAULTS:                             # an invalid combination may raise anything
+    except FAULTS:                             # an invalid call may raise anything
         return None
     return values
 

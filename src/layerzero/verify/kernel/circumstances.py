@@ -21,7 +21,7 @@ from ...dispatch.facts import dtype_name, read
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .cases import ArgumentCase, with_argument
+from .cases import ArgumentCase, if_allowed, with_argument
 from .contract import (
     CaseResult,
     Circumstance,
@@ -65,7 +65,7 @@ class Expanded(Circumstance):
         if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1
                              and not bool(first.isfinite().all())):
             return None
-        return _if_allowed(op, {**values, self.tensor: first.expand_as(t)})
+        return if_allowed(op, {**values, self.tensor: first.expand_as(t)})
 
 
 class Broadcast(Circumstance):
@@ -80,22 +80,8 @@ class Broadcast(Circumstance):
         if not isinstance(t, Tensor) or not tokens or any(not n.startswith("~") for n in tokens):
             return None
         shape = tuple(facts[n.lstrip("~")] for n in tokens)
-        return None if tuple(t.shape) == shape else _if_allowed(
+        return None if tuple(t.shape) == shape else if_allowed(
             op, {**values, self.tensor: t.expand(shape)})
-
-
-def _if_allowed(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the values if the contract allows such a call, else None."""
-    try:
-        facts = read(op, values)
-        if any(rule.check(facts) is not None for rule in op.requires):
-            return None
-        if op.extra_check is not None:
-            op.extra_check(values, facts)
-        op.reference(**values)
-    except FAULTS:                             # an invalid call may raise anything
-        return None
-    return values
 
 
 class UnusualValues(Circumstance):

@@ -19,17 +19,10 @@ from helpers import RMS_NORM, Fake, register
 
 import layerzero as lz
 from layerzero.cli import main
-from layerzero.release import soak_load
+from layerzero.release import soak_disturbances
 from layerzero.release.soak import SoakPart, SoakReport, SoakSample, soak
-from layerzero.release.soak_load import (
-    Case,
-    Disturbances,
-    Tally,
-    call_and_check,
-    cases_of,
-    in_child,
-    may_not_fork,
-)
+from layerzero.release.soak_disturbances import Disturbances, in_child, may_not_fork
+from layerzero.release.soak_load import Case, Tally, call_and_check, cases_of
 from layerzero.release.trend import LEAST_SAMPLES, theil_sen
 from layerzero.world import snapshot as worlds
 
@@ -120,7 +113,7 @@ def test_a_disturbance_that_raises_is_a_failure(monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("no")
 
-    monkeypatch.setattr(soak_load, "configure", broken)
+    monkeypatch.setattr(soak_disturbances, "configure", broken)
     around.do(0)
     assert tally.counts["disturbances that raised"] == 1 and "OSError: no" in tally.failures[0]
 

@@ -21,42 +21,38 @@ from typing import Any
 
 import torch
 
-from ..machine import faults, loading, locks, memory, watchdog
+from ..machine import faults, loading, memory
 from ..machine.faults import InputsChanged, PlanExhausted
 from ..selection.key import KeyProgram, fixed_by_key
 from ..selection.verdicts import compile_verdicts
 from ..spec import codegen
-from ..spec.errors import InvalidCall, LayerZeroError
+from ..spec.errors import InvalidCall
 from ..spec.event import Adapted, Evicted, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
-from ..world import clock, context, events, health, incidents
+from ..world import clock, context, events, incidents
 from ..world import snapshot as worlds
 from ..world.context import Override
 from ..world.incidents import (
-    ProbeBusy,
-    compile_failed,
-    count_success,
     extend_keys,
     loaded,
     mark_unloadable,
     no_kernel_error,
 )
 from ..world.snapshot import World
-from . import casting, hotpath, native, protection, recovery, tracing, unregistered
-from .background import compiling, jit, learning
+from . import casting, hotpath, native, protection, recovery, tracing, unregistered, wrapping
+from .background import compiling, learning
 from .background.exploring import Exploring
 from .binding import Binding, bind
 from .cache import Entry, Ledger, OpCache
 from .facts import check_storage, check_types, unwrap_numbers
 from .facts import read as read_facts
-from .native import replays
+from .generated_globals import generated_globals
 
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
-_probes: dict[str, locks.Lock] = {}        # held while a half-open kernel is tried
 
 
 def public_function(op: Op) -> Callable[..., Any]:
@@ -95,8 +91,8 @@ class Dispatcher:
         self.installed: tuple[World, OpCache] | None = None
         self.ledger = Ledger()
         self._bindings: dict[Any, Binding] = {}
-        self.globals = hotpath.generated_globals(context.current.get, context.override_for_call,
-                                                 faults.FAULTS)
+        self.globals = generated_globals(context.current.get, context.override_for_call,
+                                         faults.FAULTS)
         self.globals.update(TABLE={}, MISS=self.miss, SLOW=self.slow, RECOVER=self.recover)
         exec(codegen.compile(hotpath.generate_stub(op), f"{op.name} stub"), self.globals)
         self.python_call: FunctionType = self.globals["call"]
@@ -188,7 +184,10 @@ class Dispatcher:
         step = plan.steps[0]
         if values is not None:
             compiling.request_better(self, world, plan, override, values)
-        run, unguarded, recordings = self._wrap(world, plan, kernel, binding, override)
+        guarded, unguarded, recordings = wrapping.wrap(self, world, plan, kernel, binding, override)
+        run = learning.explore(self, world, plan, guarded, override)
+        if isinstance(run, Exploring):
+            unguarded, recordings = run, None  # a replayed call would not be explored
         if (step.workspace or plan.refused_workspace) and memory.record_need(
                 self.op.name, facts["device"], step.workspace, plan.refused_workspace):
             # from now on the clock looks at what is free
@@ -255,104 +254,6 @@ class Dispatcher:
 
     def recover(self, entry: Entry, values: tuple[Any, ...], fault: BaseException) -> Any:
         return recovery.recover(self, entry, values, fault)
-
-    # What an entry runs around its kernel.
-
-    def _wrap(self, world: World, plan: Plan, kernel: Kernel, binding: Binding,
-              override: Override | None) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-        """Return what the entry runs, the same without its guard, and a place for recorded launches
-        or None."""
-        facts, step = plan.facts, plan.steps[0]
-        breaker = world.health.get(kernel.health)
-        run = (binding.run if breaker is None
-               else self.wrap_probe(kernel, binding, breaker, bool(plan.locked)))
-        recordings = None
-        if (kernel.replayable and breaker is None and not step.transforms
-            and self.native is not None):
-            recordings = self.native.recordings()
-            run = replays.record_calls(run, recordings)
-        if kernel.jit:
-            run = self.wrap_jit(world, kernel, run, plan, override)
-        limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
-        if limit is not None and not facts["grad"] and not facts["graph"]:
-            run, recordings = watchdog.with_timeout(run, limit), None
-        guarded = self.wrap_guard(kernel, plan, run, world, override)
-        explored = learning.explore(self, world, plan, guarded, override)
-        if isinstance(explored, Exploring):
-            return explored, explored, None    # a replayed call would not be explored
-        return guarded, run, recordings
-
-    def wrap_probe(self, kernel: Kernel, binding: Binding, breaker: health.Health,
-                   named: bool) -> Callable[..., Any]:
-        """Wrap a kernel whose breaker is not closed: its first success closes it.
-
-        A half-open kernel is tried by one call at a time, whatever its shapes; calls that name it
-        have no other choice.
-        """
-        probing = breaker.state == "half_open" and not named
-
-        def run(*values: Any) -> Any:
-            token = _probes.setdefault(kernel.health, locks.Lock()) if probing else None
-            if token is not None and not token.acquire(blocking=False):
-                raise ProbeBusy(f"{kernel.id} is being probed")
-            try:
-                out = binding.run(*values)
-            finally:
-                if token is not None:
-                    token.release()
-            count_success(kernel)
-            return out
-
-        return run
-
-    def wrap_jit(self, world: World, kernel: Kernel, run: Callable[..., Any], plan: Plan,
-                 override: Override | None) -> Callable[..., Any]:
-        """Wrap a kernel that compiles on first use: it serves only the forms it was warmed up for.
-
-        Other forms go to the next kernel, unless the call names this one or policy lets it compile
-        in the request.
-        """
-        facts, mode = plan.facts, world.surroundings(plan.facts["device"],
-                                                     override).policy.setting("jit")
-        if mode == "in_request" or plan.locked or kernel.id in world.warmed:
-            return jit.report_compile(kernel, run, facts["grad"],
-                                      lambda fault: compile_failed(kernel, fault, facts))
-        fallbacks: list[Entry] = []
-
-        def fall_back(values: tuple[Any, ...]) -> tuple[str, Any]:
-            try:
-                if not fallbacks:
-                    fallbacks.append(self.make_entry(jit.without_warmed(world, (kernel.id,)), facts,
-                                                     override))
-                served_by = fallbacks[0].plan.steps[0].kernel
-                self.ledger.count_fallback(served_by)
-                return served_by, self.serve(fallbacks[0], values)
-            except LayerZeroError as e:
-                raise PlanExhausted(e) from e
-
-        def request_compile(values: tuple[Any, ...]) -> None:
-            if (mode == "background" and not facts["graph"]
-                and compiling.is_worth_it(kernel, plan.steps[0])):
-                compiling.request(self, kernel, plan.steps[0], facts, values)
-
-        return jit.only_compiled(kernel, run, facts, world.warmed, fall_back, request_compile)
-
-    def wrap_guard(self, kernel: Kernel, plan: Plan, run: Callable[..., Any],
-                   world: World | None = None, override: Override | None = None,
-                   clean_calls: int = 1) -> Callable[..., Any]:
-        """Guard the first `clean_calls` calls of `run`, or all of them where policy says so
-        (protection.py)."""
-        facts = plan.facts
-        always = (world is not None
-                  and world.surroundings(facts["device"],
-                                         override).policy.setting("protect_inputs"))
-        # A subclass may make anything of a kernel's result, and our own kernels are held to all
-        # this by tests.
-        if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):
-            return run
-        max_bytes = (0 if facts["graph"] else protection.ALL_BYTES if always
-                     else protection.SAMPLE_BYTES)
-        return protection.Guard(self.op, kernel, run, max_bytes, None if always else clean_calls)
 
     def with_backend(self, kernel: str) -> Callable[..., Any]:
         """Return the public function with `backend=kernel`, of values in the order of the op's
@@ -537,7 +438,7 @@ class Dispatcher:
 
 
 def _install(world: World) -> None:
-    unregistered.forget(dispatchers, _probes, world.catalog)
+    unregistered.forget(dispatchers, wrapping.probes, world.catalog)
     for name, op in world.catalog.ops.items():
         if (name in dispatchers and dispatchers[name].op is op
             and dispatchers[name].world is not None):
@@ -552,7 +453,7 @@ def _after_fork() -> None:
     """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
     incidents.after_fork()
     memory.after_fork()
-    _probes.clear()
+    wrapping.probes.clear()
     for dispatcher in dispatchers.values():
         dispatcher.cache.after_fork()
     if worlds.exists():

@@ -26,7 +26,7 @@ from ..world.incidents import (
     refuse,
     sdpa_disabled_error,
 )
-from . import protection
+from . import protection, wrapping
 from .background.exploring import Exploring
 from .cache import Entry
 
@@ -69,7 +69,7 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
             run = dispatcher.bind(kernel, step, facts, {}).run
             if limit is not None and not facts["grad"] and not facts["graph"]:
                 run = watchdog.with_timeout(run, limit)
-            out = dispatcher.wrap_guard(kernel, entry.plan, run)(*values)
+            out = wrapping.wrap_guard(dispatcher, kernel, entry.plan, run)(*values)
         except InputsChanged as changed:
             raise _input_damaged(dispatcher, entry, kernel, changed) from changed
         except Hung as hung:
@@ -155,7 +155,7 @@ def _guard_again(dispatcher: Dispatcher, entry: Entry, kernel: Kernel | None,
         or isinstance(entry.run, Exploring)):
         return
     if not isinstance(entry.run, protection.Guard) or entry.run.calls_left is not None:
-        run = dispatcher.wrap_guard(kernel, entry.plan, entry.binding.run,
-                                    clean_calls=protection.CLEAN_CALLS)
+        run = wrapping.wrap_guard(dispatcher, kernel, entry.plan, entry.binding.run,
+                                  clean_calls=protection.CLEAN_CALLS)
         entry.run = run
         protection.unguard_later(run, entry, "run")

@@ -18,7 +18,6 @@ memory. So the kind, the page size, the layout and the dtype are facts that sele
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from ..ops.formulas.paged import page_table_from_csr as page_table_from_csr
 from ..spec.errors import CacheFull, InvalidCall
 from ..spec.reason import Code, Reason
 from ..world import catalog
+from .page_pool import PagePool
 
 LAYOUTS = ("NHD", "HND")
 # The largest magnitude of each quantized dtype.
@@ -41,44 +41,6 @@ HEADROOM = 1.25            # over the first append's largest value, for scales d
 
 def _invalid(code: Code, want: Any, got: Any, name: str) -> InvalidCall:
     return InvalidCall.of("kv_cache", Reason(code, want, got, name))
-
-
-class PagePool:
-    """The free pages, and a reference count for each of the others.
-
-    The lowest free page is taken first, so that the pages of a sequence tend to be adjacent.
-    """
-
-    def __init__(self, pages: int) -> None:
-        self.free = list(range(pages))
-        self.uses = [0] * pages
-
-    def take(self, count: int) -> list[int]:
-        if count > len(self.free):
-            raise CacheFull.of(f"{count} more pages are needed",
-                               f"{len(self.free)} of {len(self.uses)} are free")
-        pages = [heapq.heappop(self.free) for _ in range(count)]
-        for page in pages:
-            self.uses[page] = 1
-        return pages
-
-    def share(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self.uses[page] += 1
-
-    def release(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            if self.uses[page] == 0:
-                raise _invalid(Code.BLOCK_TABLE_INVALID, "in use to be released", "free already",
-                               f"page {page}")
-            self.uses[page] -= 1
-            if self.uses[page] == 0:
-                heapq.heappush(self.free, page)
-
-    def grow(self, pages: int) -> None:
-        for page in range(len(self.uses), pages):
-            heapq.heappush(self.free, page)
-            self.uses.append(0)
 
 
 @dataclass

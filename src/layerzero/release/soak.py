@@ -1,11 +1,11 @@
 """Hours of everything at once: does an answer go wrong, does memory grow, does a call get slower?
 
-The time is cut into cycles. In each, worker threads call while one disturbance after the other
-happens (soak_load.py); at its end the threads pause, policy goes back to what it was, and a sample
-is taken: resident memory, open files, threads, and the latency of one fixed call, with torch's own
-beside it so that a machine that got slower is not taken for a library that did. The report holds
-every sample, and is written after each: an interruption loses one cycle. A soak may be run in
-parts, each a process of its own; trends are of the parts together (trend.py).
+The time is cut into cycles. In each, worker threads call (soak_load.py) while one disturbance after
+the other happens (soak_disturbances.py); at its end the threads pause, policy goes back to what it
+was, and a sample is taken: resident memory, open files, threads, and the latency of one fixed call,
+with torch's own beside it so that a machine that got slower is not taken for a library that did.
+The report holds every sample, and is written after each: an interruption loses one cycle. A soak
+may be run in parts, each a process of its own; trends are of the parts together (trend.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from ..spec.reading import read_json
 from ..world import events
 from ..world import snapshot as worlds
 from ..world.settings import configure
-from .soak_load import CALLS, WRONG, Disturbances, Tally, Workers, cases_of, other_breakers
+from .soak_disturbances import Disturbances
+from .soak_load import CALLS, WRONG, Tally, Workers, cases_of, other_breakers
 from .trend import Trend, theil_sen
 
 SCHEMA = "layerzero.soak/1"

@@ -395,5 +395,5 @@ def test_two_buckets_per_octave_however_large(n):
 
 
 def test_the_generated_code_reads_the_same_grid():
-    from layerzero.dispatch.hotpath import BUCKETS
+    from layerzero.dispatch.generated_globals import BUCKETS
     assert [bucket(n) for n in range(len(BUCKETS))] == BUCKETS

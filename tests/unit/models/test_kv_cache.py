@@ -11,7 +11,8 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatch
-from layerzero.models.kv_cache import KVCache, PagePool
+from layerzero.models.kv_cache import KVCache
+from layerzero.models.page_pool import PagePool
 from layerzero.spec.errors import CacheFull
 
 HEADS, KV_HEADS, DIM = 4, 2, 16

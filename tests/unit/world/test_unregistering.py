@@ -16,7 +16,7 @@ import torch
 from helpers import RMS_NORM, Fake, health_of, normed, only, register, rows
 
 import layerzero as lz
-from layerzero.dispatch import dispatcher as dispatch
+from layerzero.dispatch import wrapping
 from layerzero.dispatch.background import compiling, learning
 from layerzero.dispatch.dispatcher import dispatchers
 from layerzero.operate.inspection import dispatcher_of
@@ -47,7 +47,7 @@ def remembers(name: str) -> list[str]:
     world = worlds.current()
     places = {
         "loaded": incidents._loaded, "loading": incidents._loading, "faults": incidents._faults,
-        "probes": dispatch._probes, "health": world.health, "refused": world.refused,
+        "probes": wrapping.probes, "health": world.health, "refused": world.refused,
         "unloadable": world.unloadable, "warmed": world.warmed, "certified": world.certified,
         "origins": world.catalog.origins, "learned kinds": learning._kinds,
         "closed kinds": learning._closed, "asked to compile": compiling._requested,
@@ -220,7 +220,7 @@ def test_registering_and_unregistering_for_ever_costs_nothing():
     def size() -> int:
         gc.collect()
         return sum(len(gc.get_referents(d)) for d in (
-            incidents._loaded, incidents._loading, incidents._faults, dispatch._probes,
+            incidents._loaded, incidents._loading, incidents._faults, wrapping.probes,
             compiling._requested, learning._closed,
             *(found._bindings for found in dispatchers.values())))
 

@@ -38,7 +38,7 @@ from ...world.catalog import Catalog
 from ...world.context import Override
 from ...world.incidents import mark_unloadable
 from ...world.snapshot import World
-from .. import protection
+from .. import protection, wrapping
 from ..binding import Binding
 from ..cache import Entry
 from . import inputs, jit
@@ -220,9 +220,9 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step],
                 continue
             kind.called.add(kernel.id)
         reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
-        run = (dispatcher.wrap_jit(world, kernel, binding.run, reordered, override) if kernel.jit
-               else binding.run)
-        run = dispatcher.wrap_guard(kernel, reordered, run, world)
+        run = (wrapping.wrap_jit(dispatcher, world, kernel, binding.run, reordered, override)
+               if kernel.jit else binding.run)
+        run = wrapping.wrap_guard(dispatcher, kernel, reordered, run, world)
         candidates[step.kernel] = _candidate(dispatcher, world, kernel, reordered, run)
     with kind.lock:
         for step in steps:

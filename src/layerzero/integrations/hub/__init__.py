@@ -15,7 +15,8 @@ from .errors import (
     Unproven,
     UnsafePath,
 )
-from .hub import Hub, HubExplanation, Loaded
+from .explanation import HubExplanation
+from .hub import Hub, Loaded
 from .lockfile import HubLock
 from .variants import Accepted, Rejected
 

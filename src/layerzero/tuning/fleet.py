@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from .workload import calls_for
 
 ATTEMPTS = 3           # at one kind of call, and at a worker of one node
 START_SECONDS = 120.0  # to wait for a node that has no room for a worker, when all else is done
+CONNECT_SECONDS = 5.0
 KIND_SECONDS = 600.0   # after which a worker counts as hanging
 ACCELERATORS = ("GPU", "HPU")                  # the resources that Ray counts
 
@@ -184,9 +186,12 @@ def connected(address: str) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
     try:
+        if colon and port.isdecimal():         # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as e:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         raise ConfigError(f"--ray {address}: there is no Ray cluster to be reached "
                           f"({first_line(e)}); start one with: ray start --head, or give the "
                           "address of its head, such as 10.0.0.1:6379") from e

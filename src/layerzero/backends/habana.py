@@ -64,6 +64,8 @@ KERNELS = (
         r.differs("attn_mask.requires_grad", True, Code.BACKWARD_UNSUPPORTED),
         # "causal + attn_bias is not yet supported", and no alignment is documented
         r.any_of(r.off("is_causal"), r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED)),
+        r.any_of(r.off("is_causal"), r.equals("causal_offset", 0), r.one_of(
+            "causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)),
         r.any_of(r.off("is_causal"),
                  r.equals("causal_offset", 0, Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
     Kernel("habana.rms_norm", rms_norm, _rms_norm, prior=4.0, **_LIBRARY, requires=(

@@ -1,8 +1,9 @@
 """torch's own attention on AMD GPUs, each implementation by its name. AOTriton serves both entries,
 or CK where torch.backends.cuda.preferred_rocm_fa_library says so.
 
-Rules from torch's sdp_utils.cpp at 2.11 (USE_ROCM). How AOTriton aligns causality over unequal
-lengths changed between its releases, so those calls are left to torch.sdpa.
+Rules from torch's sdp_utils.cpp and attention.cu at 2.11 (USE_ROCM). The efficient entry aligns
+causality top-left. How flash aligns it over unequal lengths changed between releases of AOTriton,
+so those calls are left to torch.sdpa.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ COMMON: tuple[r.Condition, ...] = (
     r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
     r.equals("window_left", -1, Code.WINDOW_UNSUPPORTED),
     r.equals("window_right", -1, Code.WINDOW_UNSUPPORTED),
-    r.off("return_lse", Code.LSE_UNSUPPORTED),
-    r.any_of(r.off("is_causal"), r.equals("causal_offset", 0, Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))
+    r.off("return_lse", Code.LSE_UNSUPPORTED))
+TOP_LEFT = r.any_of(r.off("is_causal"), r.equals("causal_offset", 0), r.one_of(
+    "causal_align", None, "top_left", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
 
 KERNELS = (
     Kernel("torch.sdpa_flash_rocm", attention, _flash, sdpa_backend=FLASH, prior=10.0,
            variants=("bhsd",), untested=True, deterministic_backward=False,
-           requires=(*COMMON, r.dtypes("float16", "bfloat16"))),
+           requires=(*COMMON, r.dtypes("float16", "bfloat16"), TOP_LEFT,
+                     r.any_of(r.off("is_causal"), r.equals(
+                         "causal_offset", 0, Code.CAUSAL_ALIGNMENT_UNSUPPORTED)))),
     Kernel("torch.sdpa_efficient_rocm", attention, _efficient, sdpa_backend=EFFICIENT, prior=9.0,
            variants=("bhsd",), untested=True, deterministic_backward=False,
-           requires=(*COMMON, r.dtypes("float16", "bfloat16", "float32"),
+           requires=(*COMMON, r.dtypes("float16", "bfloat16", "float32"), TOP_LEFT,
                      r.equals("group", 1, Code.GQA_UNSUPPORTED))),
 )

@@ -16,7 +16,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(wildcard src/layerzero/dispatch/native/*.cpp src/layerzero/backends/native/*.cpp)
 HAS_TORCH := -c 'import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 8))' 2>/dev/null
 
-.PHONY: run test setup build lint bench docs site clean nightly soak
+.PHONY: run test test-fleet setup build lint bench docs site clean nightly soak
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -29,6 +29,15 @@ run: setup $(VENV)/.native
 test: setup $(VENV)/.native lint
 	@echo "==> pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What needs several nodes: a Ray cluster on this machine, PostgreSQL (initdb and postgres in the path
+# or where Debian puts them), Ray Serve; some minutes. VLLM_SOURCE=<a checkout of vLLM> adds its plugin.
+FLEET_TESTS := tests/integration/test_fleet_ray.py tests/integration/test_perfdb_fleet.py \
+  tests/integration/test_serving_engines.py tests/examples
+test-fleet: setup $(VENV)/.native
+	@echo "==> installing Ray and the client of PostgreSQL"
+	@$(PIP) install -qq -c $(VENV)/constraints.txt -e '.[fleet,ray]'
+	@$(BIN)/python -m pytest -q -rs --timeout=600 $(FLEET_TESTS) -k 'not examples or ray'
 
 lint: setup
 	@echo "==> ruff"

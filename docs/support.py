@@ -17,7 +17,8 @@ TITLES = {"torch": "torch", "native": "our CPU kernels", "cuda": "our CUDA kerne
           "triton": "our Triton kernels", "reference": "reference formulas", "ipex": "IPEX",
           "flash_attn": "FlashAttention", "flashinfer": "FlashInfer", "liger": "Liger",
           "quack": "QuACK", "xformers": "xFormers", "zentorch": "ZenDNN (zentorch)",
-          "tokenizers": "Hugging Face tokenizers"}
+          "tokenizers": "Hugging Face tokenizers", "aiter": "AITER", "habana": "Gaudi's own",
+          "xpu": "torch's and IPEX's for XPU"}
 
 
 def families(kernels: Iterable[Kernel]) -> dict[str, list[Kernel]]:
@@ -54,8 +55,9 @@ def devices(kernels: list[Kernel]) -> str:
     if not where:
         return "whatever torch has"
     makers = {"nvidia": f"NVIDIA GPU{oldest(kernels)}", "amd": "AMD GPU"}
-    gpus = [makers.get(maker, maker) for maker in values(kernels, "vendor")] or ["GPU"]
-    return " or ".join({"cpu": "CPU", "cuda": " or ".join(gpus)}.get(name, name) for name in where)
+    gpus = [makers[maker] for maker in values(kernels, "vendor") if maker in makers] or ["GPU"]
+    words = {"cpu": "CPU", "cuda": " or ".join(gpus), "xpu": "Intel GPU", "hpu": "Gaudi"}
+    return " or ".join(words.get(name, name) for name in where)
 
 
 def package(kernels: list[Kernel]) -> str:

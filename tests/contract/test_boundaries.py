@@ -30,7 +30,10 @@ def _gpu(name: str, sm: int, generation: str, cores: int) -> Device:
 DEVICES = (_gpu("H200", 90, "hopper", 4), _gpu("B200", 100, "blackwell", 5),
            _gpu("A100", 80, "ampere", 3), Device("cpu", 0, "every ISA", "intel", isa=CPU_ISA,
                                                  torch_version="2.13.0"), probe("cpu"),
-           Device("cpu", 0, "AVX2 alone", "intel", isa=("avx2",), torch_version="2.13.0"))
+           Device("cpu", 0, "AVX2 alone", "intel", isa=("avx2",), torch_version="2.13.0"),
+           Device("cuda", 0, "MI300X", "amd", arch="gfx942", gpu_generation="cdna3"),
+           Device("xpu", 0, "Arc B580", "intel", gpu_generation="unknown"),
+           Device("hpu", 0, "Gaudi3", "habana", gpu_generation="unknown"))
 
 
 def passing(leaf: Rule) -> Any:
@@ -99,6 +102,10 @@ def test_limit(kernel: Kernel, rule: Condition, leaf: Rule) -> None:
 def accepted_facts(kernel: Kernel) -> dict[str, Any] | None:
     """The facts of some case of the op that the kernel would serve on one of the devices."""
     for device in DEVICES:
+        own = device.facts()
+        if any(isinstance(rule, Rule) and rule.fact in own and rule.check(own)
+               for rule in kernel.requires):
+            continue
         for dtype in kernel.op.dtypes:
             for case in kernel.op.cases:
                 facts = {**read(kernel.op, case_values(kernel.op, case, dtype)), **device.facts()}

@@ -62,7 +62,7 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if not k.untested], ids=lambda k: k.id)
 def test_kernel_keeps_the_contract_on_cuda(kernel: Kernel, dtype: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -24,11 +24,14 @@ SHOWN = {
                               "cannot serve this call"),
     "serve_with_a_paged_cache": ("waiting; joins: r0, r1",
                                  "every answer as if it were alone: True"),
+    "serve_with_ray": ("8 requests at once, in batches of up to",
+                       "every answer as if it were alone: True", "as answered whole: True",
+                       "/metrics has"),
     "debug_a_wrong_kernel": ("before: passed", "culprit: lz.attention by example.diagonal",
                              "alignment",
                              "without it: passed"),
 }
-NEEDS = {"patch_a_model": "transformers"}
+NEEDS = {"patch_a_model": "transformers", "serve_with_ray": "ray"}
 
 
 def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +42,9 @@ def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_it_runs_and_shows_what_it_says(script, tmp_path):
-    pytest.importorskip(NEEDS.get(script.stem, "torch"))
+    needed = NEEDS.get(script.stem, "torch")
+    pytest.importorskip(needed, reason=f"needs {needed}" + (
+        ": make test-fleet installs it and runs this" if needed == "ray" else ""))
     done = run(script, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert [text for text in SHOWN[script.stem] if text not in done.stdout] == [], done.stdout

@@ -31,9 +31,9 @@ LSE: tuple[r.Condition, ...] = (
     r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUPPORTED)))
 
 
-def _common() -> tuple[r.Condition, ...]:
+def _common(vendor: str = "nvidia") -> tuple[r.Condition, ...]:
     """Returns the requirements of all three versions."""
-    return (r.device("cuda"), r.vendor("nvidia"), r.dtypes("float16", "bfloat16"),
+    return (r.device("cuda"), r.vendor(vendor), r.dtypes("float16", "bfloat16"),
             r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
             r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
             r.at_least("seq_q", 1, Code.EMPTY_INPUT),
@@ -66,17 +66,22 @@ PAGED: tuple[r.Condition, ...] = (
     r.any_of(r.absent("cu_seqlens_q.dtype"), r.present("max_seqlen_q", Code.MISSING_METADATA)))
 ALIGNED = r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED)
 ALIGNED_OR_SQUARE = r.any_of(r.equals("causal_offset", 0), ALIGNED)
-DENSE: tuple[r.Condition, ...] = (
-    *_common(), r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+_DENSE: tuple[r.Condition, ...] = (
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
     r.any_of(r.off("is_causal"), r.equals("causal_offset", 0), ALIGNED),
     r.when(r.at_least("window_left", 0), ALIGNED_OR_SQUARE),
     r.when(r.at_least("window_right", 0), ALIGNED_OR_SQUARE), *LSE)
-PACKED: tuple[r.Condition, ...] = (
-    *_common(), r.any_of(r.off("is_causal"), ALIGNED),
+_PACKED: tuple[r.Condition, ...] = (
+    r.any_of(r.off("is_causal"), ALIGNED),
     r.when(r.at_least("window_left", 0), ALIGNED),
     r.when(r.at_least("window_right", 0), ALIGNED), r.dtypes("int32", of="cu_seqlens_q.dtype"),
     r.dtypes("int32", of="cu_seqlens_k.dtype"), NO_ALIBI,
     r.off("return_lse", Code.LSE_UNSUPPORTED))
+DENSE, PACKED = (*_common(), *_DENSE), (*_common(), *_PACKED)
+# AMD's build, by CK: it takes a softcap and ignores it.
+CK: tuple[r.Condition, ...] = (
+    *_common("amd"), r.generations("cdna2", "cdna3", "cdna4"),
+    r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED))
 V2: tuple[r.Condition, ...] = (
     r.sm(at_least=80),
     r.any_of(r.equals("softcap", 0.0), r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED)))
@@ -285,6 +290,11 @@ KERNELS = (
         *DENSE, *V2, r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
         r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
     Kernel("flash_attn.v2_varlen", varlen_attention, _v2_varlen, **_V2, requires=(*PACKED, *V2)),
+    Kernel("flash_attn.v2_ck", attention, _v2, variants=BSHD, **_V2, requires=(
+        *CK, *_DENSE, r.one_of("alibi_slopes.dtype", None, "float32", code=Code.ALIBI_UNSUPPORTED),
+        r.when(r.present("alibi_slopes.dtype"), ALIGNED_OR_SQUARE))),
+    Kernel("flash_attn.v2_ck_varlen", varlen_attention, _v2_varlen, **_V2,
+           requires=(*CK, *_PACKED)),
     Kernel("flash_attn.v3", attention, _v3, variants=BSHD, **_V3, requires=(*DENSE, *V3, NO_ALIBI)),
     Kernel("flash_attn.v3_varlen", varlen_attention, _v3_varlen, **_V3, requires=(*PACKED, *V3)),
     Kernel("flash_attn.v4", attention, _v4, variants=BSHD, **_V4, requires=(*DENSE, *V4, NO_ALIBI)),

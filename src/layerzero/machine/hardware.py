@@ -110,7 +110,8 @@ def amd_device(props: Any, index: int, software: Software, table: Table = GENERA
     return Device(
         "cuda", index, props.name or arch, "amd", arch=arch, gpu_generation=row.name,
         supports_bf16=row.bf16, supports_fp8=row.fp8, supports_fp4=row.fp4,
-        cores=props.multi_processor_count, total_memory=props.total_memory, **software)
+        cores=props.multi_processor_count, total_memory=props.total_memory,
+        shared_per_block=getattr(props, "shared_memory_per_block", 0), **software)
 
 
 def xpu_device(props: Any, index: int, software: Software) -> Device:

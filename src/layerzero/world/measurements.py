@@ -107,6 +107,16 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
 
+def store_rows(rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
+               rates: Mapping[str, Rates]) -> None:
+    """Stores what other machines measured, complete as they sent it; selection here does not change
+    before `reload_measurements`."""
+    timed = {place: (r, state.now()) for place, r in rates.items()}
+    for event in _store_rows(worlds.current().policy, [m.checked() for m in rows], environments,
+                             timed):
+        events.emit(event)
+
+
 def tighten_spread(world: World, op: Op, facts: Mapping[str, Any], rows: Sequence[Measurement],
                    group: Collection[str],
                    override: Override | None = None) -> tuple[tuple[Measurement, ...], str]:

@@ -33,7 +33,7 @@ def needed(kernel: str, **facts: int) -> int:
 @pytest.mark.parametrize("kernel", OURS.values(), ids=OURS)
 def test_every_kernel_of_ours_declares_it(kernel):
     # which adds up nothing among threads
-    assert kernel.shared_memory != "0" or kernel.id == "triton.mlp"
+    assert kernel.shared_memory != "0" or kernel.id in ("triton.mlp", "triton.mlp_portable")
 
 
 def test_a_kernel_that_the_device_has_no_room_for_is_refused_with_the_numbers(world):

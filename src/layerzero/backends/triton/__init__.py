@@ -3,7 +3,8 @@
 This file declares them. Triton is imported when a kernel is first loaded. They read raw memory, so
 they take plain tensors only, and but for grouped_attention have no backward. The best number of
 programs depends on the GPU: the default is what was fastest on an H200, and half and twice as many
-are separate kernels, so that tuning measures and ranks them like all others.
+are separate kernels, so that tuning measures and ranks them like all others. What is not bound to
+NVIDIA by its instructions is declared for AMD and Intel GPUs too, untested there (`_portable`).
 """
 
 from __future__ import annotations
@@ -278,6 +279,20 @@ PROGRAM_VARIANTS: tuple[tuple[str, str, Callable[[], Callable[..., Any]]], ...] 
     ("triton.linear_gemv", "half", _linear_half), ("triton.linear_gemv", "double", _linear_double),
     ("triton.quantized_linear_gemv", "half", _quantized_linear_half),
     ("triton.quantized_linear_gemv", "double", _quantized_linear_double))
+# Counters and streams are those of torch.cuda, which on AMD is HIP's; where neither is needed,
+# Intel is served too. `sample` calls a function of CUDA's libdevice, so it stays with NVIDIA.
+AMD: tuple[r.Condition, ...] = (
+    r.device("cuda"), r.vendor("amd"), r.generations("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"))
+AMD_OR_INTEL: tuple[r.Condition, ...] = (
+    r.device("cuda", "xpu"), r.vendor("amd", "intel"))
+PORTABLE: tuple[tuple[str, tuple[r.Condition, ...]], ...] = (
+    ("attention_decode", AMD), ("paged_attention_decode", AMD), ("grouped_attention", AMD),
+    ("linear_gemv", AMD), ("quantized_linear_gemv", AMD), ("rms_norm", AMD_OR_INTEL),
+    ("add_rms_norm", AMD_OR_INTEL), ("rope", AMD_OR_INTEL), ("mlp", AMD_OR_INTEL))
 KERNELS = (*DEFAULTS, *(replace(k, id=f"{k.id}_{name}", load=load, prior=0.99 * k.prior,
                                 note=f"{name} as many programs: for tuning to choose")
-                        for of, name, load in PROGRAM_VARIANTS for k in DEFAULTS if k.id == of))
+                        for of, name, load in PROGRAM_VARIANTS for k in DEFAULTS if k.id == of),
+           *(replace(k, id=f"{k.id}_portable", requires=(*hardware, *k.requires[len(HARDWARE):]),
+                     untested=True, replayable=False, less_work="",
+                     note="the same code, compiled by Triton for this GPU")
+             for name, hardware in PORTABLE for k in DEFAULTS if k.id == f"triton.{name}"))

@@ -375,7 +375,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
         del options["STAGES"]
         _one_row_int4((programs,), (flat, weight.view(torch.int32), *optional_args, out, n,
                                     scale_row), {
-            **options, "ASM": x.is_cuda,
+            **options, "ASM": x.is_cuda and torch.version.hip is None,      # PTX
             "QUADS": min(cfg.block_k, triton.next_power_of_2(-(-k // 32)))})
     elif rows == 1:
         vec = 16 // weight.element_size()

@@ -96,7 +96,8 @@ class Launcher:
         self._tick = self._hits.__next__
         self._made = {"compiled": 0, "disk": 0, "memory": 0}
         self._runtime = (_runtime_parameters(fn) if isinstance(fn, JITFunction)
-                         and torch.version.hip is None else -1)
+                         and torch.version.hip is None
+                         and getattr(torch.version, "xpu", None) is None else -1)
 
     @property
     def counts(self) -> LaunchCounts:

@@ -31,8 +31,9 @@ def device_size(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 8, 1 << 20                      # the interpreter
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin",
-                                                     96 << 10)
+    default = 96 << 10 if torch.version.hip is None else 64 << 10      # of AMD: local data share
+    return (properties.multi_processor_count,
+            getattr(properties, "shared_memory_per_block_optin", 0) or default)
 
 
 def counters(device: torch.device, count: int) -> Tensor:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...machine import hardware
 from ...perf.ownership import SQLITE
 from ...perf.record import Measurement
+from ...plan.places import places
 from ...spec.errors import DataError
 from ...spec.names import names_kernel
 from ...world import measurements
@@ -41,6 +43,21 @@ def show_rows(kernel: str, op: str, everything: bool, limit: int, as_json: bool)
                 for m, s in cut], right=("us", "spread", "samples", "age"))
     if len(cut) < len(shown):
         show.text(f"... and {len(shown) - len(cut)} more; --limit 0 shows all")
+    return 0
+
+
+def show_places(as_json: bool) -> int:
+    with measurements.open_store(read_only=True) as store:
+        known, name = places(store.rows(), store.environments()), store.name
+    if as_json:
+        show.as_json({"store": name, "places": [p.to_json() for p in known]})
+        return 0
+    here = {device.signature for device in hardware.all_devices()}
+    show.heading(f"{name}: {len(known)} places" if known else f"{name}: no measurements")
+    show.table(("place", "device", "threads", "measurements", "machines", ""), [
+        (p.place, p.device, str(p.threads or ""), str(p.measurements), ", ".join(p.machines),
+         "this machine's" if measurements.signature_of(p.place) in here else "")
+        for p in known], right=("threads", "measurements"))
     return 0
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ...plan import dryrun, lockfile
 from ...plan.lower import lower
+from ...plan.places import compare_places
 from ...plan.solver import solve as solve_calls
 from ...plan.table import Table
 from ...spec.errors import DataError
+from ...world import measurements
 from .. import show
 from ..calls import calls_of, load_program
 from ..options import Source
@@ -61,7 +63,11 @@ def lock(source: Source, device: str | None, path: Path, as_json: bool) -> int:
 
 
 def diff(a: Path, b: Path, everything: bool, as_json: bool) -> int:
-    ranges = lockfile.compare(lockfile.load_choices(a), lockfile.load_choices(b))
+    if a.is_file() or b.is_file():
+        ranges = lockfile.compare(lockfile.load_choices(a), lockfile.load_choices(b))
+    else:
+        with measurements.open_store(read_only=True) as store:
+            ranges = compare_places(store, str(a), str(b))
     differences = [d for d in ranges if d.verdict != "same"]
     shown = ranges if everything else differences
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -12,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ...tuning import tuner
+from ...tuning import fleet, tuner
 from ...tuning.report import Tuned, TuneReport, label
 from .. import show
 from ..calls import calls_of
@@ -22,17 +23,22 @@ from ..root import INTERRUPTED
 
 def tune(source: Source, *, device: str | None = None, seconds: float | None = None,
          again: bool = False, mode: Sequence[str] | None = None, cold: bool = False,
-         compiling: bool = True, rounds: int | None = None, as_json: bool = False) -> int:
-    workload = calls_of(source, device, "standard")
+         compiling: bool = True, rounds: int | None = None, ray: str | None = None,
+         as_json: bool = False) -> int:
+    # the devices of a cluster are not those of this machine
+    workload = calls_of(source, None if ray else device, "standard")
+    on_cluster = {"address": ray} if ray else {}
     columns = (TextColumn("{task.description:<50.50}", markup=False), BarColumn(),
                MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with show.progress(*columns) as update:
         def progress(done: int, total: int, description: str) -> None:
             update(completed=done, total=total, description=description)
 
-        report = tuner.tune(workload, device=device, seconds=seconds, again=again, mode=mode,
-                            cold=cold, rounds=tuner.ROUNDS if rounds is None else rounds,
-                            compile=compiling, progress=progress)
+        run: Any = fleet.tune_fleet if ray else tuner.tune
+        report: TuneReport = run(
+            workload, device=device, seconds=seconds, again=again, mode=mode, cold=cold,
+            rounds=tuner.ROUNDS if rounds is None else rounds, compile=compiling,
+            progress=progress, **on_cluster)
     show.as_json(report.to_json()) if as_json else _show(report)
     if report.stopped == "interrupted":
         return INTERRUPTED
@@ -60,10 +66,15 @@ def _show(report: TuneReport) -> None:
     if compiled:
         show.text("Compiled first, apart from the times: "
                   + ", ".join(f"{kernel} {seconds:.1f} s" for kernel, seconds in compiled.items()))
-    for rates in report.rates.values():
+    on_fleet = isinstance(report, fleet.FleetReport)
+    for place, rates in report.rates.items():
         show.text(
-            f"This device at best: {rates.flops_per_us / 1e6:.2f} TFLOP/s, "
-            f"{rates.bytes_per_us / 1e3:.1f} GB/s.")
+            f"{place if on_fleet else 'This device'} at best: {rates.flops_per_us / 1e6:.2f} "
+            f"TFLOP/s, {rates.bytes_per_us / 1e3:.1f} GB/s.")
+    if isinstance(report, fleet.FleetReport):
+        show.table(("node", "device", "place", "tuned", ""), [
+            (m.node, m.device, m.place, str(m.tuned), m.problem) for m in report.machines],
+            right=("tuned",))
     show.text(report.closing + ".")
 
 

@@ -4,9 +4,11 @@ those that pass.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 
@@ -28,14 +30,18 @@ SHOWN = 4                                      # failing cases of a kernel that 
 
 def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", op: str = "",
                    device: str | None = "cpu", seeds: Sequence[int] = (), as_json: bool = False,
-                   isolated: bool = False) -> int:
+                   isolated: bool = False, untested: bool = True,
+                   report: Path | None = None) -> int:
     """Certify kernels and print each verdict; returns 1 if a kernel fails or none could be tested.
 
-    An interrupt keeps the certificates of those that passed until then.
+    Without `untested`, kernels that were never run on their hardware are left out. `report` is
+    written with the verdicts and the device. An interrupt keeps the certificates of those that
+    passed until then.
     """
     if lane not in LANES:
         raise ConfigError(f"the lanes of lz verify are {', '.join(LANES)}, got {lane!r}")
     kernels, device = match_kernels(backend, kernel, op), device_kind(device)
+    kernels = [k for k in kernels if untested or not k.untested]
     crashed = probe_unknown(kernels, device) if isolated else {}
     for name, reason in crashed.items():
         if not as_json:
@@ -52,12 +58,16 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
         interrupted = True
     publish()
     counts = Counter(v.status for v in verdicts)
+    result = {"level": 1, "lane": lane, "device": device, "interrupted": interrupted,
+              "counts": dict(counts),
+              "certificates": str(certificates.folder(hardware.probe(device))),
+              "condemned": {name: reason.to_json() for name, reason in crashed.items()},
+              "kernels": [v.to_json() for v in verdicts]}
+    if report is not None:
+        report.write_text(json.dumps({**result, "hardware": hardware.probe(device).to_json()},
+                                     indent=1, default=str) + "\n")
     if as_json:
-        show.as_json({"level": 1, "lane": lane, "device": device, "interrupted": interrupted,
-                      "counts": dict(counts),
-                      "certificates": str(certificates.folder(hardware.probe(device))),
-                      "condemned": {name: reason.to_json() for name, reason in crashed.items()},
-                      "kernels": [v.to_json() for v in verdicts]})
+        show.as_json(result)
     else:
         _show_summary(verdicts, counts, len(kernels), device, interrupted)
     return INTERRUPTED if interrupted else 1 if crashed or counts["failed"] or not counts[

@@ -70,6 +70,8 @@ def tune(
         "--compile/--no-compile", help="also kernels that have to be compiled first")] = True,
     rounds: Annotated[int | None, typer.Option(min=1, help=(
         "the most samples of one kernel in one kind of call"))] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help=(
+        "tune on all nodes of this Ray cluster; auto: the one that runs on this machine"))] = None,
     dtype: o.Dtype = "bfloat16", device: o.DeviceKind = None, batch: o.Batch = 1,
     prompt: o.Prompt = 512, context: o.Context = 4096, as_json: o.Json = False,
 ) -> None:
@@ -84,7 +86,7 @@ def tune(
         _check_mode(name)
     from ..commands.tune import tune as run
     raise typer.Exit(run(source, device=device, seconds=seconds, again=again, mode=mode or None,
-                         cold=cold, compiling=compiling, rounds=rounds, as_json=as_json))
+                         cold=cold, compiling=compiling, rounds=rounds, ray=ray, as_json=as_json))
 
 
 @declare(PANEL, "lz regret --calls calls.jsonl",
@@ -160,6 +162,14 @@ def show_rows(op: o.OnlyOp = None, kernel: KernelPattern = "*",
     """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
     from ..commands import perf as commands
     raise typer.Exit(commands.show_rows(kernel, op or "*", everything, limit, as_json))
+
+
+@declare("", "lz perf places", "places", to=perf)
+def show_places(as_json: o.Json = False) -> None:
+    """The models of device that were measured, and the machines of each: those of one place share
+    what they measured, and lz diff compares two places."""
+    from ..commands import perf as commands
+    raise typer.Exit(commands.show_places(as_json))
 
 
 @declare("", "lz perf prune --older-than 90 --dry-run", to=perf)

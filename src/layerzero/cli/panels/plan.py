@@ -81,7 +81,9 @@ def lock(
 
 @declare(PANEL, "lz diff laptop.json server.json")
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="a dispatch table or a lockfile")],
+    a: Annotated[Path, typer.Argument(metavar="A", help=(
+        "a dispatch table or a lockfile; or a node, a model of device or a place of the shared "
+        "store, as lz perf places lists them"))],
     b: Annotated[Path, typer.Argument(metavar="B", help="another one")],
     everything: Annotated[bool, typer.Option("--all", help="also what is the same")] = False,
     as_json: o.Json = False,

@@ -54,6 +54,13 @@ def against(
         "--model", help="of --peer: a GGUF file; default: SmolLM2")] = "",
     out: Annotated[Path | None, typer.Option(
         "--out", metavar="FILE", help="of --peer: write the report there too")] = None,
+    level: Annotated[int, typer.Option("--level", min=0, max=1, help=(
+        "1: kernels against their contracts, as lz verify kernels"))] = 0,
+    device: o.DeviceKind = None,
+    allow_untested: Annotated[bool, typer.Option("--allow-untested", help=(
+        "of --level 1: also kernels that were never run on their hardware"))] = False,
+    report: Annotated[bool, typer.Option("--report", help=(
+        "of --level 1: write lz-verify-DEVICE.json, to be sent to the project"))] = False,
     as_json: o.Json = False,
 ) -> None:
     """Kernels, models and definitions against references. Exit code 1 if something disagrees."""
@@ -61,6 +68,13 @@ def against(
         if peer:
             raise ConfigError(f"lz verify takes --peer or {context.invoked_subcommand}, got both")
         return
+    if level == 1 and not peer:
+        lane = _lane("lz verify --level 1", quick=quick, full=full)
+        from ..calls import device_kind
+        from ..commands.verify_levels import verify_kernels
+        path = Path(f"lz-verify-{device_kind(device)}.json") if report else None
+        raise typer.Exit(verify_kernels(lane, device=device, untested=allow_untested, report=path,
+                                        as_json=as_json))
     if peer != "llama.cpp":
         raise ConfigError(f"lz verify wants --peer llama.cpp, or one of its commands (lz verify "
                           f"-h); got {f'--peer {peer}' if peer else 'neither'}")

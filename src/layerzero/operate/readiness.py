@@ -29,6 +29,7 @@ from ..spec.reason import Code
 from ..world import capabilities, config, measurements, perf_loading, redaction
 from ..world import snapshot as worlds
 from ..world.snapshot import World
+from ..world.tables import AgreedTable
 
 SCHEMA = "layerzero.readiness/1"
 OK, WARNING, FAIL = "ok", "warning", "fail"
@@ -382,7 +383,13 @@ def check_ranks(world: World, store: Any = None, rank: int = 0,
                                          f"{len(missing)} of {size} ranks have not been checked "
                                 f"yet: {', '.join(map(str, missing[:8]))}",
                                          "check readiness on every rank"))
-    return ReadinessCheck.of("ranks", want, findings, f"{size} ranks, all alike")
+    text = f"{size} ranks, all alike"
+    if world.table is not None and isinstance(world.table.table, AgreedTable):
+        agreement = world.table.table.agreement
+        text = f"{agreement}, all alike"
+        if agreement.mode == "inference":          # it goes on with what all ranks have
+            findings = [f if f.state != FAIL else f._replace(state=WARNING) for f in findings]
+    return ReadinessCheck.of("ranks", want, findings, text)
 
 
 def _key(rank: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
@@ -257,6 +257,7 @@ class Hashed(Record):
 
 @dataclass(frozen=True)
 class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
+    miss_code: ClassVar[Code] = Code.PLAN_BUCKET_MISS
     stamp: Stamp
     rows: Annotated[tuple[Row, ...], MOST]
     jit: Annotated[tuple[Artefact, ...], MOST] = ()

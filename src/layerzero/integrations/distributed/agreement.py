@@ -67,6 +67,7 @@ class Session:
     differences: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
     units: dict[str, Unit] = field(default_factory=dict)
+    pending: dict[str, Unit] = field(default_factory=dict)     # met here, not agreed yet
     unserved: tuple[str, ...] = ()             # kinds for which no kernel is common to all
     rows: dict[str, Row] = field(default_factory=dict)
     epoch: int = -1                            # of the world that the rows were last made in
@@ -90,9 +91,9 @@ class Session:
         """Agree on what was met since the last time, and on `calls`; return how many kinds have
         another kernel than before, or their first."""
         world = worlds.current()
-        known = {(u.op, json.dumps(u.of(self.rank), sort_keys=True)) for u in self.units.values()}
-        met = [[op, facts] for op, facts in provisional(world)
-               if (op, json.dumps(facts, sort_keys=True)) not in known]
+        # kept until they are agreed: publishing a world empties the caches they are found in
+        self.pending.update((unit.id, unit) for unit in provisional(world))
+        met = [[u.op, u.facts[0]] for i, u in self.pending.items() if i not in self.units]
         own = {"stale": world.epoch != self.epoch, "met": met,
                "calls": None if calls is None else [[u.op, u.facts[0]] for u in calls]}
         said = [json.loads(text) for text in self.exchange.gather("kinds", json.dumps(own))]
@@ -113,6 +114,7 @@ class Session:
                 unit.orders = orders[i]
                 self.units[i] = unit
             self.units = dict(sorted(self.units.items()))
+            self.pending = {i: u for i, u in self.pending.items() if i not in self.units}
             self.unserved = tuple(sorted({u.op for u in self.units.values()
                                           if not all(u.orders.values())}))
             if changed or stale:
@@ -227,9 +229,9 @@ def agreed_orders(choices: Sequence[Mapping[str, Any]],
     return orders
 
 
-def provisional(world: World) -> Iterator[tuple[str, Facts]]:
-    """Yield op and facts of the choices that this rank made alone: those remembered that are not
-    agreed, and that no context or call overrides."""
+def provisional(world: World) -> Iterator[Unit]:
+    """Yield the kinds of call that this rank chose a kernel for by itself: those remembered that
+    are not agreed, and that no context or call overrides."""
     table = world.table.table if world.table is not None else None
     agreed = table.rows if isinstance(table, AgreedTable) else None
     for dispatcher in list(dispatchers.values()):
@@ -240,7 +242,7 @@ def provisional(world: World) -> Iterator[tuple[str, Facts]]:
                 continue
             facts = {n: v for n, v in facts.items() if n not in DEVICE_FACTS or n == "device"}
             if all(isinstance(v, SCALARS) for v in facts.values()):
-                yield op, encode(facts)
+                yield Unit(op, [encode(facts)])
 
 
 def without_agreement(world: World) -> World:

@@ -42,6 +42,7 @@ def check_agreement(rank: int, size: int, store: str) -> None:
     check_a_change(rank, size)
     check_a_rank_that_is_late(rank, size)
     check_a_rank_that_dies(rank, size, store)
+    check_same_bits(rank, size)
 
 
 def check_other_shapes(rank: int, size: int) -> None:
@@ -213,3 +214,51 @@ def check_a_rank_that_dies(rank: int, size: int, path: str) -> None:
     found = lz.distributed.status()
     assert found is not None and found.kinds == 2
     lz.distributed.shutdown()
+
+
+def tiny_block(group: Any, x: torch.Tensor, ids: torch.Tensor,
+               weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Embedding, norm, attention by heads, feed-forward layer: of the ranks of one group."""
+    d = lz.distributed
+
+    def own(name: str, dim: int = 0) -> torch.Tensor:
+        return d.shard(weights[name], dim, group=group).requires_grad_(
+            weights[name].is_floating_point() and weights[name].dtype is torch.float32)
+
+    leaf = x.clone().requires_grad_(x.dtype is torch.float32)
+    table, q, k, v, o = own("table", 1), own("q"), own("k"), own("v"), own("o", 1)
+    hidden = lz.rms_norm(leaf + d.embedding(ids, table, group=group), weights["norm"])
+    heads = [d.column_linear(hidden, w, group=group).view(*x.shape[:2], -1, 16).transpose(1, 2)
+             for w in (q, k, v)]
+    mixed = d.attention(*heads, is_causal=True, group=group).transpose(1, 2).flatten(2)
+    hidden = hidden + d.row_linear(mixed, o, weights["bias"], group=group)
+    gate, up, down = own("gate"), own("up"), own("down", 1)
+    out = hidden + d.mlp(hidden, gate, up, down, group=group)
+    if leaf.requires_grad:
+        out.square().sum().backward()
+        return [out.detach(), leaf.grad, *(w.grad for w in (q, gate, down))]
+    return [out]
+
+
+def check_same_bits(rank: int, size: int) -> None:
+    """One, two and four ranks compute the same bits, forward and backward."""
+    if size != 4:
+        return
+    groups = {1: [dist.new_group([r]) for r in range(4)][rank],
+              2: [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2], 4: None}
+    gen = torch.Generator().manual_seed(1)
+    sizes = {"table": (40, 64), "norm": (64,), "q": (256, 64), "k": (128, 64), "v": (128, 64),
+             "o": (64, 256), "bias": (64,), "gate": (160, 64), "up": (160, 64), "down": (64, 160)}
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = {name: torch.randn(shape, generator=gen).to(dtype) / 8
+                   for name, shape in sizes.items()}
+        x = torch.randn(2, 5, 64, generator=gen).to(dtype)
+        ids = torch.randint(0, 40, (2, 5), generator=gen)
+        results = {n: tiny_block(group, x, ids, weights) for n, group in groups.items()}
+        for n in (2, 4):
+            assert torch.equal(results[n][0], results[1][0]), (n, dtype)
+            for i, whole in enumerate(results[1][1:]):
+                part = results[n][1 + i]
+                want = (whole if not i else
+                        whole.chunk(n, 1 if i == 3 else 0)[rank % n])      # x, q, gate, down
+                assert torch.equal(part, want), (n, i)

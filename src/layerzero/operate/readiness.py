@@ -345,7 +345,7 @@ def identity(world: World) -> dict[str, str]:
     table = world.table.table.id if world.table is not None else ""
     return {"layerzero": installed_version("layerzero") or "unknown", "torch": torch.__version__,
             "policy": world.policy.hash, "table": table,
-            "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
+            "capabilities": capabilities.hash_of(world.catalog)[:16]}
 
 
 def check_ranks(world: World, store: Any = None, rank: int = 0,

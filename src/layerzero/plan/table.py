@@ -189,7 +189,7 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
     def of(cls, world: World, kind: str, kernels: Iterator[str] | Sequence[str]) -> Stamp:
         known = world.catalog.by_id
         return cls(world.device(kind), world.place(kind), world.policy.hash,
-                   capabilities.capabilities_hash(capabilities.export(world.catalog)),
+                   capabilities.hash_of(world.catalog),
                    {k: build_of(known[k]) for k in sorted(set(kernels)) if k in known},
                    installed_version("layerzero") or "unknown")
 

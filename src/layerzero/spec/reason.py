@@ -218,6 +218,10 @@ class Code(str, Enum):
         "BATCH_INVARIANCE_REQUIRED", Category.MODE,
         "a row's result may depend on its neighbours; {want} was asked for",
         "let another kernel serve the call")
+    INVARIANCE_NOT_REQUIRED = (
+        "INVARIANCE_NOT_REQUIRED", Category.MODE,
+        "is made for {want}, which nobody asked for, and is slow",
+        "set it, or name the kernel with backend=")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")

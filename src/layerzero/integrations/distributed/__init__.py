@@ -13,5 +13,7 @@ from __future__ import annotations
 from ...world.tables import Agreement
 from .exchange import StoreGroup
 from .lifecycle import agree, check, init, shutdown, status, sync
+from .parallel import attention, column_linear, embedding, mlp, row_linear, shard
 
-__all__ = ["Agreement", "StoreGroup", "agree", "check", "init", "shutdown", "status", "sync"]
+__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding", "init",
+           "mlp", "row_linear", "shard", "shutdown", "status", "sync"]

@@ -12,5 +12,5 @@ from .integrations.distributed.parallel import (
 )
 from .world.tables import Agreement
 
-__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding", "init",
-           "mlp", "row_linear", "shard", "shutdown", "status", "sync"]
+__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding",
+           "init", "mlp", "row_linear", "shard", "shutdown", "status", "sync"]

@@ -98,7 +98,7 @@ def check_a_policy_that_differs(rank: int, size: int) -> None:
 
 def check_training_refuses(rank: int, size: int) -> None:
     """Rank 1 still has a policy of its own."""
-    with pytest.raises(RanksError, match="rank 1: policy .* instead of") as caught:
+    with pytest.raises(RanksError, match=r"rank 1: policy .* instead of") as caught:
         lz.distributed.init("training", timeout=60)
     assert caught.value.ranks == (1,) and lz.distributed.status() is None
     if rank == 1:

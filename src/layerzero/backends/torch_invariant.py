@@ -52,7 +52,8 @@ def _attention() -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel("torch.linear_each_row", linear, _linear, (r.at_least("rows", 1, Code.EMPTY_INPUT),),
+    Kernel("torch.linear_each_row", linear, _linear, (
+        r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT)),
            prior=0.02, overhead_us=20.0, batch_invariant=True, only_invariant=True,
            note="one row at a time"),
     Kernel("torch.attention_each_head", attention, _attention, (

@@ -283,7 +283,8 @@ class Demands(NamedTuple):
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
             tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
-                  if settings[name]), named, settings["disabled"], around.certified if settings["require_certificates"] else None,
+                  if settings[name]), named, settings["disabled"],
+            around.certified if settings["require_certificates"] else None,
             None if named or settings["jit"] == "in_request"
             else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},

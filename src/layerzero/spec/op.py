@@ -148,6 +148,8 @@ class Op:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
     stress: tuple[Mapping[str, Any], ...] = ()  # large cases, for the longer lanes of verification
+    # long and wide ones, which kernels split into parts
+    invariance_cases: tuple[Mapping[str, Any], ...] = ()
     # for the backward; by default some of `cases`
     gradient_cases: tuple[Mapping[str, Any], ...] = ()
     # sizes at which dropped weights show

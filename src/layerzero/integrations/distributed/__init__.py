@@ -15,5 +15,5 @@ from .exchange import StoreGroup
 from .lifecycle import agree, check, init, shutdown, status, sync
 from .parallel import attention, column_linear, embedding, mlp, row_linear, shard
 
-__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding", "init",
-           "mlp", "row_linear", "shard", "shutdown", "status", "sync"]
+__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding",
+           "init", "mlp", "row_linear", "shard", "shutdown", "status", "sync"]

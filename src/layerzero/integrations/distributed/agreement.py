@@ -184,7 +184,8 @@ class Session:
     # a rank that joins later
 
     def state(self) -> str:
-        return json.dumps({"profiles": self.profiles, "units": [[u.op, u.facts, u.orders] for u in self.units.values()]})
+        units = [[u.op, u.facts, u.orders] for u in self.units.values()]
+        return json.dumps({"profiles": self.profiles, "units": units})
 
     def restore(self, state: Sequence[Any]) -> None:
         """Take over what the others agreed on; nothing yet for those who begin."""

@@ -21,7 +21,7 @@ from ...world import snapshot as worlds
 from ...world.snapshot import World
 from ...world.tables import ActiveTable, Agreement
 from .agreement import ANY_DEVICE, Session, base_table, provisional, units_of
-from .exchange import Exchange, StoreGroup
+from .exchange import Exchange
 from .profile import Profile, not_shared
 
 MODES = ("inference", "training")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ...dispatch.facts import read
 from ...machine import hardware
+from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.errors import InvalidCall
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .contract import call, refusals, results_of
+from .contract import CaseResult, call, case_values, refusals, results_of
 
 Part = tuple[int, int, int]                    # from and to, in units of so many parts of the whole
 SIZES = ("batch", "tp")
@@ -56,6 +57,23 @@ def changed_bits(kernel: Kernel, values: Mapping[str, Any], to: str) -> Iterator
                 first, last, of = part
                 yield (f"result {i}: {unlike} of {want.numel()} numbers change when only parts "
                        f"{first} to {last - 1} of {of} along {', '.join(dims)} are computed")
+
+
+def check_invariance(kernel: Kernel, case: Mapping[str, Any], dtype: str, to: str,
+                     device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Check one case for changed bits."""
+    name = f"parts of a {'batch' if to == 'batch' else 'tensor-parallel layer'}"
+    values = case_values(kernel.op, case, dtype, device, seed)
+    reasons = refusals(kernel, values)
+    if reasons:
+        return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)
+    try:
+        with torch.no_grad():
+            found = next(changed_bits(kernel, values, to), "")
+    except FAULTS as e:
+        found = str(reason_of(e, classify(e)))
+    return CaseResult(kernel.id, case, dtype, "failed" if found else "passed", detail=found,
+                      circumstance=name, seed=seed, kinds=("invariance",) if found else ())
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[Part]:

@@ -36,9 +36,10 @@ def test_a_part_alone_has_the_bits_it_has_in_the_whole(kernel, to):
     # one that splits nothing has nothing to show in long cases
     longer = () if kernel.only_invariant else op.invariance_cases
     results = [check_invariance(kernel, case, dtype, to) for dtype in op.dtypes[:2]
-               for case in (*op.cases[::3 if longer else 6], *longer)]
+               for case in (*op.cases[::3 if longer else 16], *longer)]
     assert not [str(result) for result in results if result.status == "failed"]
-    assert any(result.status == "passed" for result in results)
+    if all(result.status == "skipped" for result in results):
+        pytest.skip("none of the cases runs on this CPU")
 
 
 def test_a_kernel_that_reads_its_neighbours_is_found_out():

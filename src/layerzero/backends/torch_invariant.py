@@ -43,10 +43,12 @@ def _attention() -> Callable[..., Any]:
         group = query.shape[1] // key.shape[1]
         options = {"is_causal": is_causal, "scale": scale, "causal_align": causal_align,
                    "window_left": window_left, "window_right": window_right, "softcap": softcap}
-        heads = [[reference(*(t[b:b + 1, h:h + 1].clone() for t, h in (
+        # a copy of its own, in float32 or wider: torch's half types are slow on many CPUs
+        wide = torch.promote_types(query.dtype, torch.float32)
+        heads = [[reference(*(t[b:b + 1, h:h + 1].to(wide, copy=True) for t, h in (
             (query, head), (key, head // group), (value, head // group))), **options)
             for head in range(query.shape[1])] for b in range(query.shape[0])]
-        return torch.cat([torch.cat(row, 1) for row in heads])
+        return torch.cat([torch.cat(row, 1) for row in heads]).to(query.dtype)
 
     return run
 

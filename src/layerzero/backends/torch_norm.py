@@ -98,11 +98,15 @@ KERNELS = (
                 "dtype"),
     Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0,
            overhead_us=2.0,
-           requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
+           requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT),
+           batch_invariant=True),
     Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=0.98, overhead_us=4.0,
            baseline=True, batch_invariant=True, invariant_when=ROW_BY_ROW),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
-           requires=PARAMETER_DTYPES, batch_invariant=True, invariant_when=ROW_BY_ROW),
+           requires=PARAMETER_DTYPES, batch_invariant=True,
+           # on a GPU each row has a block of its own
+           invariant_when=(r.any_of(r.device("cuda"), r.device("cpu")),
+                           r.any_of(r.device("cuda"), r.at_most("hidden", 16384)))),
     # Contiguous images only: on a GPU it copies others anyway, and on the CPU its channels-last
     # path computes E[x^2] - E[x]^2, which loses the variance if the mean is large.
     Kernel("torch.group_norm", group_norm, _group_norm, prior=6.0, overhead_us=3.0, baseline=True,

@@ -285,7 +285,7 @@ KERNELS = (
     declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
-    declare(attention, _attention_invariant, 4.0, 3.0, *DECODE_RULES, name="attention_invariant",
+    declare(attention, _attention_invariant, 20.0, 3.0, *DECODE_RULES, name="attention_invariant",
             variants=("bhsd",), batch_invariant=True, tp_invariant=True,
             note="keys are split alike, however many heads and sequences there are"),
     declare(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,

@@ -15,6 +15,10 @@ WORDS = ('from tokenizers import Tokenizer, models\n'
 FAST = (WORDS + 'from transformers import PreTrainedTokenizerFast\n'
         'fast = PreTrainedTokenizerFast(tokenizer_object=words)\n')
 
+ALONE = ('from torch.distributed import HashStore\n'
+         'lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))\n')
+END = '\nlz.distributed.shutdown()'
+
 EXAMPLES = {
     # classes
     "Code": 'assert lz.Code.NOT_INSTALLED.category.value == "software"',
@@ -54,6 +58,28 @@ EXAMPLES = {
     "prefer": 'with lz.prefer("reference"):\n    out = lz.rms_norm(torch.ones(2, 8))',
     "reload": 'lz.reload()',
     "unlock": 'lz.lock("rms_norm", "torch.rms_norm")\nlz.unlock("rms_norm")',
+    # ranks
+    "distributed.Agreement": ALONE + 'agreed: lz.distributed.Agreement | None = '
+                             'lz.distributed.status()' + END,
+    "distributed.StoreGroup": 'from torch.distributed import HashStore\n'
+                              'group = lz.distributed.StoreGroup(HashStore(), rank=0, size=1)',
+    "distributed.agree": CALLS + ALONE + 'lz.distributed.agree(calls)' + END,
+    "distributed.attention": 'q, k = torch.ones(1, 16, 4, 32), torch.ones(1, 8, 4, 32)\n'
+                             'out = lz.distributed.attention(q, k, k, is_causal=True)',
+    "distributed.check": ALONE + 'lz.distributed.check()' + END,
+    "distributed.column_linear": 'out = lz.distributed.column_linear(torch.ones(2, 64), '
+                                 'torch.ones(128, 64))',
+    "distributed.embedding": 'rows = lz.distributed.embedding(torch.tensor([1, 2]), '
+                             'torch.ones(9, 64))',
+    "distributed.init": ALONE + 'lz.distributed.shutdown()',
+    "distributed.mlp": 'x, wide = torch.ones(2, 64), torch.ones(128, 64)\n'
+                       'out = lz.distributed.mlp(x, wide, wide, torch.ones(64, 128))',
+    "distributed.row_linear": 'out = lz.distributed.row_linear(torch.ones(2, 64), '
+                              'torch.ones(32, 64))',
+    "distributed.shard": 'own = lz.distributed.shard(torch.ones(64, 128), dim=1)',
+    "distributed.shutdown": ALONE + 'lz.distributed.shutdown()',
+    "distributed.status": 'assert lz.distributed.status() is None      # before init',
+    "distributed.sync": ALONE + 'lz.rms_norm(torch.ones(2, 8))\nlz.distributed.sync()' + END,
     # add
     "register": 'kernel = lz.Kernel("mine.norm", lz.op("rms_norm"), lambda: '
                 'lz.op("rms_norm").reference)\n'

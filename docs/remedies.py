@@ -99,6 +99,10 @@ REMEDIES = {
         "`lz.accelerate` and `lz.tables.bind` are ways without it.",
     "TP_INVARIANCE_REQUIRED": "The setting that asks for the same bits at every tensor-parallel "
         "size excludes it.",
+    "BATCH_INVARIANCE_REQUIRED": "`batch_invariant` is set, and the kernel adds in another order "
+        "where there are more rows. Only kernels that are proven to keep a row's bits serve.",
+    "INVARIANCE_NOT_REQUIRED": "It computes row by row so that bits stay the same; without "
+        "`batch_invariant` or `tp_invariant` others are faster.",
     "JIT_NOT_WARMED": "It compiles in the background and takes over when it is ready.",
     "SDPA_BACKEND_DISABLED": "torch's own switches are honoured.",
     # software
@@ -170,6 +174,8 @@ REMEDIES = {
     "CACHE_EXPIRED": "Nothing: the choice is made anew.",
     "PLAN_BUCKET_MISS": "The call was chosen at run time. `lz solve` again with such calls to "
         "have them in the table.",
+    "NOT_AGREED": "The choice is this rank's own until every rank calls `lz.distributed.sync()`, "
+        "or `lz.distributed.agree(calls)` ahead.",
     "PLAN_DRIFT": "Hardware, driver, a library or the policy changed since the table was made.",
     "SCHEMA_UNKNOWN": "The file is of another release: write it again with this one.",
 }

@@ -50,8 +50,8 @@ _HOMES = {
     "world.events": "subscribe",
     "world.settings": "configure disabled get_locks load_config lock prefer reload unlock",
 }
-_GROUPS = ("errors", "graphs", "grouped", "kernels", "positions", "quant", "speculative", "tables",
-           "testing", "tokens")
+_GROUPS = ("distributed", "errors", "graphs", "grouped", "kernels", "positions", "quant",
+           "speculative", "tables", "testing", "tokens")
 _PLACES = {public: (module, attribute or public) for module, names in _HOMES.items()
            for public, _, attribute in (name.partition("=") for name in names.split())}
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, overload
 import torch
 from torch import Tensor, nn
 
+from . import distributed as distributed
 from . import errors as errors
 from . import graphs as graphs
 from . import grouped as grouped
@@ -79,6 +80,7 @@ __all__ = [
     "dequantize",
     "detokenize",
     "disabled",
+    "distributed",
     "doctor",
     "dry_run",
     "embedding",

@@ -86,19 +86,27 @@ def _parameter_dtypes(dtype: str) -> tuple[r.Condition, ...]:
 
 PARAMETER_DTYPES = tuple(rule for dtype in FLOATS for rule in _parameter_dtypes(dtype))
 
+# One long row alone torch would sum up on several threads, in another order.
+ROW_BY_ROW: tuple[r.Condition, ...] = (r.device("cpu"), r.at_most("hidden", 16384))
+
 KERNELS = (
     # Fewer calls than the reference, and as many passes over the data: 1.5 times as fast for a row,
     # slightly slower where the data does not fit the cache.
     Kernel("torch.rms_norm", rms_norm, _rms_norm, prior=0.98, overhead_us=3.0, baseline=True,
+           batch_invariant=True, invariant_when=ROW_BY_ROW,
            note="composed of several kernels on the CPU, and wherever weight and input differ in "
                 "dtype"),
     Kernel("torch.fused_rms_norm", rms_norm, _fused_rms_norm, torch=">=2.9", prior=4.0,
            overhead_us=2.0,
-           requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT)),
+           requires=(r.device("cuda"), r.equals("offset", 0.0), *WEIGHT_LIKE_INPUT),
+           batch_invariant=True),
     Kernel("torch.add_rms_norm", add_rms_norm, _add_rms_norm, prior=0.98, overhead_us=4.0,
-           baseline=True),
+           baseline=True, batch_invariant=True, invariant_when=ROW_BY_ROW),
     Kernel("torch.layer_norm", layer_norm, _layer_norm, prior=6.0, overhead_us=2.0, baseline=True,
-           requires=PARAMETER_DTYPES),
+           requires=PARAMETER_DTYPES, batch_invariant=True,
+           # on a GPU each row has a block of its own
+           invariant_when=(r.any_of(r.device("cuda"), r.device("cpu")),
+                           r.any_of(r.device("cuda"), r.at_most("hidden", 16384)))),
     # Contiguous images only: on a GPU it copies others anyway, and on the CPU its channels-last
     # path computes E[x^2] - E[x]^2, which loses the variance if the mean is large.
     Kernel("torch.group_norm", group_norm, _group_norm, prior=6.0, overhead_us=3.0, baseline=True,

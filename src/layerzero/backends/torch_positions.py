@@ -116,6 +116,7 @@ def _alibi() -> Callable[..., Any]:
 
 KERNELS = (
     Kernel("torch.rope", rope, _rope, prior=1.3, overhead_us=15.0, baseline=True,
+           batch_invariant=True, tp_invariant=True,
            workspace="12 * batch * heads * seq * head_dim"),
     Kernel("torch.rope_joint", rope, _rope_joint, prior=1.3, overhead_us=10.0,
            workspace="16 * batch * heads * seq * head_dim",

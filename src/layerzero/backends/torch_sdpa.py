@@ -356,7 +356,9 @@ KERNELS = (
            workspace="3 * max(itemsize, 4) * elements", requires=(
                HAS_HEADS, FLOAT_MASK, *NO_EXTRAS, NO_LSE, TOP_LEFT),
            note="adds a bool mask as 0 and 1; divides by zero with no KV head"),
-    Kernel("torch.sdpa_flash", attention, _flash, sdpa_backend=FLASH,
+    Kernel("torch.sdpa_flash", attention, _flash, sdpa_backend=FLASH, batch_invariant=True,
+           # half types it packs or not, depending on how many heads there are for a thread
+           tp_invariant=True, invariant_when=(r.device("cpu"), r.dtypes("float32")),
            torch=">=2.9", prior=6.0, variants=BHSD, requires=(
         *CPU_FLASH, FLOAT_MASK,
         r.one_of("attn_mask.ndim", None, 2, 4, code=Code.MASK_BROADCAST_UNSUPPORTED),

@@ -29,6 +29,7 @@ from ..spec.reason import Code
 from ..world import capabilities, config, measurements, perf_loading, redaction
 from ..world import snapshot as worlds
 from ..world.snapshot import World
+from ..world.tables import AgreedTable
 
 SCHEMA = "layerzero.readiness/1"
 OK, WARNING, FAIL = "ok", "warning", "fail"
@@ -344,7 +345,7 @@ def identity(world: World) -> dict[str, str]:
     table = world.table.table.id if world.table is not None else ""
     return {"layerzero": installed_version("layerzero") or "unknown", "torch": torch.__version__,
             "policy": world.policy.hash, "table": table,
-            "capabilities": capabilities.capabilities_hash(capabilities.export(world.catalog))[:16]}
+            "capabilities": capabilities.hash_of(world.catalog)[:16]}
 
 
 def check_ranks(world: World, store: Any = None, rank: int = 0,
@@ -382,7 +383,13 @@ def check_ranks(world: World, store: Any = None, rank: int = 0,
                                          f"{len(missing)} of {size} ranks have not been checked "
                                 f"yet: {', '.join(map(str, missing[:8]))}",
                                          "check readiness on every rank"))
-    return ReadinessCheck.of("ranks", want, findings, f"{size} ranks, all alike")
+    text = f"{size} ranks, all alike"
+    if world.table is not None and isinstance(world.table.table, AgreedTable):
+        agreement = world.table.table.agreement
+        text = f"{agreement}, all alike"
+        if agreement.mode == "inference":          # it goes on with what all ranks have
+            findings = [f if f.state != FAIL else f._replace(state=WARNING) for f in findings]
+    return ReadinessCheck.of("ranks", want, findings, text)
 
 
 def _key(rank: int) -> str:

@@ -64,6 +64,7 @@ OP = Op(
     name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
+    batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "residual": "*rows hidden", "weight": "hidden"},

@@ -258,6 +258,8 @@ OP = Op(
     cases=CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     dropout_case={"b": 2, "hq": 4, "hkv": 4, "sq": 32, "sk": 64, "d": 16, "dv": 64, "scale": 0.05},
     reference_kernel={"workspace": "3 * itemsize * elements"},
+    batch_dims=("batch",), shard_dims=("heads", "kv_heads"),
+    invariance_cases=({"b": 44, "hq": 4, "hkv": 2, "sq": 1, "sk": 2100, "d": 16},),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-8, 1e-8)}),
     variant="layout",

@@ -86,6 +86,7 @@ STRESS: tuple[dict[str, Any], ...] = (         # ids beyond 2^16, rows beyond 2^
 OP = Op(
     name="embedding", family="embedding", reference=reference, meta=meta, inputs=inputs,
     cases=CASES, stress=STRESS, alterations=ALTERATIONS,
+    batch_dims=("tokens",), shard_dims=("width",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"ids": "*tokens", "weight": "vocab width"}, returns=("*tokens width",), main="weight",

@@ -78,6 +78,7 @@ OP = Op(
     name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     reference_kernel={"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
+    batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight": "hidden", "bias": "hidden"}, returns=("*rows hidden",),

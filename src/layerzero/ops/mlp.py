@@ -113,6 +113,7 @@ OP = Op(
     cases=CASES, stress=STRESS,
     alterations=ALTERATIONS,
     # Twice the tolerance of a linear layer: these are two in sequence.
+    batch_dims=("rows",),
     tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner",

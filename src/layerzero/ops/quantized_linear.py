@@ -196,6 +196,7 @@ OP = Op(
     cases=CASES, stress=STRESS, alterations=ALTERATIONS,
     # In float32 torch's own matmul is off by 1e-6 for some hundred inputs; the eager error is the
     # tighter bound.
+    batch_dims=("rows",),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-5, 1e-5),
                          "float64": (1e-5, 1e-5)}),       # the weight is dequantized in float32
     shapes={"x": "*rows in_features", "weight_q": "out_features packed",

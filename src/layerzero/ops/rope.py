@@ -193,6 +193,7 @@ ALTERATIONS: tuple[Alteration, ...] = (
 OP = Op(
     name="rope", family="position", reference=reference, meta=meta, inputs=inputs, cases=CASES,
     stress=STRESS, alterations=ALTERATIONS,
+    batch_dims=("batch", "cos_batch", "ids_batch"), shard_dims=("heads", "kv_heads"),
     tolerance=Tolerance({"float16": (1e-4, 1e-4), "bfloat16": (1e-3, 1e-3), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     variant="layout",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
@@ -189,7 +189,7 @@ class Stamp(Record, json="device signature place policy capabilities builds libr
     def of(cls, world: World, kind: str, kernels: Iterator[str] | Sequence[str]) -> Stamp:
         known = world.catalog.by_id
         return cls(world.device(kind), world.place(kind), world.policy.hash,
-                   capabilities.capabilities_hash(capabilities.export(world.catalog)),
+                   capabilities.hash_of(world.catalog),
                    {k: build_of(known[k]) for k in sorted(set(kernels)) if k in known},
                    installed_version("layerzero") or "unknown")
 
@@ -257,6 +257,7 @@ class Hashed(Record):
 
 @dataclass(frozen=True)
 class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
+    miss_code: ClassVar[Code] = Code.PLAN_BUCKET_MISS
     stamp: Stamp
     rows: Annotated[tuple[Row, ...], MOST]
     jit: Annotated[tuple[Artefact, ...], MOST] = ()

@@ -249,12 +249,23 @@ def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool,
     return reason
 
 
+INVARIANCES = ("batch_invariant", "batch"), ("tp_invariant", "tp")     # settings
+INVARIANCE_CODES = {"batch_invariant": Code.BATCH_INVARIANCE_REQUIRED,
+                    "tp_invariant": Code.TP_INVARIANCE_REQUIRED}
+
+
+def _is_invariant(to: str, facts: Mapping[str, Any], kernel: Kernel) -> bool:
+    return kernel.is_invariant(to, facts)
+
+
 class Demands(NamedTuple):
     """What the mode of the call and the policy demand of every kernel."""
 
     grad: bool
     deterministic: bool
     graph: bool
+    invariant: tuple[tuple[str, Callable[[Kernel], bool]], ...]    # the setting; does it hold?
+    named: bool
     baseline: bool
     certified: Collection[str] | None          # None: no certificates are demanded
     jit: Callable[[Kernel], bool] | None       # is it compiled for this call? None: any may compile
@@ -271,7 +282,9 @@ class Demands(NamedTuple):
         graph = (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda"
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
-            settings["disabled"], around.certified if settings["require_certificates"] else None,
+            tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
+                  if settings[name]), named, settings["disabled"],
+            around.certified if settings["require_certificates"] else None,
             None if named or settings["jit"] == "in_request"
             else lambda kernel: is_warm(kernel, facts, around.warmed),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
@@ -284,6 +297,8 @@ class Demands(NamedTuple):
                                                 or (self.grad
                                                     and not kernel.deterministic_backward)))
                     or (self.graph and self.uncapturable(kernel) is not None)
+                    or any(not holds(kernel) for _, holds in self.invariant)
+                    or (kernel.only_invariant and not self.invariant and not self.named)
                     or (self.baseline and not kernel.baseline and kernel.backend != "reference")
                     or self.unproven(kernel)
                     or (kernel.jit and self.jit is not None and not self.jit(kernel))
@@ -332,6 +347,10 @@ class Demands(NamedTuple):
         if self.switched_off(kernel):
             own = kernel.sdpa_backend or "none of torch's implementations"
             reasons.append(Reason(Code.SDPA_BACKEND_DISABLED, own, tuple(self.sdpa_backends or ())))
+        reasons += [Reason(INVARIANCE_CODES[name], name) for name, holds in self.invariant
+                    if not holds(kernel)]
+        if kernel.only_invariant and not self.invariant and not self.named:
+            reasons.append(Reason(Code.INVARIANCE_NOT_REQUIRED, "batch_invariant"))
         others = (self.refused(kernel), self.failed.get(kernel.id))
         return [*reasons, *(reason for reason in others if reason is not None)]
 
@@ -415,11 +434,21 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
             expected = expected._replace(source=LESS_WORK, evidence=kernel.less_work)
         note = "untested on hardware" if kernel.untested else ""
         steps.append(Step(kernel.id, expected, transforms, workspace, note))
+    if any(around.policy.setting(name) for name, _ in INVARIANCES):
+        return _fixed_order(op, fit, facts, around, steps)
     own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
     steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us,
                               s.kernel not in own,
                               s.kernel))
     return tuple(steps)
+
+
+def _fixed_order(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
+                 steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Order invariant kernels by what they declare, not by what was measured: the fastest one for a
+    batch may be another than for one row, and give other bits."""
+    rank = {k.id: (-k.prior * around.policy.boost(k.id, op.name, facts), k.id) for k, _, _ in fit}
+    return tuple(sorted(steps, key=lambda step: rank[step.kernel]))
 
 
 class CandidateTimings(NamedTuple):

@@ -48,6 +48,10 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
                                 "also allow casts to a dtype a kernel takes; strict_mode wins over "
                                 "it"),
     "deterministic": Setting(bool, False, "only kernels that give the same bits every time"),
+    "batch_invariant": Setting(bool, False, "only kernels with which a row's result does not "
+                               "depend on its neighbours; see docs/distributed.md"),
+    "tp_invariant": Setting(bool, False, "only kernels with which a head's or a column's result "
+                            "does not depend on how many ranks share the work"),
     "graph_strict_mode": Setting(bool, False, "on CUDA, only kernels that may be captured in a "
                                               "graph"),
     "require_certificates": Setting(bool, False, "only kernels verified on this machine with these "

@@ -12,6 +12,7 @@
     ├── InputDamaged                      a kernel wrote into its inputs and failed (RuntimeError)
     ├── DeviceLost                        a sticky fault; restart the process       (RuntimeError)
     ├── LaunchRefused                     the device cannot take such a launch      (RuntimeError)
+    ├── RanksError                        ranks differ, or one did not answer       (RuntimeError)
     ├── CacheFull                         a KV cache has no room left               (MemoryError)
     ├── ConfigError                       a bad setting or environment variable     (ValueError)
     │   └── PolicyValidationError         a bad policy file, rule or condition
@@ -102,6 +103,15 @@ class InputDamaged(LayerZeroError, RuntimeError):
 
 class DeviceLost(LayerZeroError, RuntimeError):
     """The device context is unusable after a fault; only a new process can use it again."""
+
+
+class RanksError(LayerZeroError, RuntimeError):
+    """The ranks of a process group are not alike, or some did not answer; `ranks` says which."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = (),
+                 reasons: Iterable[Reason] = ()) -> None:
+        super().__init__(message, reasons)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 class CacheFull(LayerZeroError, MemoryError):

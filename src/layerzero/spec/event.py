@@ -178,6 +178,28 @@ class PolicyRejected(Event):
 
 
 @dataclass(frozen=True)
+class RanksDiffer(Event):
+    """The ranks of a process group are not alike; kernels that not all of them have serve no more.
+    """
+
+    name: ClassVar[str] = "ranks_differ"
+    rank: int = 0                              # of this process
+    differences: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()               # kernels
+
+
+@dataclass(frozen=True)
+class RanksAgreed(Event):
+    """The ranks agreed on kernels: `kinds` kinds of call in all, of which `changed` are new or
+    another kernel's than before."""
+
+    name: ClassVar[str] = "ranks_agreed"
+    kinds: int = 0
+    changed: int = 0
+    agreement: str = ""                        # equal on every rank
+
+
+@dataclass(frozen=True)
 class StoreTrouble(Event):
     """The store of measurements could not be read or written; `action` says what was done instead.
     """

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from .codec import Layout, decode, encode_fields
 from .errors import RegistrationError
+from .expr import parse
 from .op import Op, import_path, resolve_import_path
 from .reason import Reason
 from .rules import Condition, Facts
@@ -119,6 +120,14 @@ class Kernel:
     variants: tuple[str, ...] = ()
     deterministic: bool = True
     deterministic_backward: bool = True
+    # a row's result does not depend on its neighbours or on how many there are
+    batch_invariant: bool = False
+    # nor does a head's or a column's, so that ranks may share them
+    tp_invariant: bool = False
+    # slow for its sake: serves only where one of these is demanded, or by name
+    only_invariant: bool = False
+    # where these two hold; everywhere, if empty
+    invariant_when: tuple[Condition, ...] = ()
     differentiable: bool = True
     graph_safe: bool = True
     # made of torch ops only, so torch.compile can look inside
@@ -144,8 +153,10 @@ class Kernel:
         if not _ID.fullmatch(self.id):
             raise RegistrationError(
                 f"kernel id {self.id!r} must look like 'backend.name' (a-z, 0-9, _)")
-        for rule in (*self.requires, *self.less_work_when):
+        for rule in (*self.requires, *self.less_work_when, *self.invariant_when):
             self.op.check_rule(rule, f"kernel {self.id!r}")
+        if self.batch_invariant or self.tp_invariant:
+            self._check_invariance()
         self.op.check_expression(self.workspace, f"kernel {self.id!r}: workspace")
         self.op.check_expression(self.shared_memory, f"kernel {self.id!r}: shared_memory")
         if self.prior <= 0:
@@ -154,6 +165,27 @@ class Kernel:
             raise RegistrationError(
                 f"kernel {self.id!r}: sdpa_backend must be one of {', '.join(SDPA_BACKENDS)}, "
                 f"{SDPA}, or empty, got {self.sdpa_backend!r}")
+
+    def _check_invariance(self) -> None:
+        """Raise where the kernel would serve some batches and not others: then a row's result
+        would depend on the batch by way of the choice."""
+        op = self.op
+        if (self.batch_invariant and not op.batch_dims) or (self.tp_invariant
+                                                            and not op.shard_dims):
+            raise RegistrationError(f"kernel {self.id!r} is declared invariant; lz.{op.name} must "
+                                    "name its batch_dims or shard_dims, so that it can be proven")
+        dims = {*((op.batch_dims or ()) if self.batch_invariant else ()),
+                *((op.shard_dims or ()) if self.tp_invariant else ())}
+        read = {leaf.fact for rule in (*self.requires, *self.invariant_when)
+                for leaf in rule.leaves()
+                if not (leaf.test == "ge" and leaf.value == 1)}       # that it is not empty
+        sized = sorted(fact for fact in read if fact in dims or (
+            fact in op.derived and dims & {*parse(op.derived[fact]).names}))
+        if sized:
+            raise RegistrationError(
+                f"kernel {self.id!r} is declared invariant, and its rules read "
+                f"{', '.join(sized)}: whether it serves would depend on the batch or on the number "
+                "of ranks; drop the rule or the declaration")
 
     @property
     def backend(self) -> str:
@@ -169,6 +201,15 @@ class Kernel:
         """Whether the kernel claims to do less work than the baseline for this call."""
         return (bool(self.less_work)
                 and all(rule.check(facts) is None for rule in self.less_work_when))
+
+    def is_invariant(self, to: str, facts: Facts) -> bool:
+        """Whether results of such calls keep their bits, "batch" or "tp": whatever else is in the
+        batch, or on how many ranks heads and columns are. Those of text do, and of an op that ranks
+        do not share."""
+        dims, declared = ((self.op.batch_dims, self.batch_invariant) if to == "batch"
+                          else (self.op.shard_dims, self.tp_invariant))
+        return dims == () or self.op.read is not None or (
+            declared and all(rule.check(facts) is None for rule in self.invariant_when))
 
     def reasons(self, facts: Facts) -> Iterator[Reason]:
         return (reason for rule in self.requires if (reason := rule.check(facts)) is not None)

@@ -119,6 +119,10 @@ class Op:
     main: str = ""
     derived: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()                # sizes that validity or speed needs exactly
+    # sizes along which the results are independent: rows, sequences; None: not declared
+    batch_dims: tuple[str, ...] | None = None
+    # sizes that tensor-parallel ranks share among them, in the same proportion; (): none does
+    shard_dims: tuple[str, ...] | None = None
     # by default INT64 for an int, FINITE for a float
     ranges: Mapping[str, Range] = field(default_factory=dict)
     # the contract's own limits: breaking one is the caller's error
@@ -144,6 +148,8 @@ class Op:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     nested: bool = False                       # `canonical` knows what to do with nested tensors
     stress: tuple[Mapping[str, Any], ...] = ()  # large cases, for the longer lanes of verification
+    # long and wide ones, which kernels split into parts
+    invariance_cases: tuple[Mapping[str, Any], ...] = ()
     # for the backward; by default some of `cases`
     gradient_cases: tuple[Mapping[str, Any], ...] = ()
     # sizes at which dropped weights show
@@ -204,6 +210,10 @@ class Op:
                  *(p.name for p in self.params if p.kind in ("int", "float"))}
         for what, text in (*self.derived.items(), ("flops", self.flops), ("bytes", self.bytes)):
             self.check_expression(text, f"op {self.name!r}: {what}", known)
+        for name in (*(self.batch_dims or ()), *(self.shard_dims or ())):
+            if name not in self.dims:
+                raise SpecError(f"op {self.name!r}: batch_dims and shard_dims name {name!r}; the "
+                                f"sizes are {', '.join(self.dims)}")
         for name in self.exact:
             if name not in known:
                 raise SpecError(

@@ -214,6 +214,14 @@ class Code(str, Enum):
         "TP_INVARIANCE_REQUIRED", Category.MODE,
         "results may differ across tensor-parallel sizes; {want} was asked for",
         "let another kernel serve the call")
+    BATCH_INVARIANCE_REQUIRED = (
+        "BATCH_INVARIANCE_REQUIRED", Category.MODE,
+        "a row's result may depend on its neighbours; {want} was asked for",
+        "let another kernel serve the call")
+    INVARIANCE_NOT_REQUIRED = (
+        "INVARIANCE_NOT_REQUIRED", Category.MODE,
+        "is made for {want}, which nobody asked for, and is slow",
+        "set it, or name the kernel with backend=")
     JIT_NOT_WARMED = (
         "JIT_NOT_WARMED", Category.MODE, "compiles on first use and was not warmed up",
         "run lz warmup or lz tune for such calls, name it with backend=, or set jit: in_request")
@@ -376,6 +384,8 @@ class Code(str, Enum):
     PLAN_BUCKET_MISS = (
         "PLAN_BUCKET_MISS", Category.PLAN, "the table has no entry for {got}",
         "solve again with calls of this kind")
+    NOT_AGREED = ("NOT_AGREED", Category.PLAN, "chosen by this rank alone for {got}",
+                  "call lz.distributed.sync() on every rank")
     PLAN_DRIFT = ("PLAN_DRIFT", Category.PLAN, "the table was made for {want}, this is {got}",
                   "solve again")
     SCHEMA_UNKNOWN = (

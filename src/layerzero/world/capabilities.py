@@ -60,6 +60,19 @@ def export(catalog: Catalog) -> dict[str, Any]:
             "kernels": [kernel.to_json() for kernel in kernels]}
 
 
+_latest: tuple[Catalog | None, str] = None, ""     # the last catalog that was hashed
+
+
+def hash_of(catalog: Catalog) -> str:
+    """Returns the hash of a catalog's descriptor; it takes tens of milliseconds, so once each."""
+    global _latest
+    known, digest = _latest
+    if known is not catalog:
+        digest = capabilities_hash(export(catalog))
+        _latest = catalog, digest
+    return digest
+
+
 def capabilities_hash(data: Mapping[str, Any]) -> str:
     """Returns a hash of the content, whatever its spacing and order of keys."""
     try:

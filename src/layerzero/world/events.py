@@ -30,6 +30,7 @@ from ..spec.event import (
     HealthChanged,
     KernelRefused,
     PolicyRejected,
+    RanksDiffer,
     StoreTrouble,
 )
 from ..spec.reason import Code
@@ -64,7 +65,7 @@ _lock = locks.Lock()
 # .background: is it our thread; .callers: subscribers that are running
 _local = threading.local()
 _WARNINGS = (BackendUnavailable, CertificateRefused, Fallback, FileRefused, HealthChanged,
-             KernelRefused, PolicyRejected, StoreTrouble)
+             KernelRefused, PolicyRejected, RanksDiffer, StoreTrouble)
 
 
 def use_log_level(name: str) -> None:

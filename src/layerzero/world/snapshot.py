@@ -250,7 +250,8 @@ def tests_of(kernel: Kernel) -> tuple[Rule, ...]:
         tests = _tests[kernel] = tuple(
             replace(leaf, fact=leaf.fact + OFF_CPU)
             if leaf.fact.endswith(".alignment") and (off_cpu or _on_cpu(rule)) else leaf
-            for rule in (*kernel.requires, *kernel.less_work_when) for leaf in rule.leaves())
+            for rule in (*kernel.requires, *kernel.less_work_when, *kernel.invariant_when)
+            for leaf in rule.leaves())
     return tests
 
 

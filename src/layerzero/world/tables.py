@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ..selection.engine import Demands, Roster, Surroundings, select
 from ..selection.policy import Policy
@@ -22,6 +22,8 @@ from .catalog import Catalog
 class SelectionTable(Protocol):
     """What the world needs of a table."""
 
+    miss_code: ClassVar[Code]                  # of a call that it has no answer for
+
     @property
     def id(self) -> str: ...
 
@@ -31,6 +33,50 @@ class SelectionTable(Protocol):
     def leaves(self, op: str) -> Iterable[Rule]: ...
 
     def steps(self, op: str, facts: Mapping[str, Any]) -> tuple[Step, ...] | None: ...
+
+
+class Agreement(NamedTuple):
+    """What the ranks of a process group agreed on; see lz.distributed."""
+
+    mode: str                                  # inference | training
+    rank: int
+    size: int
+    id: str = ""                               # equal on every rank
+    kinds: int = 0                             # kinds of call whose kernel is agreed
+    differences: tuple[str, ...] = ()          # between ranks, which inference goes on with
+    denied: tuple[str, ...] = ()               # kernels that not all ranks have alike
+    provisional: int = 0                       # kinds that this rank chose since, by itself
+
+    def __str__(self) -> str:
+        text = f"{self.size} ranks, {self.kinds} kinds of call agreed ({self.mode})"
+        text += f", {self.provisional} not yet" if self.provisional else ""
+        denied = f"; not used: {', '.join(self.denied[:8])}" if self.denied else ""
+        return text + ("; " + "; ".join(self.differences) if self.differences else "") + denied
+
+
+@dataclass(frozen=True)
+class AgreedTable:
+    """The rows that ranks agreed on, before those of the table that was in force already."""
+
+    miss_code: ClassVar[Code] = Code.NOT_AGREED
+    rows: SelectionTable
+    base: SelectionTable | None
+    agreement: Agreement
+
+    @property
+    def id(self) -> str:
+        return f"agreed-{self.agreement.id}"
+
+    @property
+    def policy(self) -> str:
+        return self.rows.policy
+
+    def leaves(self, op: str) -> Iterable[Rule]:
+        return (*self.rows.leaves(op), *(self.base.leaves(op) if self.base is not None else ()))
+
+    def steps(self, op: str, facts: Mapping[str, Any]) -> tuple[Step, ...] | None:
+        steps = self.rows.steps(op, facts)
+        return self.base.steps(op, facts) if steps is None and self.base is not None else steps
 
 
 @dataclass(frozen=True)
@@ -48,7 +94,7 @@ class ActiveTable:
         missed = self.drift(catalog, around.policy)
         steps = None if missed is not None else self.table.steps(op.name, facts)
         if missed is None and steps is None:
-            missed = Reason(Code.PLAN_BUCKET_MISS, self.table.id, describe_call(op, facts))
+            missed = Reason(self.table.miss_code, self.table.id, describe_call(op, facts))
         lock = around.policy.lock(op.name, facts) if around.policy.has_rules_for(op.name) else None
         usable = self._usable_steps(steps or (), roster, facts, around, lock is not None)
         if missed is None and not usable:

@@ -38,7 +38,7 @@ MAX_SMALL_HEAD_ROWS = 6
 MAX_QUERY_ROWS = 8         # of decode: for more, prefill kernels are faster
 
 
-def _attention_decode() -> Callable[..., Any]:
+def _attention_decode(invariant: bool = False) -> Callable[..., Any]:
     decode = build.module().attention_decode
     empty, threads = torch.empty, torch.get_num_threads
 
@@ -57,10 +57,14 @@ def _attention_decode() -> Callable[..., Any]:
                query.stride(), key.stride(), value.stride(),
                key_sizes[2] - seq_q if causal_align == "bottom_right" else 0, window_left,
                0 if is_causal else window_right, dim ** -0.5 if scale is None else scale, softcap,
-               threads())
+               threads(), invariant)
         return out if lse is None else (out, lse)
 
     return run
+
+
+def _attention_invariant() -> Callable[..., Any]:
+    return _attention_decode(True)
 
 
 def _rms_norm() -> Callable[..., Any]:
@@ -134,7 +138,7 @@ def _rope() -> Callable[..., Any]:
     return run
 
 
-def _linear() -> Callable[..., Any]:
+def _linear(invariant: bool = False) -> Callable[..., Any]:
     product, empty, threads = build.module().product, torch.empty, torch.get_num_threads
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
@@ -145,13 +149,21 @@ def _linear() -> Callable[..., Any]:
         x, step = rows_of(x)
         product(DTYPES[dtype], x.data_ptr(), weight.data_ptr(), None if bias is None
                 else bias.data_ptr(), out.data_ptr(), out.numel() // outputs, inputs, outputs, step,
-                weight.stride(0), ACTIVATIONS[activation], threads())
+                weight.stride(0), ACTIVATIONS[activation], threads(), invariant)
         return out
 
     return run
 
 
-def _mlp() -> Callable[..., Any]:
+def _linear_invariant() -> Callable[..., Any]:
+    return _linear(True)
+
+
+def _mlp_invariant() -> Callable[..., Any]:
+    return _mlp(True)
+
+
+def _mlp(invariant: bool = False) -> Callable[..., Any]:
     product, empty, threads = build.module().feed_forward, torch.empty, torch.get_num_threads
 
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
@@ -172,7 +184,7 @@ def _mlp() -> Callable[..., Any]:
                 out.data_ptr(), out.numel() // outputs, hidden, inner, outputs, step,
                 weight_in.stride(0), 0 if weight_up is None else weight_up.stride(0),
                 weight_down.stride(0), ACTIVATIONS[activation],
-                threads())
+                threads(), invariant)
         return out
 
     return run
@@ -231,6 +243,7 @@ GGML_RULES: tuple[r.Condition, ...] = (
     r.equals("activations", "q8"),
     r.one_of("format", *ggml.FORMATS, code=Code.QUANT_FORMAT_UNSUPPORTED),
     r.unit_stride("x"), r.contiguous("weight_q"), r.unit_stride("bias"))
+IN_ORDER = "every result is added up in one order, whatever is computed beside it"
 WIDENED = ("half types are widened in registers, or once for all rows, where torch computes an "
            "element at a time")
 
@@ -245,6 +258,10 @@ KERNELS = (
             less_work=WIDENED),
     declare(mlp, _mlp, 24.0, 5.0, *r.slow_half_matmul(), *MLP_RULES, name="mlp_half",
             less_work=WIDENED),
+    declare(linear, _linear_invariant, 2.0, 4.0, *LINEAR_RULES, name="linear_invariant",
+            batch_invariant=True, tp_invariant=True, note=IN_ORDER),
+    declare(mlp, _mlp_invariant, 2.0, 6.0, *MLP_RULES, name="mlp_invariant", batch_invariant=True,
+            note=IN_ORDER),
     declare(quantized_linear, ggml.linear, 30.0, 5.0, *GGML_RULES, name="ggml_linear",
             less_work="multiplies the codes as bytes, and writes no dequantized weight",
             note="keeps a second copy of the weight, its rows interleaved; the same result on any "
@@ -268,6 +285,9 @@ KERNELS = (
     declare(attention, _attention_decode, 20.0, 1.0, *DECODE_RULES, *r.slow_half_matmul(),
             name="attention_decode_half",
             variants=("bhsd",), less_work=WIDENED),
+    declare(attention, _attention_invariant, 20.0, 3.0, *DECODE_RULES, name="attention_invariant",
+            variants=("bhsd",), batch_invariant=True, tp_invariant=True,
+            note="keys are split alike, however many heads and sequences there are"),
     declare(grouped_attention, load_grouped, 20.0, 6.0, *GROUPED_RULES, FEW_QUERIES,
             less_work="keys that several items have are read and converted once"),
     declare(grouped_attention, load_grouped, 2.5, 6.0, *GROUPED_RULES, MANY_QUERIES,
@@ -277,12 +297,14 @@ KERNELS = (
             less_work="reads pages where they lie, and pages that sequences share once"),
     declare(paged_attention, load_paged, 2.0, 8.0, *PAGED_RULES, MANY_QUERIES,
             name="paged_attention_rows", variants=("NHD", "HND"), note="for more query rows"),
-    declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS),
+    declare(rms_norm, _rms_norm, 12.0, 2.0, r.unit_stride("x"), *WEIGHT_RULES, less_work=ONE_PASS,
+            batch_invariant=True),
     declare(add_rms_norm, _add_rms_norm, 12.0, 3.0, r.unit_stride("x"), r.unit_stride("residual"),
             *WEIGHT_RULES,
-            less_work=ONE_PASS),
+            less_work=ONE_PASS, batch_invariant=True),
     declare(rope, _rope, 12.0, 4.0, r.unit_stride("q"), r.unit_stride("k"), *TABLE_RULES,
             less_work=ONE_PASS,
+            batch_invariant=True, tp_invariant=True,
             note="a token's angles are read once for all its heads"),
     *rows.KERNELS,
 )

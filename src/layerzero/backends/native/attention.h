@@ -25,6 +25,7 @@ struct Attention {
   int64_t offset, left, right;                  // the diagonal of row i is key i + offset; -1: no limit on that side
   float scale, softcap;
   int threads;
+  bool invariant;                               // keys are split alike, however many heads and sequences there are
 };
 
 constexpr int BLOCK = 64;                       // keys per block of scores
@@ -181,7 +182,7 @@ template <class T> struct Decoder {
     end = a.right < 0 ? a.seq_k : std::min(a.seq_k, a.seq_q - 1 + a.offset + a.right + 1);
     end = std::max(end, begin);
     int64_t most = std::max<int64_t>((end - begin) / PART, 1);
-    parts = std::min(most, (PARTS + a.batch * a.kv_heads - 1) / (a.batch * a.kv_heads));
+    parts = a.invariant ? most : std::min(most, (PARTS + a.batch * a.kv_heads - 1) / (a.batch * a.kv_heads));
     part = rounded_up((end - begin + parts - 1) / parts, BLOCK);
   }
 

@@ -28,10 +28,10 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 
 def declare(op: Op, load: Callable[[], Callable[..., Any]], prior: float, overhead_us: float,
             *requires: r.Condition, name: str = "", variants: tuple[str, ...] = (), note: str = "",
-            less_work: str = "", floats: bool = True) -> Kernel:
+            less_work: str = "", floats: bool = True, **fields: Any) -> Kernel:
     """Declare a kernel of the compiled module; `floats`: its first tensor is one of FLOATS."""
     dtypes = (r.dtypes(*FLOATS),) if floats else ()
     return Kernel(f"native.{name or op.name}", op, load, (*CPU_RULES, *dtypes, *requires),
                   package="layerzero.backends.native", distribution="layerzero", prior=prior,
                   overhead_us=overhead_us, variants=variants, differentiable=False, traceable=False,
-                  note=note, built=build.is_built, less_work=less_work)
+                  note=note, built=build.is_built, less_work=less_work, **fields)

@@ -100,7 +100,7 @@ PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) 
   in.tuple(qs), in.tuple(ks), in.tuple(vs);
   a.offset = in.whole(), a.left = in.whole(), a.right = in.whole();
   a.scale = float(in.real()), a.softcap = float(in.real());
-  a.threads = int(in.whole());
+  a.threads = int(in.whole()), a.invariant = in.whole();
   if (!in.ok) return nullptr;
   a.batch = q[0], a.heads = q[1], a.seq_q = q[2], a.head_dim = q[3], a.kv_heads = k[1], a.seq_k = k[2];
   a.q = {qs[0], qs[1], qs[2]}, a.k = {ks[0], ks[1], ks[2]}, a.v = {vs[0], vs[1], vs[2]};
@@ -232,10 +232,12 @@ PyObject *rope(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return none_or_memory_error(without_gil(work > 65536, [&] { return FOR_DTYPES(run_rope, a, dtype, table_dtype); }));
 }
 
-// Half types only: for float32 weights torch's own matmul is as good.
+// Of float32 weights only the invariant product is used: else torch's own matmul is as good.
 template <class F> PyObject *run_multiply(int64_t dtype, const Product &first, F work) {
   bool worth_it = first.tokens * first.inputs * first.outputs > 65536;
-  return none_or_memory_error(without_gil(worth_it, [&] { return dtype == 2 ? work(fp16{}) : work(bf16{}); }));
+  return none_or_memory_error(without_gil(worth_it, [&] {
+    return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(float{});
+  }));
 }
 
 PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -246,7 +248,7 @@ PyObject *product(PyObject *, PyObject *const *args, Py_ssize_t count) {
   a.tokens = in.whole(), a.inputs = in.whole(), a.outputs = in.whole();
   a.x_row = in.whole(), a.weight_row = in.whole();
   a.out_row = a.outputs;
-  a.activation = Activation(in.whole()), a.threads = int(in.whole());
+  a.activation = Activation(in.whole()), a.threads = int(in.whole()), a.invariant = in.whole();
   if (!in.ok) return nullptr;
   return run_multiply(dtype, a, [&](auto t) { return run_product<decltype(t)>(a); });
 }
@@ -263,6 +265,7 @@ PyObject *feed_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   b.outputs = b.out_row = in.whole();
   a.x_row = in.whole(), a.weight_row = in.whole(), a.second_row = in.whole(), b.weight_row = in.whole();
   a.activation = Activation(in.whole()), a.threads = b.threads = int(in.whole());
+  a.invariant = b.invariant = in.whole();
   if (!in.ok) return nullptr;
   return run_multiply(dtype, a, [&](auto t) { return run_feed_forward<decltype(t)>(f); });
 }

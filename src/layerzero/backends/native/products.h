@@ -23,6 +23,9 @@ struct Product {
   bool wide_x, wide_out;                                  // float32 although the weights have a half type
   Activation activation;
   int threads;
+  // One order of additions for every number of tokens and outputs: a result has the same bits
+  // whatever is computed beside it.
+  bool invariant;
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -168,11 +171,14 @@ template <class T> bool run_product(const Product &a) {
   int64_t rows = panels ? std::clamp<int64_t>(PANEL / wide_row / matrices, 8, MOST_ROWS) : 32;
   rows = std::clamp<int64_t>((a.outputs / (2 * threads) + 7) / 8 * 8, 8, rows / 8 * 8);
   const int64_t blocks = (a.outputs + rows - 1) / rows, panel = panels ? matrices * rows * wide_row : 0;
-  float *memory = (float *)std::aligned_alloc(64, (a.tokens * wide_row + threads * panel + 15) / 16 * 64);
+  // Only a tile of TOKENS rows adds in one chain, so the last ones are filled up with rows of zeros.
+  const int64_t tokens = a.invariant ? (a.tokens + TOKENS - 1) / TOKENS * TOKENS : a.tokens;
+  float *memory = (float *)std::aligned_alloc(64, (tokens * wide_row + threads * panel + 15) / 16 * 64);
   if (!memory) return false;
+  std::fill(memory + a.tokens * wide_row, memory + tokens * wide_row, 0.0f);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float *x = memory, *own = memory + a.tokens * wide_row + thread_number() * panel;
+    float *x = memory, *own = memory + tokens * wide_row + thread_number() * panel;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a.tokens; t++) {
       if (a.wide_x) split<T>((const float *)a.x + t * a.x_row, a.inputs, filled, x + t * wide_row);
@@ -189,12 +195,12 @@ template <class T> bool run_product(const Product &a) {
           for (int64_t r = 0; r < count; r++)
             widen<T>(weights[i] + r * steps[i], a.inputs, own + (i * rows + r) * wide_row);
       for (int64_t t = 0; t < a.tokens; t += TOKENS) {
-        const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t);
+        const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t), rows_of_x = a.invariant ? TOKENS : some;
         alignas(64) float results[2][TOKENS * MOST_ROWS];
         for (int64_t i = 0; i < matrices; i++) {
-          if (panels) few_tokens<float>(some, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
+          if (panels) few_tokens<float>(rows_of_x, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
                                         results[i]);
-          else few_tokens<T>(some, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
+          else few_tokens<T>(rows_of_x, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
         }
         for (int64_t m = 0; m < some; m++) {
           float *one = results[0] + m * MOST_ROWS;

@@ -50,6 +50,7 @@ from .contract import CaseResult, call, case_values, check_case, formula, refusa
 from .coverage import NOTHING, Coverage, measure_coverage
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
+from .invariance import check_invariance
 from .pairs import pair_cases, residues
 
 Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
@@ -262,6 +263,7 @@ def _checks(kernel: Kernel, device: str, lane: str,
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
             yield partial(check_threads, kernel, case, dtype, device, seed)
+            yield from _invariance_checks(kernel, cells, device, seed)
             if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
         yield from (partial(check_case, kernel, argument_case.case, dtype, device, seed,
@@ -356,6 +358,20 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
                     for name, cases in residues(op, lane, seed))
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in pair_cases(kernel, device, lane, seed).cells)
+
+
+def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
+                       seed: int) -> Iterator[Callable[[], CaseResult]]:
+    """Hold a kernel that claims to be invariant to it, in some of the cases and in those of the op
+    that are for this."""
+    cells = [*cells[::max(len(cells) // 24, 1)],
+             # one that splits nothing has nothing to show in these
+             *((case, dtype) for case in kernel.op.invariance_cases for dtype in kernel.op.dtypes
+               if not kernel.only_invariant)]
+    for to, declared in (("batch", kernel.batch_invariant), ("tp", kernel.tp_invariant)):
+        if declared:
+            yield from (partial(check_invariance, kernel, case, dtype, to, device, seed)
+                        for case, dtype in cells)
 
 
 def _smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:

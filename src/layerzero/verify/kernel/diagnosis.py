@@ -71,6 +71,8 @@ CLASSES: Mapping[str, str] = {
     "state": "keep nothing between calls that is not looked up by contents or version",
     "shape": "return what the op's meta function says",
     "global state": "leave torch's settings and random numbers as they were",
+    "invariance": "add in one order, however many rows, heads and columns there are, or drop "
+                  "batch_invariant and tp_invariant",
     "threads": "give every call scratch memory of its own",
     "index overflow": "count offsets in 64 bits",
     "mode": "one way for every mode of torch: gradients recorded or not, inference mode or not",
@@ -87,7 +89,7 @@ CLASSES: Mapping[str, str] = {
 }
 # Kinds of complaint that are the diagnosis if every failing case has them.
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
-           "shape", "dtype", "threads", "fault", "global state")
+           "shape", "dtype", "threads", "fault", "global state", "invariance")
 _BY_CIRCUMSTANCE = (
     ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),

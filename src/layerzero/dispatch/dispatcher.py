@@ -274,7 +274,8 @@ class Dispatcher:
         if kernel.jit:
             run = self.wrap_jit(world, kernel, run, plan, override)
         limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
-        if limit is not None and not facts["grad"] and not facts["graph"]:
+        if (limit is not None and not facts["grad"] and not facts["graph"]
+            and not kernel.isolated):          # a worker has a limit of its own, and can be stopped
             run, recordings = watchdog.with_timeout(run, limit), None
         guarded = self.wrap_guard(kernel, plan, run, world, override)
         explored = learning.explore(self, world, plan, guarded, override)

@@ -94,6 +94,10 @@ class WorkerTimeout(WorkerFault, TimeoutError):
 class WorkerStarting(WorkerFault):
     """The worker is being started again; other kernels serve meanwhile, and nobody is blamed."""
 
+    def __init__(self, worker: str, why: str, wait: Callable[[], None]) -> None:
+        super().__init__(worker, f"it is being started again after: {why}")
+        self.wait = wait                       # until it serves
+
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 

@@ -51,7 +51,6 @@ from ..machine.isolation.wire import (
     Results,
     Spec,
     adopt,
-    state,
     unexpanded,
 )
 from ..spec.kernel import Kernel, accepted_params

@@ -87,7 +87,7 @@ class Arena:
     def position(self, address: int, nbytes: int) -> int | None:
         """Returns the offset of memory that lies in this arena."""
         offset = address - self.base
-        return offset if 0 <= offset and offset + nbytes <= self.size else None
+        return offset if offset >= 0 and offset + nbytes <= self.size else None
 
     def make_private(self) -> None:
         """In a forked child: what the parent writes from now on must not show in the child's

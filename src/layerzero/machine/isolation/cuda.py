@@ -86,7 +86,7 @@ def call(worker: Worker, kernel: str, values: Sequence[Any], seconds: float) -> 
         body["arguments"] = [{"cuda": share(v)} if isinstance(v, Tensor) else {"value": v}
                              for v in values]
         events.ready.record()
-        kind, answer = worker.exchange(CUDA, json.dumps(body).encode(), seconds)
+        answer = worker.exchange(CUDA, json.dumps(body).encode(), seconds)
         result = json.loads(answer)
         made = [rebuild(item["cuda"]) if "cuda" in item else item["value"]
                 for item in result["items"]]

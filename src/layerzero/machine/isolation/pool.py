@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..faults import WorkerFault, WorkerLost, WorkerStarting, WorkerTimeout
@@ -93,11 +94,15 @@ class Pool:
         if more:
             self._start_later()
         if none and not start:
-            raise WorkerStarting(self.name, f"it is being started again after: {self.why}")
+            raise WorkerStarting(self.name, self.why, self.wait)
         try:
             return self.idle.get(timeout=seconds)
         except queue.Empty:
             raise WorkerTimeout(self.name, seconds) from None
+
+    def wait(self) -> None:
+        """Waits until a worker serves."""
+        self.idle.put(self._take(start=True))
 
     def _start(self) -> Worker:
         """Starts a worker that was counted in `starting`, and has it load what the others have."""
@@ -123,10 +128,9 @@ class Pool:
     def _start_later(self) -> None:
         def bring_back() -> None:
             time.sleep(max(self.not_before - time.monotonic(), 0.0))
-            try:
+            # a failure is noted; the next call tries again after the delay
+            with suppress(WorkerFault, LoadFailed, MemoryError, OSError):
                 self.idle.put(self._start())
-            except (WorkerFault, LoadFailed, MemoryError, OSError):
-                pass                           # noted; the next call tries again after the delay
 
         threading.Thread(target=bring_back, name="layerzero-worker", daemon=True).start()
 

@@ -203,12 +203,12 @@ class Worker:
             for offset, nbytes in blocks:
                 self.arena.release(offset, nbytes)
 
-    def exchange(self, kind: int, body: bytes, seconds: float) -> tuple[int, bytes]:
+    def exchange(self, kind: int, body: bytes, seconds: float) -> bytes:
         """Sends a call as one frame and returns its answer."""
         self.busy = True
         try:
             self.link.send(kind, body)
-            answer = self.link.receive(seconds)
+            answered, answer = self.link.receive(seconds)
             self.busy = False
         except Late:
             self.kill()
@@ -218,8 +218,8 @@ class Worker:
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
-        if answer[0] != RESULT:
-            raise _fault(self.name, json.loads(answer[1]))
+        if answered != RESULT:
+            raise _fault(self.name, json.loads(answer))
         return answer
 
     def _define(self, key: Any, kernel: str, values: Sequence[Any],
@@ -291,10 +291,7 @@ class Worker:
             fd, size = storage._share_fd_cpu_()
             self.last_segment = number = self.last_segment + 1
             self.segments[storage.data_ptr()] = number, StorageWeakRef(storage), storage.nbytes()
-            try:
-                socket.send_fds(self.control, [NUMBER.pack(size)], [fd])
-            finally:
-                os.close(fd)
+            socket.send_fds(self.control, [NUMBER.pack(size)], [fd])       # it stays the storage's
             self.link.send(SEGMENT, NUMBER.pack(number))
         return number << SEGMENT_SHIFT | (t.data_ptr() - storage.data_ptr())
 

@@ -13,6 +13,7 @@ import os
 import select
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -89,10 +90,8 @@ class Link:
 
     def close(self) -> None:
         for fd in (self.reading, self.writing):
-            try:
+            with suppress(OSError):            # closed before
                 os.close(fd)
-            except OSError:                    # closed before
-                pass
 
 
 class Spec(NamedTuple):

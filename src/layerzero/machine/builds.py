@@ -107,6 +107,12 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def files_digest(distribution: str, package: str) -> str:
+    """Hashes what the installer recorded of a distribution, and names, sizes and times of a
+    package's files now."""
+    return _digest(_files_digest(distribution, package), _folder_digest(package))
+
+
 # Our own source, or a plugin's
 
 def _kernel_source_digest(kernel: Kernel) -> str:

@@ -291,7 +291,8 @@ def doctor(deep: bool = False) -> DoctorReport:
                               "" if learns
                               else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it "
                                    "serves"))
-    for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
+    for refused in (*catalog.discover(again=True)[1],
+                    *catalog.plugin_policy(world.catalog, again=True)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
                                       "correct or uninstall it; everything else works"))

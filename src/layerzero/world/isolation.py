@@ -16,8 +16,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..machine import builds, loading
 from ..machine.faults import WorkerFault
 from ..machine.isolation import pool
@@ -95,7 +93,7 @@ def conflicts(kernel: Kernel, entry: Isolation, unloadable: Mapping[str, Reason]
         return False
     if entry.python:
         return (reason.code in (*CONFLICTS, Code.NOT_INSTALLED)
-                and loading.distribution_of(kernel).lower() in installed(entry.python))
+                and version_in(entry.python, loading.distribution_of(kernel)) != "")
     # the same interpreter has the same versions: only what clashes with this process is left
     return kernel.id in unloadable and reason.code in CONFLICTS
 
@@ -202,15 +200,15 @@ def installed(python: str) -> Mapping[str, str]:
             if d.metadata["Name"]}
 
 
+def version_in(python: str, distribution: str) -> str:
+    """Returns the version of a distribution in another interpreter; "" if it is not there."""
+    return installed(python).get(distribution.lower().replace("_", "-"), "")
+
+
 def _build(kernel: Kernel, python: str) -> str:
     """The build of a worker kernel: that of the kernel in its interpreter, and the torch there."""
     if not python:
         return f"worker {builds.build_of(kernel)}"
-    name = loading.distribution_of(kernel).lower()
-    there = installed(python)
-    return (f"worker {name}=={there.get(name, '')} torch=={there.get('torch', '')}"
+    name = loading.distribution_of(kernel)
+    return (f"worker {name}=={version_in(python, name)} torch=={version_in(python, 'torch')}"
             f"#{builds.source_digest(kernel.load)}")
-
-
-def torch_of(python: str) -> str:
-    return installed(python).get("torch", "") if python else torch.__version__

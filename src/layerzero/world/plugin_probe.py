@@ -35,6 +35,7 @@ from ..spec.sealed import replace_file, trusted_folder
 
 SECONDS = 30.0                                 # that an import may take
 AGAIN_AFTER = 3600.0                           # seconds; a hang or a crash may have been chance
+MAX_BYTES = 8 << 30                            # that an import may allocate
 MAX_TEXT = 1000                                # characters of an error
 MAX_KNOWN = 500                                # plugins that are remembered
 FILE = "plugins.json"
@@ -64,12 +65,21 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
 
 def _probe(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
     """Returns why the import fails, "" if it does not, and whether that is worth remembering."""
-    alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    alone = _threads() == 1 and not torch.cuda.is_initialized()
     why, told = _in_fork(entry, origin, read) if hasattr(os, "fork") else ("?", False)
     if why and not (alone or (told and not torch.cuda.is_initialized())):
         why, told = _in_fresh_process(entry, origin, read)
     # an exception may be gone when something else is installed, and costs little to see again
     return why, not why or not told
+
+
+def _threads() -> int:
+    """How many threads there are, those of libraries included; a fork has only the one that
+    forked, and may wait for the others for ever."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
 
 
 def _in_fork(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
@@ -113,6 +123,7 @@ def _import(load: Callable[[], object], answer: int) -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
+    _limit_memory()
     text = ""
     try:
         load()
@@ -120,6 +131,19 @@ def _import(load: Callable[[], object], answer: int) -> None:
         text = f"{type(e).__name__}: {e}"[:MAX_TEXT]
     os.write(answer, b"!" + text.encode("utf-8", "replace"))
     os._exit(0)
+
+
+def _limit_memory() -> None:
+    """Bounds what the import may allocate, where the system says what there is already."""
+    try:
+        import resource  # not on every system
+        with open("/proc/self/status") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (ImportError, OSError, StopIteration):
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_BYTES, hard))
 
 
 def _outcome(child: int, answers: int) -> tuple[str, bool]:

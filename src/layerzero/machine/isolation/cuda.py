@@ -48,8 +48,8 @@ def share(t: Tensor) -> dict[str, Any]:
 
 def rebuild(shared: dict[str, Any]) -> Tensor:
     """Maps the memory of a tensor of another process."""
-    fields = {k: base64.b64decode(v["bytes"]) if isinstance(v, dict) else v
-              for k, v in shared.items()}
+    fields: dict[str, Any] = {k: base64.b64decode(v["bytes"]) if isinstance(v, dict) else v
+                              for k, v in shared.items()}
     fields.update(dtype=getattr(torch, fields["dtype"]), storage_class=torch.UntypedStorage)
     made: Tensor = rebuild_cuda_tensor(Tensor, *(fields[name] for name in _FIELDS))
     return made

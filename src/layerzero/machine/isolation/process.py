@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...spec.codec import decode
 from ...spec.errors import InvalidCall
 from ...spec.launch import LaunchRefused
 from ...spec.reason import Code, Reason
@@ -121,6 +122,7 @@ class Worker:
         self.segments: dict[int, tuple[int, Any, int]] = {}    # address -> id, weak storage, bytes
         self.last_segment = 0
         self.busy = False                      # a call was sent and not answered yet
+        self.process: subprocess.Popen[bytes] | None = None    # None: it is not ours, or never was
         self.events: dict[int, cuda.Events] = {}               # by GPU
         theirs, ours = os.pipe()               # to the worker
         back, answers = os.pipe()              # from the worker
@@ -136,7 +138,6 @@ class Worker:
                 stdin=subprocess.DEVNULL, stdout=2, env=_environment(python),
                 start_new_session=True)
         except OSError as e:
-            self.process = None
             self.close()
             raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
         finally:
@@ -411,9 +412,9 @@ def _fault(worker: str, told: dict[str, Any]) -> BaseException:
         error = _SAME_TYPE[told["type"]](message)
     else:                                      # a lost device is the worker's alone
         error = WorkerFault(worker, f"{told['type']}: {told['message']}")
-    error.worker_traceback = told["traceback"]  # type: ignore[attr-defined]
+    error.__dict__["worker_traceback"] = told["traceback"]
     return error
 
 
 def _reason(data: dict[str, Any]) -> Reason:
-    return Reason(Code(data["code"]), data["want"], data["got"], data["fact"])
+    return decode(Reason, data, "a worker's reason")

@@ -30,6 +30,7 @@ from ..machine import faults, loading
 from ..machine.isolation import cuda
 from ..machine.isolation.wire import (
     CALL,
+    CONTROL,
     CUDA,
     DROP,
     FAULT,
@@ -41,6 +42,7 @@ from ..machine.isolation.wire import (
     NEED,
     NUMBER,
     OFFSET_MASK,
+    PAGE,
     READY,
     RESULT,
     RUN,
@@ -62,23 +64,60 @@ MAX_TEXT = 4000                                # characters of an error that tra
 MAX_PLACED = 64                                # sets of positions remembered per form
 
 
+_ANY = torch.empty(0)
+
+
+class Loaded:
+    """A kernel with what its library gave, and the parameters it takes."""
+
+    def __init__(self, kernel: Kernel, function: Any, accepted: tuple[str, ...]) -> None:
+        self.kernel, self.function, self.accepted = kernel, function, accepted
+        self.bound: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+
+    def bind(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        """Returns what runs calls with these plain values; tensors may be others."""
+        op = self.kernel.op
+        fixed = {name: v for name, v in zip(self.accepted, values) if not isinstance(v, Tensor)}
+        key = tuple((type(v), v) for v in fixed.values())
+        if key in self.bound:
+            return self.bound[key]
+        if len(self.bound) >= MAX_FORMS:
+            self.bound.clear()
+        run = bind(op, self.kernel, self.function, (), "", fixed).run
+        places = [next(i for i, p in enumerate(op.params) if p.name == name)
+                  for name in self.accepted]
+        defaults = [None if p.required else p.default for p in op.params]
+
+        def call(values: Sequence[Any]) -> Any:
+            arguments = defaults.copy()
+            for place, value in zip(places, values):
+                arguments[place] = value
+            return run(*arguments)
+
+        self.bound[key] = call
+        return call
+
+
 class Form:
     """A kind of call: what runs it, and its arguments by the positions of their tensors."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.kernel, self.state = told["kernel"], told["state"]
+    def __init__(self, told: dict[str, Any], kernel: Loaded) -> None:
+        self.state = told["state"]
         self.arguments = [Spec.from_json(a["tensor"]) if "tensor" in a else (a["value"],)
                           for a in told["arguments"]]
+        # a tensor stands for any: only plain values decide
+        self.run = kernel.bind([_ANY if isinstance(a, Spec) else a[0] for a in self.arguments])
         self.placed: dict[bytes, list[Any]] = {}
 
 
 class Server:
     def __init__(self, config: dict[str, Any]) -> None:
         reading, writing, self.alive, control, arena = config["fds"]
-        self.link = Link(reading, writing)
+        memory = mmap.mmap(arena, config["size"])
+        self.link = Link(reading, writing, memoryview(memory)[CONTROL:CONTROL + PAGE], first=False)
         self.control = socket.socket(fileno=control)
-        self.segments: dict[int, mmap.mmap] = {0: mmap.mmap(arena, config["size"])}
-        self.kernels: dict[str, Callable[[Sequence[Any]], Any]] = {}
+        self.segments: dict[int, mmap.mmap] = {0: memory}
+        self.kernels: dict[str, Loaded] = {}
         self.forms: dict[int, Form] = {}
         self.results: dict[Any, tuple[int, Results, dict[int, list[Tensor]]]] = {}
         self.events: dict[int, cuda.Events] = {}
@@ -113,24 +152,14 @@ class Server:
         if reason is not None:
             self.link.send(FAULT, json.dumps({"reason": reason.to_json()}).encode())
             return
-        op = kernel.op
-        accepted = accepted_params(kernel.id, op, loaded)
-        run = bind(op, kernel, loaded, (), "").run
-        places = [next(i for i, p in enumerate(op.params) if p.name == name) for name in accepted]
-        defaults = [None if p.required else p.default for p in op.params]
-
-        def call(values: Sequence[Any]) -> Any:
-            arguments = defaults.copy()
-            for place, value in zip(places, values):
-                arguments[place] = value
-            return run(*arguments)
-
-        self.kernels[kernel.id] = call
+        accepted = accepted_params(kernel.id, kernel.op, loaded)
+        self.kernels[kernel.id] = Loaded(kernel, loaded, accepted)
         self.link.send(LOADED, json.dumps(accepted).encode())
 
     def define(self, body: bytes) -> None:
         number, = FORM_ID.unpack_from(body)
-        self.forms[number] = Form(json.loads(body[FORM_ID.size:]))
+        told = json.loads(body[FORM_ID.size:])
+        self.forms[number] = Form(told, self.kernels[told["kernel"]])
 
     def run(self, body: bytes) -> None:
         number, room, nbytes = CALL.unpack_from(body)
@@ -138,7 +167,7 @@ class Server:
         values = form.placed.get(positions)
         if values is None:
             values = self.place(form, positions)
-        self.reply(self.kernels[form.kernel](self.in_state(form.state, values)), room, nbytes)
+        self.reply(form.run(self.in_state(form.state, values)), room, nbytes)
 
     def in_state(self, wanted: list[Any], values: list[Any]) -> list[Any]:
         if wanted != self.state:
@@ -206,7 +235,8 @@ class Server:
             values = [cuda.rebuild(a["cuda"]) if "cuda" in a else a["value"]
                       for a in told["arguments"]]
             events.ready.wait()
-            out = self.kernels[told["kernel"]](self.in_state(told["state"], values))
+            run = self.kernels[told["kernel"]].bind(values)
+            out = run(self.in_state(told["state"], values))
             items = [out] if isinstance(out, Tensor) else list(out)
             shared = [{"cuda": cuda.share(t)} if isinstance(t, Tensor) else {"value": t}
                       for t in items]

@@ -32,6 +32,7 @@ from . import cuda
 from .arena import Arena
 from .wire import (
     CALL,
+    CONTROL,
     DROP,
     FORM,
     FORM_ID,
@@ -42,11 +43,12 @@ from .wire import (
     MAX_FORMS,
     NEED,
     NUMBER,
+    PAGE,
     PLACE,
     READY,
     RESULT,
+    RESULTS_END,
     RUN,
-    SCRATCH,
     SEGMENT,
     SEGMENT_SHIFT,
     SMALL,
@@ -103,7 +105,7 @@ class Form:
         self.views: list[Tensor] = []
         self.frame = b""
         if self.small:
-            self.frame = self.pack(INPUTS_END, SCRATCH - INPUTS_END, self.offsets)
+            self.frame = self.pack(INPUTS_END, RESULTS_END - INPUTS_END, self.offsets)
 
     def pack(self, room: int, nbytes: int, positions: Sequence[int]) -> bytes:
         places = b"".join(map(NUMBER.pack, positions))
@@ -128,7 +130,8 @@ class Worker:
         back, answers = os.pipe()              # from the worker
         alive, self.lifeline = os.pipe()       # nothing is written: its end is the end of us
         self.control, handed = socket.socketpair()
-        self.link = Link(back, ours)
+        page = memoryview(self.arena.map)[CONTROL:CONTROL + PAGE]
+        self.link = Link(back, ours, page, first=True)
         fds = [theirs, answers, alive, handed.fileno(), self.arena.fd]
         config = {"package": str(PACKAGE), "fds": fds, "size": self.arena.size, "name": name,
                   "memory": limits.nbytes, "state": state()}
@@ -187,7 +190,7 @@ class Worker:
             else:
                 frame, room, copies = self._copy_large(form, tensors, written, blocks)
             self.busy = True
-            self.link.write(frame)
+            self.link.post(frame)
             result = self._receive_result(form, room, blocks, seconds)
             for t, copy in zip(tensors, copies) if written else ():
                 if any(t is other for other in written) and copy is not None:
@@ -240,7 +243,7 @@ class Worker:
         arguments = [{"tensor": next(left)} if isinstance(v, Tensor) else {"value": v}
                      for v in values]
         body = json.dumps({"kernel": kernel, "arguments": arguments, "state": state()}).encode()
-        self.link.send(FORM, FORM_ID.pack(form.id) + body)
+        self.link.announce(FORM, FORM_ID.pack(form.id) + body)
         self.forms[key] = form
         return form
 
@@ -265,7 +268,7 @@ class Worker:
         if form.room > SMALL:
             room = self.arena.allocate(form.room), form.room
             blocks.append(room)
-        where = room if room[0] else (INPUTS_END, SCRATCH - INPUTS_END)
+        where = room if room[0] else (INPUTS_END, RESULTS_END - INPUTS_END)
         return form.pack(*where, positions), room, copies
 
     def _place(self, t: Tensor, spec: Spec, written: Sequence[Tensor]) -> int | None:
@@ -284,16 +287,16 @@ class Worker:
         number, weak, size = self.segments.get(storage.data_ptr(), (0, None, 0))
         if weak is None or weak.expired() or size != storage.nbytes():
             if number:
-                self.link.send(DROP, NUMBER.pack(number))
+                self.link.announce(DROP, NUMBER.pack(number))
             for address, (old, ref, _) in list(self.segments.items()):
                 if ref.expired() and old != number:
-                    self.link.send(DROP, NUMBER.pack(old))
+                    self.link.announce(DROP, NUMBER.pack(old))
                     del self.segments[address]
             fd, size = storage._share_fd_cpu_()
             self.last_segment = number = self.last_segment + 1
             self.segments[storage.data_ptr()] = number, StorageWeakRef(storage), storage.nbytes()
             socket.send_fds(self.control, [NUMBER.pack(size)], [fd])       # it stays the storage's
-            self.link.send(SEGMENT, NUMBER.pack(number))
+            self.link.announce(SEGMENT, NUMBER.pack(number))
         return number << SEGMENT_SHIFT | (t.data_ptr() - storage.data_ptr())
 
     def _receive_result(self, form: Form, room: tuple[int, int], blocks: list[tuple[int, int]],
@@ -314,7 +317,7 @@ class Worker:
         if len(body) > FORM_ID.size:
             made = Results.from_json(body[FORM_ID.size:])
             views = [item.view(self.arena.map, INPUTS_END + at) for item, at
-                     in made.tensors()] if made.nbytes <= SCRATCH - INPUTS_END else []
+                     in made.tensors()] if made.nbytes <= RESULTS_END - INPUTS_END else []
             self.results[number] = made, views
         made, views = self.results[number]
         form.room = made.nbytes

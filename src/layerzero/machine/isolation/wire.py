@@ -1,5 +1,5 @@
-"""What travels between a process and its worker: frames over pipes, tensors by their position in
-shared memory.
+"""What travels between a process and its worker: frames, and tensors by their position in shared
+memory.
 
 Both sides use this file, each with its own torch, so a frame is plain: a header of two integers,
 then a struct or JSON. Every frame from the process is answered by one frame before the next call,
@@ -9,9 +9,12 @@ except those that only announce something (a form, a segment).
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -24,7 +27,7 @@ CALL = struct.Struct("<IQQ")                   # form; position and bytes of the
 NUMBER = struct.Struct("<Q")
 FORM_ID = struct.Struct("<I")
 # from the process, then from the worker
-LOAD, FORM, RUN, PLACE, SEGMENT, DROP, CUDA = range(1, 8)
+WAKE, LOAD, FORM, RUN, PLACE, SEGMENT, DROP, CUDA = range(8)
 READY, LOADED, RESULT, NEED, FAULT = range(11, 16)
 
 SEGMENT_SHIFT = 48                             # a position is segment << 48 | offset
@@ -33,9 +36,15 @@ ALIGNMENT = 64
 # The arena begins with room for small tensors, which are copied in and out.
 SMALL = 64 << 10
 INPUTS_END = 448 << 10
-SCRATCH = 512 << 10
+RESULTS_END = CONTROL = 512 << 10
+PAGE = 4 << 10                                 # of frames that do not go through the pipes
+SCRATCH = CONTROL + PAGE
 MAX_FORMS = 512                                # descriptions of calls that both sides remember
-SPINS = 60                                     # looks at the pipe, about 1 us each, before sleeping
+SPINS = 500                                    # looks, about 0.1 us each, before sleeping
+NAP_MS = 200                                   # of a sleeper that looks again by itself
+# words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped
+POSTED, LENGTH, ASLEEP, PIPED = 0, 8, 16, 24   # each in a cache line of its own
+BODY, ROOM = 256, PAGE // 2 - 256              # where a posted frame lies, and its most bytes
 
 
 class Closed(Exception):
@@ -47,18 +56,64 @@ class Late(Exception):
 
 
 class Link:
-    """One end of a pair of pipes."""
+    """One end of a connection: a page of shared memory for short frames, and a pair of pipes.
 
-    def __init__(self, reading: int, writing: int) -> None:
+    A frame is posted by writing it into the page and then counting it there; the other side looks
+    for a while, since to be woken takes longer than most calls, then says that it sleeps, and is
+    woken through the pipe. Long frames go through the pipe, and are counted in the page too.
+    """
+
+    def __init__(self, reading: int, writing: int, page: memoryview, first: bool) -> None:
         self.reading, self.writing = reading, writing
         self.poll = select.poll()
         self.poll.register(reading, select.POLLIN)
         self.rest = b""
+        halves = page[:PAGE // 2], page[PAGE // 2:PAGE]
+        out, back = halves if first else halves[::-1]
+        self.out, self.out_body = out[:BODY].cast("Q"), out[BODY:]
+        self.back, self.back_body = back[:BODY].cast("Q"), back[BODY:]
+        self.posted = self.piped = self.seen = self.taken = 0
+        self.lock = threading.Lock()
+
+    def fence(self) -> None:
+        """Orders what this thread wrote and read before with what follows: stores of the first
+        pair are done before its release, and nothing after the second acquire comes before it."""
+        acquire, release = self.lock.acquire, self.lock.release
+        acquire()
+        release()
+        acquire()
+        release()
 
     def send(self, kind: int, body: bytes = b"") -> None:
-        self.write(HEADER.pack(kind, len(body)) + body)
+        self.post(HEADER.pack(kind, len(body)) + body)
 
-    def write(self, frame: bytes) -> None:
+    def post(self, frame: bytes) -> None:
+        size = len(frame)
+        if size > ROOM:
+            self._pipe(frame)
+            return
+        out = self.out
+        self.out_body[:size] = frame
+        out[LENGTH] = size
+        self.fence()
+        self.posted += 1
+        out[POSTED] = self.posted
+        self.fence()
+        if out[ASLEEP]:
+            self._write(HEADER.pack(WAKE, 0))
+
+    def announce(self, kind: int, body: bytes) -> None:
+        """Sends a frame that is not answered: another one may follow before it is read."""
+        self._pipe(HEADER.pack(kind, len(body)) + body)
+
+    def _pipe(self, frame: bytes) -> None:
+        """Counts a frame, then writes it: who was woken by it must find it counted."""
+        self.piped += 1
+        self.out[PIPED] = self.piped
+        self.fence()
+        self._write(frame)
+
+    def _write(self, frame: bytes) -> None:
         try:
             sent = os.write(self.writing, frame)
             while sent < len(frame):
@@ -67,31 +122,61 @@ class Link:
             raise Closed(str(e)) from e
 
     def receive(self, seconds: float | None = None) -> tuple[int, bytes]:
-        """Returns the next frame. A short wait spins: to be woken by the scheduler takes longer."""
-        data = self.rest
+        """Returns the next frame; those of the pipe come first."""
+        back, end = self.back, None
         while True:
-            if len(data) >= HEADER.size:
-                kind, size = HEADER.unpack_from(data)
-                end = HEADER.size + size
-                if len(data) >= end:
-                    self.rest = data[end:]
-                    return kind, data[HEADER.size:end]
-            look = self.poll.poll
             for _ in range(SPINS):
-                if look(0):
-                    break
-            else:
-                if not look(None if seconds is None else max(seconds * 1e3, 1)):
+                if back[PIPED] != self.taken:
+                    return self._piped()
+                if back[POSTED] != self.seen:
+                    return self._posted()
+            if end is None:
+                end = math.inf if seconds is None else time.monotonic() + seconds
+            back[ASLEEP] = 1
+            self.fence()
+            if back[PIPED] == self.taken and back[POSTED] == self.seen:
+                left = (end - time.monotonic()) * 1e3
+                if left <= 0:
+                    back[ASLEEP] = 0
                     raise Late
-            more = os.read(self.reading, 1 << 16)
-            if not more:
-                raise Closed
-            data = data + more if data else more
+                if self.poll.poll(min(left, NAP_MS)):
+                    self._read()
+            back[ASLEEP] = 0
+
+    def _posted(self) -> tuple[int, bytes]:
+        self.fence()
+        self.seen += 1
+        frame = bytes(self.back_body[:self.back[LENGTH]])
+        return HEADER.unpack_from(frame)[0], frame[HEADER.size:]
+
+    def _piped(self) -> tuple[int, bytes]:
+        while True:
+            while len(self.rest) >= HEADER.size:
+                kind, size = HEADER.unpack_from(self.rest)
+                end = HEADER.size + size
+                if len(self.rest) < end:
+                    break
+                body, self.rest = self.rest[HEADER.size:end], self.rest[end:]
+                if kind != WAKE:
+                    self.taken += 1
+                    return kind, body
+            self._read()
+
+    def _read(self) -> None:
+        more = os.read(self.reading, 1 << 16)
+        if not more:
+            raise Closed
+        # what only woke us need not be kept
+        if self.rest or more != _WAKE:
+            self.rest += more
 
     def close(self) -> None:
         for fd in (self.reading, self.writing):
             with suppress(OSError):            # closed before
                 os.close(fd)
+
+
+_WAKE = HEADER.pack(WAKE, 0)
 
 
 class Spec(NamedTuple):

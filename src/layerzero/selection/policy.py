@@ -105,7 +105,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1),
     "cache_size": (1, math.inf), "cache_ttl": (0, math.inf), "call_timeout": (0.001, 1e9),
-    "isolation_timeout": (0.001, 1e9), "isolation_memory": (16 << 20, math.inf),
+    "isolation_timeout": (0.001, 1e9), "isolation_memory": (1, math.inf),
     "isolation_workers": (1, 64), "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
     "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
     "perfdb_ttl": (0, math.inf)}

@@ -32,6 +32,7 @@ from .catalog import Catalog
 if TYPE_CHECKING:
     from .snapshot import World
 
+MIN_BYTES = 16 << 20                           # that a worker shares with this process
 OVERHEAD_US = 30.0                             # of a small call, until it is measured
 # why a library cannot be used in this process and might be in another
 CONFLICTS = (Code.VERSION_CONFLICT, Code.ABI_MISMATCH, Code.IMPORT_FAILED)
@@ -119,7 +120,7 @@ def _loader(kernel: Kernel, entry: Isolation,
         setting = policy_in_force().setting
         seconds = setting("isolation_timeout"), setting("call_timeout")
         return Limits(min(s for s in seconds if s is not None),
-                      setting("isolation_memory") or _half_of_memory())
+                      max(setting("isolation_memory") or _half_of_memory(), MIN_BYTES))
 
     def load() -> Callable[..., Any]:
         workers = pool.pool_of(kernel.backend, entry.python, limits,

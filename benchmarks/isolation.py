@@ -5,7 +5,7 @@ tensors, and for tensors that lie in shared memory already.
     python benchmarks/isolation.py --python /opt/venv/bin/python
         with a worker of another interpreter, which may have another torch
 
-The worker and this process take turns: each sample is one call of each. "cost" is the difference of
+The worker and this process take turns, some calls each. "cost" is the difference of
 the medians, "quiet" that of the fastest tenth, which other programs on the machine disturb least.
 The rate is the bytes of inputs and results over the quiet cost.
 """
@@ -54,13 +54,15 @@ def measure(name: str, call: Callable[[str], Any], nbytes: int, seconds: float) 
     for where in ("worker", "here"):
         for _ in range(3):
             call(where)
+    burst = 20 if nbytes < 1 << 20 else 1      # a worker that was just called is awake
     samples: dict[str, list[float]] = {"worker": [], "here": []}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(samples["here"]) < 5:
         for where, times in samples.items():
-            began = time.perf_counter()
-            call(where)
-            times.append((time.perf_counter() - began) * 1e6)
+            for _ in range(burst):
+                began = time.perf_counter()
+                call(where)
+                times.append((time.perf_counter() - began) * 1e6)
     here, there = samples["here"], samples["worker"]
     return Row(name, nbytes, statistics.median(here), statistics.median(there),
                statistics.median(there) - statistics.median(here), _quiet(there) - _quiet(here))

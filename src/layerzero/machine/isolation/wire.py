@@ -40,7 +40,7 @@ RESULTS_END = CONTROL = 512 << 10
 PAGE = 4 << 10                                 # of frames that do not go through the pipes
 SCRATCH = CONTROL + PAGE
 MAX_FORMS = 512                                # descriptions of calls that both sides remember
-SPINS = 500                                    # looks, about 0.1 us each, before sleeping
+SPINS = 1000                                   # looks, about 0.1 us each, before sleeping
 NAP_MS = 200                                   # of a sleeper that looks again by itself
 # words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped
 POSTED, LENGTH, ASLEEP, PIPED = 0, 8, 16, 24   # each in a cache line of its own

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..machine import faults, loading, watchdog
-from ..machine.faults import Hung, InputsChanged, PlanExhausted
+from ..machine.faults import Hung, InputsChanged, PlanExhausted, WorkerStarting
 from ..spec.errors import InputDamaged, InvalidCall, KernelExecutionError, SelectionTimeoutError
 from ..spec.event import Fallback
 from ..spec.kernel import Kernel
@@ -53,6 +53,12 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
         facts = dispatcher.facts(values)
     except InvalidCall as mistake:
         raise mistake from fault
+    if isinstance(fault, WorkerStarting) and len(entry.plan.steps) == 1:
+        try:                                   # named: there is no other to serve meanwhile
+            fault.wait()
+            return entry.binding.run(*values)
+        except faults.FAULTS as again:
+            fault = again
     failures: list[Failure] = []
     plain = facts["tensor_kind"] == "plain"    # a subclass may make any kernel fail
     blame(world, first, fault, failures, op.name, facts, plain)
@@ -67,7 +73,8 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
         dispatcher.ledger.count_attempt(kernel.id)
         try:
             run = dispatcher.bind(kernel, step, facts, {}).run
-            if limit is not None and not facts["grad"] and not facts["graph"]:
+            if (limit is not None and not facts["grad"] and not facts["graph"]
+                and not kernel.isolated):
                 run = watchdog.with_timeout(run, limit)
             out = wrapping.wrap_guard(dispatcher, kernel, entry.plan, run)(*values)
         except InputsChanged as changed:

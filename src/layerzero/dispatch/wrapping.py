@@ -45,7 +45,8 @@ def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, bindi
     if kernel.jit:
         run = wrap_jit(dispatcher, world, kernel, run, plan, override)
     limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
-    if limit is not None and not facts["grad"] and not facts["graph"]:
+    if (limit is not None and not facts["grad"] and not facts["graph"]
+        and not kernel.isolated):              # a worker has a limit of its own, and can be stopped
         run, recordings = watchdog.with_timeout(run, limit), None
     return wrap_guard(dispatcher, kernel, plan, run, world, override), run, recordings
 

@@ -43,9 +43,12 @@ _builds: WeakKeyDictionary[Kernel, str] = WeakKeyDictionary()
 
 
 def _compute_build(kernel: Kernel) -> str:
+    stated: Callable[[], str] | None = getattr(kernel.load, "build", None)
+    if stated is not None:                     # a worker's library is not that of this process
+        return stated()
     source = _kernel_source_digest(kernel)
     top = kernel.package.partition(".")[0]
-    if not top or top == _module_of(kernel.load).partition(".")[0]:
+    if not top or top == module_of(kernel.load).partition(".")[0]:
         return f"source#{source}"
     if not is_importable(kernel.package):
         return ""
@@ -104,13 +107,19 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
+def files_digest(distribution: str, package: str) -> str:
+    """Hashes what the installer recorded of a distribution, and names, sizes and times of a
+    package's files now."""
+    return _digest(_files_digest(distribution, package), _folder_digest(package))
+
+
 # Our own source, or a plugin's
 
 def _kernel_source_digest(kernel: Kernel) -> str:
     """Hashes the file that declares the kernel and the modules of its package that it imports."""
-    names = [_module_of(kernel.load)]
+    names = [module_of(kernel.load)]
     if kernel.backend == "reference":
-        names.append(_module_of(kernel.op.reference))
+        names.append(module_of(kernel.op.reference))
     if all(_file_of(name) for name in names):
         return _digest(*(_content_digest(name)
                          for name in sorted(set().union(*map(_dependencies, names)))))
@@ -119,13 +128,13 @@ def _kernel_source_digest(kernel: Kernel) -> str:
 
 def source_digest(function: Callable[..., Any]) -> str:
     """Hashes the file that defines a function and the modules of its package that it imports."""
-    name = _module_of(function)
+    name = module_of(function)
     if _file_of(name):
         return _digest(*(_content_digest(used) for used in sorted(_dependencies(name))))
     return _digest(*_bytecode(function))
 
 
-def _module_of(load: Callable[..., Any]) -> str:
+def module_of(load: Callable[..., Any]) -> str:
     while isinstance(load, partial):
         load = load.func
     return str(getattr(load, "__module__", None) or type(load).__module__)

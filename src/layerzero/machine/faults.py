@@ -72,6 +72,33 @@ class InputsChanged(RuntimeError):
         self.reason = Reason(Code.INPUT_CHANGED, text, ", ".join(names))
 
 
+class WorkerFault(RuntimeError):
+    """A kernel failed in its worker process; the next kernel of the plan may serve."""
+
+    def __init__(self, worker: str, why: str) -> None:
+        super().__init__(f"{why} (in the worker of {worker})")
+        self.worker = worker
+
+
+class WorkerLost(WorkerFault):
+    """The worker process ended, or could not be started."""
+
+
+class WorkerTimeout(WorkerFault, TimeoutError):
+    """The worker gave no answer in time and was killed, so the inputs are the caller's again."""
+
+    def __init__(self, worker: str, seconds: float) -> None:
+        super().__init__(worker, f"no answer within {seconds:g} s; it was killed")
+
+
+class WorkerStarting(WorkerFault):
+    """The worker is being started again; other kernels serve meanwhile, and nobody is blamed."""
+
+    def __init__(self, worker: str, why: str, wait: Callable[[], None]) -> None:
+        super().__init__(worker, f"it is being started again after: {why}")
+        self.wait = wait                       # until it serves
+
+
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)
 
 # Torch ends every CUDA error with advice on "device-side assertions": only a triggered one counts.

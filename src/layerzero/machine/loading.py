@@ -63,10 +63,15 @@ def is_importable(package: str) -> bool:
         return False
 
 
+def distribution_of(kernel: Kernel) -> str:
+    """Returns the name of the kernel's library on the package index."""
+    return kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
+
+
 def availability(kernel: Kernel) -> Reason | None:
     """Returns why the kernel cannot be loaded, as far as is known without importing anything; None
     if it can."""
-    distribution = kernel.distribution or kernel.package.partition(".")[0].replace("_", "-")
+    distribution = distribution_of(kernel)
     if kernel.package and not is_importable(kernel.package):
         return Reason(Code.NOT_INSTALLED, distribution)
     if kernel.torch and not satisfies(torch.__version__, kernel.torch):
@@ -107,6 +112,8 @@ def load(kernel: Kernel) -> Callable[..., Any] | Direct:
         run = kernel.load()
         accepted_params(kernel.id, kernel.op, run)
         return run
+    except LoadFailed:                         # of a worker, which knows the reason
+        raise
     except LOAD_ERRORS as e:
         raise LoadFailed(_load_failure(kernel, e)) from e
 

@@ -95,14 +95,14 @@ def _parse_outcome(code: int, stdout: str, stderr: str) -> Outcome:
         with suppress(json.JSONDecodeError):
             return Outcome(**json.loads(lines[-1]))
     if code < 0:
-        ending = f"the process was killed by signal {-code} ({_signal_name(-code)})"
+        ending = f"the process was killed by signal {-code} ({signal_name(-code)})"
     else:
         ending = f"the process ended with {code} and gave no answer"
     error = stderr.strip().splitlines()[-1:] or [""]
     return Outcome("crashed", why=f"{ending}: {error[0]}"[:MAX_TEXT].rstrip(": "))
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

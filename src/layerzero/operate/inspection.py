@@ -16,6 +16,7 @@ from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..dispatch.facts import check_types
 from ..machine import hardware, loading
+from ..machine.isolation import pool
 from ..selection.score import with_casts
 from ..spec import codegen
 from ..spec.codec import Record
@@ -27,7 +28,7 @@ from ..spec.kernel import Kernel
 from ..spec.names import find_kernel, suggest
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from ..world import catalog, context, events, measurements, perf_loading
+from ..world import catalog, context, events, isolation, measurements, perf_loading
 from ..world import snapshot as worlds
 from ..world.incidents import extend_keys, faults_of, no_kernel_error
 
@@ -291,7 +292,8 @@ def doctor(deep: bool = False) -> DoctorReport:
                               "" if learns
                               else "lz.configure(learn=True) or LAYERZERO_LEARN=1 learns while it "
                                    "serves"))
-    for refused in (*catalog.discover()[1], *catalog.plugin_policy(world.catalog)[1]):
+    for refused in (*catalog.discover(again=True)[1],
+                    *catalog.plugin_policy(world.catalog, again=True)[1]):
         if isinstance(refused, BackendUnavailable) and refused.reason is not None:
             checks.append(DoctorCheck(f"plugin {refused.kernel}", False, refused.reason.message,
                                       "correct or uninstall it; everything else works"))
@@ -314,7 +316,13 @@ def doctor(deep: bool = False) -> DoctorReport:
                                   f"{health.state}, {health.failures} faults",
                                   str(health.reason.message) if health.reason else ""))
     for name, reason in world.unloadable.items():
-        checks.append(DoctorCheck(f"loading {name}", False, reason.message, reason.code.advice))
+        checks.append(DoctorCheck(f"loading {name}", False, reason.message,
+                                  _advice(world.catalog.by_id.get(name), reason, deep)))
+    for workers in pool.pools():
+        checks.append(DoctorCheck(
+            f"worker of {workers.name}", not workers.deaths,
+            f"{len(workers.workers)} of {workers.size()} run, {workers.python or 'this Python'}",
+            workers.why if workers.deaths else ""))
     for name, kinds in world.refused.items():
         kind, reason = list(kinds.items())[-1]
         checks.append(DoctorCheck(f"refused by {name}", True,
@@ -327,6 +335,15 @@ def doctor(deep: bool = False) -> DoctorReport:
     versions = {"python": sys.version.split()[0], "torch": torch.__version__,
                 "layerzero": _version()}
     return DoctorReport(tuple(checks), devices, versions)
+
+
+def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:
+    """What to do about a kernel that does not load: isolate it, if it does where it is alone."""
+    if (deep and kernel is not None and kernel.package and reason.code in isolation.CONFLICTS
+        and loading.import_in_subprocess(kernel.package) is None):
+        return (f"{kernel.package} works in a process of its own: set isolation: "
+                f"{kernel.backend}.*=worker")
+    return reason.code.advice
 
 
 def _version() -> str:

@@ -22,6 +22,7 @@ from ..spec.errors import DataError, PolicyValidationError, warn_caller
 from ..spec.names import OpOfKernel, kernel_patterns, suggest, unknown_kernel
 from ..spec.reason import Code, Reason, shown
 from ..spec.rules import Facts, Rule
+from . import isolation
 from .conditions import Like, Test, matches_any, parse_when
 
 LAYERS = ("call", "context", "programmatic", "environment", "file", "default")   # highest first
@@ -76,6 +77,14 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
     "call_timeout": Setting(float, None, "seconds that a call without gradients may take; then it "
                             "raises, and its kernel is left out. Such calls run on a thread of "
                             "their own; none: as long as it takes"),
+    "isolation": Setting(str, "", "kernels that run in a worker process: a list of PATTERN=worker, "
+                         "or =auto for only where the library conflicts with this process, each "
+                         "with :PYTHON for another interpreter; see docs/isolation.md"),
+    "isolation_timeout": Setting(float, 30.0, "seconds that a call in a worker may take; then the "
+                                 "worker is killed and the next kernel serves"),
+    "isolation_memory": Setting(int, None, "bytes a worker may share with this process, and again "
+                                "use itself; none: half of the machine's memory"),
+    "isolation_workers": Setting(int, 1, "processes per library: so many calls run at once"),
     "cache_size": Setting(int, 4096, "remembered choices per op"),
     "cache_ttl": Setting(float, None, "seconds after which a remembered choice is made anew; none: "
                                       "never"),
@@ -100,7 +109,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType({
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_headroom": (0, math.inf), "memory_headroom_fraction": (0, 1),
     "cache_size": (1, math.inf), "cache_ttl": (0, math.inf), "call_timeout": (0.001, 1e9),
-    "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
+    "isolation_timeout": (0.001, 1e9), "isolation_memory": (1, math.inf),
+    "isolation_workers": (1, 64), "breaker_threshold": (1, math.inf), "breaker_rate": (0, 1),
     "breaker_window": (1, 1 << 20), "breaker_cooldown": (0, math.inf), "policy_poll": (0, math.inf),
     "perfdb_ttl": (0, math.inf)}
 _CHOICES: Mapping[str, tuple[str, ...]] = {"log_level": LOG_LEVELS, "jit": JIT_MODES}
@@ -151,6 +161,8 @@ def _coerce(name: str, kind: type, value: Any) -> Any:
         return _BOOLS[shown(value, str).strip().lower()]
     if name == "perfdb" and value is False:    # what YAML makes of a bare off
         return "off"
+    if name == "isolation":
+        return isolation.canonical(value)
     if name == "redact":
         words = (value.replace(",", " ").split() if isinstance(value, str)
                  else [str(word).strip() for word in value])
@@ -173,6 +185,8 @@ def _describe(name: str) -> str:
     text = f"one of {', '.join(_CHOICES[name])}" if name in _CHOICES else _TYPE_WORDS[kind]
     if name == "redact":
         text = f"a list of {', '.join(REDACTIONS)}, or empty"
+    if name == "isolation":
+        text = "a list of PATTERN=worker or PATTERN=auto, each with :PYTHON or not"
     if name in _LIMITS:
         low, high = _LIMITS[name]
         text += f" from {low} to {high}" if math.isfinite(high) else f" >= {low}"

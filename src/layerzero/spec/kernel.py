@@ -197,6 +197,11 @@ class Kernel:
         """
         return self.backend if self.package else self.id
 
+    @property
+    def isolated(self) -> bool:
+        """Whether it runs in a worker process (world/isolation.py)."""
+        return self.id.startswith("worker.")
+
     def does_less(self, facts: Facts) -> bool:
         """Whether the kernel claims to do less work than the baseline for this call."""
         return (bool(self.less_work)

@@ -251,6 +251,12 @@ class Code(str, Enum):
     IMPORT_FAILED = (
         "IMPORT_FAILED", Category.SOFTWARE, "importing {want} failed: {got}",
         "run lz doctor --deep, which imports each library by itself")
+    ISOLATED = (
+        "ISOLATED", Category.SOFTWARE, "runs in a process of its own by {want}, as {got}",
+        "name that one, or change the setting isolation")
+    WORKER_UNAVAILABLE = (
+        "WORKER_UNAVAILABLE", Category.SOFTWARE, "its worker process cannot serve: {got}",
+        "run lz doctor --matrix, which has what each interpreter holds")
     CUDA_TOO_OLD = (
         "CUDA_TOO_OLD", Category.SOFTWARE, "needs CUDA {want}, found {got}",
         "install a torch for such a CUDA, or let another kernel serve the call")

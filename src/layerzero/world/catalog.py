@@ -2,7 +2,8 @@
 registers.
 
 A plugin that does not fit is refused by name and mismatch; the rest of the library goes on. The
-releases of LayerZero that it requires are checked before it is imported.
+releases of LayerZero that it requires are checked before it is imported, and its import is tried in
+another process first (plugin_probe.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..spec.kernel import Kernel
 from ..spec.names import OpOfKernel, nearest
 from ..spec.op import Op
 from ..spec.reason import Code, Reason
+from . import plugin_probe
 
 # foreign code may raise anything
 PLUGIN_ERRORS: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -112,9 +114,9 @@ def builtin_ops() -> dict[str, Op]:
     return {name: builtin_op(name) for name in OPS}
 
 
-def discover() -> tuple[Catalog, list[Event]]:
+def discover(again: bool = False) -> tuple[Catalog, list[Event]]:
     """Returns our own ops and kernels and those of plugins, and an event for each plugin that was
-    refused."""
+    refused. `again` tries those anew that were refused before."""
     kernels = [k for name in BACKENDS
                for k in importlib.import_module(f"layerzero.backends.{name}").KERNELS]
     catalog = Catalog(builtin_ops(), tuple(kernels))
@@ -122,6 +124,7 @@ def discover() -> tuple[Catalog, list[Event]]:
     for group in ENTRY_POINTS:
         for entry, origin in _plugins(group, problems):
             try:
+                plugin_probe.check(entry, origin, _items, again)
                 extended = catalog
                 for item in _items(entry.load(), origin):
                     extended = extended.with_item(item, origin)
@@ -131,7 +134,7 @@ def discover() -> tuple[Catalog, list[Event]]:
     return catalog, problems
 
 
-def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
+def plugin_policy(catalog: Catalog, again: bool = False) -> tuple[Layer | None, list[Event]]:
     """Returns the policies of plugins as the lowest layer, and an event for each that was
     refused."""
     settings: dict[str, Any] = {}
@@ -140,6 +143,7 @@ def plugin_policy(catalog: Catalog) -> tuple[Layer | None, list[Event]]:
     ops = {op.name: op.fact_names for op in catalog.ops.values()}
     for entry, origin in _plugins(POLICIES, problems):
         try:
+            plugin_probe.check(entry, origin, _policy_layer, again)
             layer = _policy_layer(entry.load(), origin)
             for rule in layer.rules:
                 rule.check(ops)
@@ -189,7 +193,9 @@ def _required_release(distribution: Any) -> str:
 
 def _plugin_refused(entry: Any, origin: str, error: BaseException) -> Event:
     return BackendUnavailable(kernel=entry.name, reason=Reason(
-        Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}", f"{type(error).__name__}: {error}"))
+        Code.IMPORT_FAILED, f"plugin {entry.name} of {origin}",
+        str(error) if isinstance(error, plugin_probe.PluginHarmful)
+        else f"{type(error).__name__}: {error}"))
 
 
 def _policy_layer(plugin: object, origin: str) -> Layer:

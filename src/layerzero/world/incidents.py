@@ -226,7 +226,7 @@ def blame(world: World, kernel: Kernel | None, fault: BaseException, failures: l
         refuse(kernel, facts, reason)
     out = facts is not None and refused(kernel, facts)
     counts = (counts and kind in ("kernel", "timeout") and not out
-              and not isinstance(fault, ProbeBusy))
+              and not isinstance(fault, (ProbeBusy, faults.WorkerStarting)))
     failures.append(Failure(kernel.id, reason, kernel if counts else None))
     if isinstance(fault, faults.WrongResult) and counts and facts is not None:
         refuse(kernel, facts, reason)          # it would return the same again
@@ -248,6 +248,8 @@ def count_fault(kernel: Kernel, reason: Reason, calls: int) -> None:
     with _counting:
         faults_so_far = _faults.get(kernel.id) or _faults.setdefault(kernel.id, health.Faults())
         too_many = faults_so_far.add(calls, reason, limits)
+        # the next hang in a worker would cost a caller as much time again
+        too_many |= kernel.isolated and reason.code is Code.KERNEL_TIMEOUT
         failures = faults_so_far.among_last(calls, limits)
     if too_many or kernel.health in world.health:
         change_health(kernel.health,

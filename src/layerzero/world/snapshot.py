@@ -36,7 +36,7 @@ from ..spec.paths import cache_dir
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import Condition, Rule
-from . import config, events, health, perf_loading, redaction
+from . import config, events, health, isolation, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .tables import ActiveTable
@@ -285,6 +285,7 @@ def _create() -> World:
             advice, refused = plugin_policy(catalog)
             policy, path, stamp = _initial_policy(catalog, advice)
             redaction.use(policy.setting("redact"))            # before the first event
+            catalog = isolation.isolate(catalog, policy, {}, lambda: current().policy)
             perf, trouble = perf_loading.load(policy, catalog.kernels)
             pending += (*problems, *refused, *trouble)
             _activate(World(catalog, policy, perf=perf, policy_file=path, policy_stamp=stamp,
@@ -334,6 +335,7 @@ def publish(change: Callable[[World], World], cause: str = "") -> World:
         new = change(old)
         if new is old:
             return old
+        new = isolation.apply(old, new, lambda: current().policy)
         perf, pending = perf_loading.reload_if_needed(old, new)
         new = new if perf is new.perf else replace(new, perf=perf)
         _activate(new)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerzero.selection import isolation
 from layerzero.selection.conditions import Like, parse_when
 from layerzero.selection.policy import (
     ALWAYS,
@@ -545,3 +546,24 @@ def test_the_hash_names_what_is_decided_and_not_where_or_until_when():
     # sha256 of "[]": the same in every process
     assert Policy().hash == "4f53cda18c2baa0c"
     assert json.loads(json.dumps(base.to_json()))["hash"] == base.hash
+
+
+@pytest.mark.parametrize(("written", "kept"), [
+    ("auto", "*=auto"), ("", ""), ("a.*=worker , b.c = auto", "a.*=worker,b.c=auto"),
+    (["xformers.* = worker: /opt/x y/python", "auto"],
+     "xformers.*=worker:/opt/x y/python,*=auto")])
+def test_isolation_is_a_list_of_patterns_modes_and_interpreters(written, kept):
+    assert validate_setting("isolation", written) == kept
+    assert validate_setting("isolation", kept) == kept
+
+
+@pytest.mark.parametrize("wrong", ["worker", "a.*=thread", "A.*=worker", ["a.*=worker:/x,y"], 3])
+def test_isolation_that_says_nothing_is_refused(wrong):
+    with pytest.raises(ConfigError, match="PATTERN=worker"):
+        validate_setting("isolation", wrong)
+
+
+def test_the_first_entry_of_isolation_that_covers_a_kernel_decides():
+    first, second = isolation.parse("torch.*=worker:/opt/python,*=auto")
+    assert (first.mode, first.python) == ("worker", "/opt/python") and first.covers("torch.x")
+    assert not first.covers("other.x") and second.covers("other.x") and second.python == ""

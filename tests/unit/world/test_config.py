@@ -370,7 +370,7 @@ def test_nothing_set_is_no_layer():
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_has_its_variable(name):
-    word = {"jit": "never", "redact": "paths"}.get(name, "error")
+    word = {"jit": "never", "redact": "paths", "isolation": "torch.*=worker"}.get(name, "error")
     text = {bool: "yes", int: "7", float: "1.0", str: word}[SETTINGS[name].type]
     layer = environment_layer({f"LAYERZERO_{name.upper()}": text})
     assert dict(layer.settings) == {name: {bool: True, int: 7, float: 1.0,

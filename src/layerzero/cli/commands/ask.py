@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...machine import hardware
 from ...operate import inspection
+from ...operate import matrix as compatibility
 from ...spec.device import Device
 from ...spec.names import find_kernel, find_kernels
 from ...spec.plan import Plan
@@ -29,6 +30,17 @@ def doctor(deep: bool, as_json: bool) -> int:
         show.table(("", "check", "found", "hint"),
                    [("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in diagnosis.checks])
     return 0 if diagnosis.ok else 1
+
+
+def matrix(deep: bool, as_json: bool) -> int:
+    found = compatibility.matrix(deep)
+    if as_json:
+        show.as_json(found.to_json())
+    else:
+        show.heading(f"torch {found.versions['torch']}")
+        columns, rows = found._cells()
+        show.table(columns, [tuple(map(str, row)) for row in rows])
+    return 0 if found.ok else 1
 
 
 def list_kernels(op: str | None, device: str | None, as_json: bool) -> int:

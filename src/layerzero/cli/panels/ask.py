@@ -55,10 +55,13 @@ def which(op: o.OpName, words: o.OneCall = None, dtype: o.Dtype = "bfloat16",
 @declare(PANEL, "lz doctor --deep")
 def doctor(deep: Annotated[bool, typer.Option(
         "--deep", help="import each library in a process of its own")] = False,
+           matrix: Annotated[bool, typer.Option(
+        "--matrix", help="the versions that kernels declare against those found, here and in the "
+                         "interpreters of workers")] = False,
            as_json: o.Json = False) -> None:
     """What is here, what is broken, and what to do. Exit code 1 if something is broken."""
     from ..commands import ask
-    raise typer.Exit(ask.doctor(deep, as_json))
+    raise typer.Exit(ask.matrix(deep, as_json) if matrix else ask.doctor(deep, as_json))
 
 
 @declare(PANEL, "lz list attention --device cpu", "list",

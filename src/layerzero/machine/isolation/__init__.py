@@ -1,0 +1,1 @@
+"""Worker processes that serve calls: libraries that cannot live in this process live there."""

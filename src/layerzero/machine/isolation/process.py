@@ -1,0 +1,423 @@
+"""One worker process, seen from the process that it serves: start, load, call, kill.
+
+A call copies its tensors into shared memory, unless they lie in some already, writes one short
+frame and waits. A form, the description of a kind of call, is sent once; calls of it name it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...spec.codec import decode
+from ...spec.errors import InvalidCall
+from ...spec.launch import LaunchRefused
+from ...spec.reason import Code, Reason
+from ..faults import WorkerFault, WorkerLost, WorkerTimeout
+from ..loading import LoadFailed
+from ..watchdog import signal_name
+from . import cuda
+from .arena import Arena
+from .wire import (
+    CALL,
+    CONTROL,
+    DROP,
+    FORM,
+    FORM_ID,
+    HEADER,
+    INPUTS_END,
+    LOAD,
+    LOADED,
+    MAX_FORMS,
+    NEED,
+    NUMBER,
+    PAGE,
+    PLACE,
+    READY,
+    RESULT,
+    RESULTS_END,
+    RUN,
+    SEGMENT,
+    SEGMENT_SHIFT,
+    SMALL,
+    Closed,
+    Late,
+    Link,
+    Results,
+    Spec,
+    align,
+    state,
+    unexpanded,
+)
+
+PACKAGE = Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+# Our own package by its folder, not by sys.path: the folder it lies in may hold another torch.
+_BOOT = """
+import importlib.util, json, sys
+config = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("layerzero", config["package"] + "/__init__.py",
+                                              submodule_search_locations=[config["package"]])
+module = sys.modules["layerzero"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from layerzero.operate.worker import main
+main(config)
+"""
+_STATELESS = ("LAYERZERO_ISOLATION", "LAYERZERO_POLICY", "LAYERZERO_RECORD", "LAYERZERO_AUTO")
+_SAME_TYPE = {t.__name__: t for t in (
+    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
+    NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError)}
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What policy allows a worker."""
+
+    seconds: float                             # of one call
+    nbytes: int                                # of shared memory, and again of its own
+
+
+class Form:
+    """A kind of call: its frame, and where its small tensors lie."""
+
+    def __init__(self, number: int, specs: Sequence[Spec]) -> None:
+        self.id, self.specs = number, specs
+        self.room = 0                          # bytes that its last result took
+        end, self.offsets = 0, []
+        for spec in specs:
+            fits = spec.nbytes <= SMALL and align(end + spec.nbytes) <= INPUTS_END
+            self.offsets.append(end if fits else -1)
+            end = align(end + spec.nbytes) if fits else end
+        self.small = -1 not in self.offsets
+        self.views: list[Tensor] = []
+        self.frame = b""
+        if self.small:
+            self.frame = self.pack(INPUTS_END, RESULTS_END - INPUTS_END, self.offsets)
+
+    def pack(self, room: int, nbytes: int, positions: Sequence[int]) -> bytes:
+        places = b"".join(map(NUMBER.pack, positions))
+        return (HEADER.pack(RUN, CALL.size + len(places)) + CALL.pack(self.id, room, nbytes)
+                + places)
+
+
+class Worker:
+    """A process that serves one call at a time. The pool sees to it that no two threads call."""
+
+    def __init__(self, name: str, python: str, limits: Limits) -> None:
+        self.name, self.limits = name, limits
+        self.arena = Arena(limits.nbytes)
+        self.forms: dict[Any, Form] = {}
+        self.results: dict[int, tuple[Results, list[Tensor]]] = {}
+        self.segments: dict[int, tuple[int, Any, int]] = {}    # address -> id, weak storage, bytes
+        self.last_segment = 0
+        self.busy = False                      # a call was sent and not answered yet
+        self.process: subprocess.Popen[bytes] | None = None    # None: it is not ours, or never was
+        self.events: dict[int, cuda.Events] = {}               # by GPU
+        theirs, ours = os.pipe()               # to the worker
+        back, answers = os.pipe()              # from the worker
+        alive, self.lifeline = os.pipe()       # nothing is written: its end is the end of us
+        self.control, handed = socket.socketpair()
+        page = memoryview(self.arena.map)[CONTROL:CONTROL + PAGE]
+        self.link = Link(back, ours, page, first=True)
+        fds = [theirs, answers, alive, handed.fileno(), self.arena.fd]
+        config = {"package": str(PACKAGE), "fds": fds, "size": self.arena.size, "name": name,
+                  "memory": limits.nbytes, "state": state()}
+        try:
+            self.process = subprocess.Popen(
+                [python or sys.executable, "-c", _BOOT, json.dumps(config)], pass_fds=fds,
+                stdin=subprocess.DEVNULL, stdout=2, env=_environment(python),
+                start_new_session=True)
+        except OSError as e:
+            self.close()
+            raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
+        finally:
+            for fd in (theirs, answers, alive):
+                os.close(fd)
+            handed.close()
+        kind, body = self._wait(START_SECONDS)
+        if kind != READY:
+            self.kill()
+            raise WorkerLost(name, f"it answered its start with {kind}")
+        self.versions: dict[str, str] = json.loads(body)
+
+    def load(self, declared: dict[str, Any]) -> tuple[str, ...]:
+        """Has the worker load a kernel; returns the parameters that it takes."""
+        self.link.send(LOAD, json.dumps(declared).encode())
+        kind, body = self._wait(START_SECONDS)
+        if kind == LOADED:
+            return tuple(json.loads(body))
+        raise LoadFailed(_reason(json.loads(body)["reason"]))
+
+    def call(self, kernel: str, values: Sequence[Any], in_place: Sequence[int],
+             seconds: float) -> Any:
+        """Calls a kernel. `in_place` are the indices of tensors that it writes into."""
+        tensors: list[Tensor] = []
+        key: list[Any] = [kernel, state()]
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.requires_grad and torch.is_grad_enabled():
+                    raise LaunchRefused.of(kernel, (Reason(Code.BACKWARD_UNSUPPORTED),))
+                tensors.append(value)
+                key += value.shape, value.stride(), value.dtype
+            else:
+                key += type(value), value
+        if tensors and tensors[0].is_cuda:
+            return cuda.call(self, kernel, values, seconds)
+        form = self.forms.get(tuple(key))
+        if form is None:
+            form = self._define(tuple(key), kernel, values, tensors)
+        written = [t for i, t in enumerate(values) if i in in_place and t is not None]
+        blocks: list[tuple[int, int]] = []     # given back after the call
+        try:
+            if form.small and form.room <= SMALL:
+                copies: list[Tensor | None] = form.views  # type: ignore[assignment]
+                for view, t in zip(form.views, tensors):
+                    view.copy_(unexpanded(t))
+                frame, room = form.frame, (0, 0)
+            else:
+                frame, room, copies = self._copy_large(form, tensors, written, blocks)
+            self.busy = True
+            self.link.post(frame)
+            result = self._receive_result(form, room, blocks, seconds)
+            for t, copy in zip(tensors, copies) if written else ():
+                if any(t is other for other in written) and copy is not None:
+                    unexpanded(t).copy_(copy)
+            return result
+        except Late:
+            self.kill()
+            raise WorkerTimeout(self.name, seconds) from None
+        except Closed:
+            raise self._lost() from None
+        finally:
+            if self.busy:                      # an interrupt: the answer would meet the next call
+                self.kill()
+            for offset, nbytes in blocks:
+                self.arena.release(offset, nbytes)
+
+    def exchange(self, kind: int, body: bytes, seconds: float) -> bytes:
+        """Sends a call as one frame and returns its answer."""
+        self.busy = True
+        try:
+            self.link.send(kind, body)
+            answered, answer = self.link.receive(seconds)
+            self.busy = False
+        except Late:
+            self.kill()
+            raise WorkerTimeout(self.name, seconds) from None
+        except Closed:
+            raise self._lost() from None
+        finally:
+            if self.busy:                      # an interrupt: the answer would meet the next call
+                self.kill()
+        if answered != RESULT:
+            raise _fault(self.name, json.loads(answer))
+        return answer
+
+    def _define(self, key: Any, kernel: str, values: Sequence[Any],
+                tensors: Sequence[Tensor]) -> Form:
+        for value in values:
+            if not isinstance(value, Tensor) and type(value) not in _PLAIN:
+                raise LaunchRefused.of(kernel, (Reason(
+                    Code.FEATURE_UNSUPPORTED, "a tensor or a plain value", type(value).__name__,
+                    "an argument in a worker"),))
+        if len(self.forms) >= MAX_FORMS:
+            self.forms.clear()                 # the worker forgets the same ids as they come again
+        form = Form(len(self.forms), [Spec.of(t) for t in tensors])
+        if form.small:
+            form.views = [unexpanded(spec.view(self.arena.map, offset))
+                          for spec, offset in zip(form.specs, form.offsets)]
+        left = iter(form.specs)
+        arguments = [{"tensor": next(left)} if isinstance(v, Tensor) else {"value": v}
+                     for v in values]
+        body = json.dumps({"kernel": kernel, "arguments": arguments, "state": state()}).encode()
+        self.link.announce(FORM, FORM_ID.pack(form.id) + body)
+        self.forms[key] = form
+        return form
+
+    def _copy_large(self, form: Form, tensors: Sequence[Tensor], written: Sequence[Tensor],
+                    blocks: list[tuple[int, int]]) -> tuple[
+                        bytes, tuple[int, int], list[Tensor | None]]:
+        """Copies the tensors of a call that are not shared yet; returns its frame, the block for
+        its result (0 for the scratch), and the copies."""
+        positions: list[int] = []
+        copies: list[Tensor | None] = []
+        for spec, offset, t in zip(form.specs, form.offsets, tensors):
+            place = self._place(t, spec, written) if offset < 0 else None
+            if place is None:
+                if offset < 0:
+                    offset = self.arena.allocate(spec.nbytes)
+                    blocks.append((offset, spec.nbytes))
+                copies.append(unexpanded(spec.view(self.arena.map, offset)).copy_(unexpanded(t)))
+            else:
+                copies.append(None)
+            positions.append(offset if place is None else place)
+        room = (0, 0)
+        if form.room > SMALL:
+            room = self.arena.allocate(form.room), form.room
+            blocks.append(room)
+        where = room if room[0] else (INPUTS_END, RESULTS_END - INPUTS_END)
+        return form.pack(*where, positions), room, copies
+
+    def _place(self, t: Tensor, spec: Spec, written: Sequence[Tensor]) -> int | None:
+        """Returns the position of a tensor that lies in shared memory already; None if it must be
+        copied."""
+        if (t.stride() != spec.strides or t.is_conj() or t.is_neg()
+            or any(t is other for other in written)):
+            return None
+        offset = self.arena.position(t.data_ptr(), spec.nbytes)
+        if offset is not None:
+            return offset
+        # how torch itself shares memory between processes, where it does so by descriptors
+        if not t.is_shared() or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+            return None
+        storage = t.untyped_storage()
+        number, weak, size = self.segments.get(storage.data_ptr(), (0, None, 0))
+        if weak is None or weak.expired() or size != storage.nbytes():
+            if number:
+                self.link.announce(DROP, NUMBER.pack(number))
+            for address, (old, ref, _) in list(self.segments.items()):
+                if ref.expired() and old != number:
+                    self.link.announce(DROP, NUMBER.pack(old))
+                    del self.segments[address]
+            fd, size = storage._share_fd_cpu_()
+            self.last_segment = number = self.last_segment + 1
+            self.segments[storage.data_ptr()] = number, StorageWeakRef(storage), storage.nbytes()
+            socket.send_fds(self.control, [NUMBER.pack(size)], [fd])       # it stays the storage's
+            self.link.announce(SEGMENT, NUMBER.pack(number))
+        return number << SEGMENT_SHIFT | (t.data_ptr() - storage.data_ptr())
+
+    def _receive_result(self, form: Form, room: tuple[int, int], blocks: list[tuple[int, int]],
+                        seconds: float) -> Any:
+        kind, body = self.link.receive(seconds)
+        if kind == NEED:                       # the first result of this form, or a larger one
+            nbytes, = NUMBER.unpack(body)
+            try:
+                room = self.arena.allocate(nbytes), nbytes
+                blocks.append(room)
+            finally:                           # without room the worker reports that
+                self.link.send(PLACE, NUMBER.pack(room[0] if room[1] >= nbytes else 0))
+            kind, body = self.link.receive(seconds)
+        self.busy = False
+        if kind != RESULT:
+            raise _fault(self.name, json.loads(body))
+        number, = FORM_ID.unpack_from(body)
+        if len(body) > FORM_ID.size:
+            made = Results.from_json(body[FORM_ID.size:])
+            views = [item.view(self.arena.map, INPUTS_END + at) for item, at
+                     in made.tensors()] if made.nbytes <= RESULTS_END - INPUTS_END else []
+            self.results[number] = made, views
+        made, views = self.results[number]
+        form.room = made.nbytes
+        if not room[0]:
+            return made.assemble([view.clone() for view in views])
+        blocks.remove(room)
+        return made.assemble(self.arena.tensors(*room, made.tensors()))
+
+    def _wait(self, seconds: float) -> tuple[int, bytes]:
+        """Waits for an answer that is not of a call."""
+        try:
+            return self.link.receive(seconds)
+        except Late:
+            self.kill()
+            raise WorkerTimeout(self.name, seconds) from None
+        except Closed:
+            raise self._lost() from None
+        except BaseException:                  # an interrupt
+            self.kill()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def _lost(self) -> WorkerLost:
+        """Returns how the process ended, after its end of the pipe was closed."""
+        self.busy = False
+        process = self.process
+        if process is None:
+            return WorkerLost(self.name, "it was stopped")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        code = process.returncode
+        self.kill()
+        return WorkerLost(self.name, f"it was killed by signal {-code} ({signal_name(-code)})"
+                          if code is not None and code < 0 else f"it ended with status {code}")
+
+    def kill(self) -> None:
+        """Ends the process at once and waits for its end."""
+        self.busy = False
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.close()
+
+    def stop(self, seconds: float = 1.0) -> None:
+        """Lets the process end by itself, then kills it."""
+        self.close()
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        self.kill()
+
+    def close(self) -> None:
+        """Closes our ends of everything; results that lie in shared memory stay."""
+        self.forms.clear()
+        self.results.clear()
+        self.link.close()
+        self.control.close()
+        with suppress(OSError):
+            os.close(self.lifeline)
+        self.arena.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the process belongs to the parent."""
+        if self.process is not None:
+            self.process.returncode = 0        # its destructor must not wait for it
+        self.process = None
+        self.arena.make_private()
+        self.close()
+
+
+def _environment(python: str) -> dict[str, str]:
+    """The variables of a worker: another interpreter has its own path, and no worker has
+    workers."""
+    environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}
+    if python:
+        return {k: v for k, v in environ.items()
+                if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p))}
+
+
+def _fault(worker: str, told: dict[str, Any]) -> BaseException:
+    """Returns the error of a worker as the same kind of error here."""
+    kind, message = told["kind"], f"{told['message']} (in the worker of {worker})"
+    error: BaseException
+    if kind == "refused" and told.get("reason"):
+        error = LaunchRefused(message, (_reason(told["reason"]),))
+    elif kind == "caller":
+        error = InvalidCall(message)
+    elif kind == "memory":
+        error = MemoryError(message)
+    elif kind == "kernel" and told["type"] in _SAME_TYPE:
+        error = _SAME_TYPE[told["type"]](message)
+    else:                                      # a lost device is the worker's alone
+        error = WorkerFault(worker, f"{told['type']}: {told['message']}")
+    error.__dict__["worker_traceback"] = told["traceback"]
+    return error
+
+
+def _reason(data: dict[str, Any]) -> Reason:
+    return decode(Reason, data, "a worker's reason")

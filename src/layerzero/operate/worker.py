@@ -1,0 +1,319 @@
+"""A worker process: it loads kernels in its own interpreter, and runs them for the process that
+started it, over memory that both have mapped.
+
+It ends when that process does, even in the middle of a kernel: the kernel (of the system) signals
+the end of a pipe that nothing is ever written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import mmap
+import os
+import platform
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..dispatch.binding import bind
+from ..machine import faults, loading
+from ..machine.isolation import cuda
+from ..machine.isolation.wire import (
+    CALL,
+    CONTROL,
+    CUDA,
+    DROP,
+    FAULT,
+    FORM,
+    FORM_ID,
+    LOAD,
+    LOADED,
+    MAX_FORMS,
+    NEED,
+    NUMBER,
+    OFFSET_MASK,
+    PAGE,
+    READY,
+    RESULT,
+    RUN,
+    SEGMENT,
+    SEGMENT_SHIFT,
+    Closed,
+    Link,
+    Results,
+    Spec,
+    adopt,
+    unexpanded,
+)
+from ..spec.kernel import Kernel, accepted_params
+from ..spec.launch import LaunchRefused
+from ..spec.op import resolve_import_path
+from ..world.catalog import builtin_op
+
+MAX_TEXT = 4000                                # characters of an error that travel
+MAX_PLACED = 64                                # sets of positions remembered per form
+
+
+_ANY = torch.empty(0)
+
+
+class Loaded:
+    """A kernel with what its library gave, and the parameters it takes."""
+
+    def __init__(self, kernel: Kernel, function: Any, accepted: tuple[str, ...]) -> None:
+        self.kernel, self.function, self.accepted = kernel, function, accepted
+        self.bound: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+
+    def bind(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        """Returns what runs calls with these plain values; tensors may be others."""
+        op = self.kernel.op
+        fixed = {name: v for name, v in zip(self.accepted, values) if not isinstance(v, Tensor)}
+        key = tuple((type(v), v) for v in fixed.values())
+        if key in self.bound:
+            return self.bound[key]
+        if len(self.bound) >= MAX_FORMS:
+            self.bound.clear()
+        run = bind(op, self.kernel, self.function, (), "", fixed).run
+        places = [next(i for i, p in enumerate(op.params) if p.name == name)
+                  for name in self.accepted]
+        defaults = [None if p.required else p.default for p in op.params]
+
+        def call(values: Sequence[Any]) -> Any:
+            arguments = defaults.copy()
+            for place, value in zip(places, values):
+                arguments[place] = value
+            return run(*arguments)
+
+        self.bound[key] = call
+        return call
+
+
+class Form:
+    """A kind of call: what runs it, and its arguments by the positions of their tensors."""
+
+    def __init__(self, told: dict[str, Any], kernel: Loaded) -> None:
+        self.state = told["state"]
+        self.arguments = [Spec.from_json(a["tensor"]) if "tensor" in a else (a["value"],)
+                          for a in told["arguments"]]
+        # a tensor stands for any: only plain values decide
+        self.run = kernel.bind([_ANY if isinstance(a, Spec) else a[0] for a in self.arguments])
+        self.placed: dict[bytes, list[Any]] = {}
+
+
+class Server:
+    def __init__(self, config: dict[str, Any]) -> None:
+        reading, writing, self.alive, control, arena = config["fds"]
+        memory = mmap.mmap(arena, config["size"])
+        self.link = Link(reading, writing, memoryview(memory)[CONTROL:CONTROL + PAGE], first=False)
+        self.control = socket.socket(fileno=control)
+        self.segments: dict[int, mmap.mmap] = {0: memory}
+        self.kernels: dict[str, Loaded] = {}
+        self.forms: dict[int, Form] = {}
+        self.results: dict[Any, tuple[int, Results, dict[int, list[Tensor]]]] = {}
+        self.events: dict[int, cuda.Events] = {}
+        self.state = list(config["state"])
+        adopt(self.state)
+
+    def serve(self) -> NoReturn:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        self.link.send(READY, json.dumps(versions).encode())
+        actions = {RUN: self.run, FORM: self.define, LOAD: self.load, SEGMENT: self.map_segment,
+                   DROP: self.drop_segment, CUDA: self.run_cuda}
+        while True:
+            kind, body = self.link.receive()
+            try:
+                actions[kind](body)
+            except Closed:
+                raise
+            # a library may raise anything, and exit
+            except (Exception, SystemExit) as e:
+                self.report(e)
+
+    def load(self, body: bytes) -> None:
+        told = json.loads(body)
+        sys.path += [p for p in told["path"] if p not in sys.path]
+        kernel = _find(told)
+        reason = loading.availability(kernel)
+        try:
+            if reason is None:
+                loaded = loading.load(kernel)
+        except loading.LoadFailed as e:
+            reason = e.reason
+        if reason is not None:
+            self.link.send(FAULT, json.dumps({"reason": reason.to_json()}).encode())
+            return
+        accepted = accepted_params(kernel.id, kernel.op, loaded)
+        self.kernels[kernel.id] = Loaded(kernel, loaded, accepted)
+        self.link.send(LOADED, json.dumps(accepted).encode())
+
+    def define(self, body: bytes) -> None:
+        number, = FORM_ID.unpack_from(body)
+        told = json.loads(body[FORM_ID.size:])
+        self.forms[number] = Form(told, self.kernels[told["kernel"]])
+
+    def run(self, body: bytes) -> None:
+        number, room, nbytes = CALL.unpack_from(body)
+        form, positions = self.forms[number], body[CALL.size:]
+        values = form.placed.get(positions)
+        if values is None:
+            values = self.place(form, positions)
+        self.reply(form.run(self.in_state(form.state, values)), room, nbytes)
+
+    def in_state(self, wanted: list[Any], values: list[Any]) -> list[Any]:
+        if wanted != self.state:
+            adopt(wanted)
+            self.state = wanted
+        return values
+
+    def place(self, form: Form, positions: bytes) -> list[Any]:
+        """Returns the arguments of a call; views are remembered, since positions come again."""
+        places = iter(NUMBER.iter_unpack(positions))
+        values: list[Any] = []
+        for argument in form.arguments:
+            if isinstance(argument, Spec):
+                position, = next(places)
+                values.append(argument.view(self.segments[position >> SEGMENT_SHIFT],
+                                            position & OFFSET_MASK))
+            else:
+                values.append(argument[0])
+        if len(form.placed) >= MAX_PLACED:
+            form.placed.clear()
+        form.placed[positions] = values
+        return values
+
+    def reply(self, out: Any, room: int, nbytes: int) -> None:
+        """Copies a result into the room that the process gave, or asks for more."""
+        items = [out] if isinstance(out, Tensor) else list(out)
+        key = (type(out) is list, *((t.dtype, t.shape, t.stride()) if isinstance(t, Tensor)
+                                    else (type(t), t) for t in items))
+        known = self.results.get(key)
+        text = b""
+        if known is None:
+            if len(self.results) >= MAX_FORMS:
+                self.results.clear()
+            kind = "tensor" if isinstance(out, Tensor) else "list" if type(out) is list else "tuple"
+            made = Results.of(kind, [_describe(t) if isinstance(t, Tensor) else (t,)
+                                     for t in items])
+            known = self.results[key] = len(self.results), made, {}
+            text = made.to_json().encode()
+        number, made, places = known
+        if made.nbytes > nbytes:
+            self.link.send(NEED, NUMBER.pack(made.nbytes))
+            _, body = self.link.receive()
+            room, = NUMBER.unpack(body)
+            if not room:
+                self.results.pop(key)          # its description was not sent
+                raise MemoryError(f"the result of {made.nbytes} bytes does not fit in the memory "
+                                  "shared with the process")
+        views = places.get(room)
+        if views is None:
+            if len(places) >= MAX_PLACED:
+                places.clear()
+            views = places[room] = [unexpanded(spec.view(self.segments[0], room + at))
+                                    for spec, at in made.tensors()]
+        for view, t in zip(views, [t for t in items if isinstance(t, Tensor)]):
+            view.copy_(unexpanded(t))
+        self.link.send(RESULT, FORM_ID.pack(number) + text)
+
+    def run_cuda(self, body: bytes) -> None:
+        told = json.loads(body)
+        device = told["device"]
+        with torch.cuda.device(device):
+            if "events" in told:
+                self.events[device] = cuda.Events(device, told["events"])
+            events = self.events[device]
+            values = [cuda.rebuild(a["cuda"]) if "cuda" in a else a["value"]
+                      for a in told["arguments"]]
+            events.ready.wait()
+            run = self.kernels[told["kernel"]].bind(values)
+            out = run(self.in_state(told["state"], values))
+            items = [out] if isinstance(out, Tensor) else list(out)
+            shared = [{"cuda": cuda.share(t)} if isinstance(t, Tensor) else {"value": t}
+                      for t in items]
+            events.done.record()
+        kind = "tensor" if isinstance(out, Tensor) else "list" if type(out) is list else "tuple"
+        self.link.send(RESULT, json.dumps({"kind": kind, "items": shared}).encode())
+
+    def map_segment(self, body: bytes) -> None:
+        number, = NUMBER.unpack(body)
+        data, fds, _, _ = socket.recv_fds(self.control, NUMBER.size, 1)
+        size, = NUMBER.unpack(data)
+        self.segments[number] = mmap.mmap(fds[0], size)
+        os.close(fds[0])
+
+    def drop_segment(self, body: bytes) -> None:
+        """Forgets a segment whose memory the process has freed; views over it go with it."""
+        self.segments.pop(NUMBER.unpack(body)[0], None)
+        for form in self.forms.values():
+            form.placed.clear()
+
+    def report(self, error: BaseException) -> None:
+        kind = faults.classify(error)
+        reason = error.reasons[0].to_json() if isinstance(error, LaunchRefused) else None
+        self.link.send(FAULT, json.dumps({
+            "type": type(error).__name__, "message": str(error)[:MAX_TEXT], "kind": kind,
+            "reason": reason, "traceback": traceback.format_exc()[-MAX_TEXT:]}).encode())
+        if kind == "sticky":                   # a new process can use the device again
+            os._exit(1)
+
+
+def _describe(t: Tensor) -> Spec:
+    if t.layout is not torch.strided or t.device.type != "cpu":
+        raise TypeError(f"a worker returns plain tensors of the CPU, got {t.layout} on {t.device}")
+    return Spec.of(t)
+
+
+def _find(told: dict[str, Any]) -> Kernel:
+    """Returns the kernel as its module declares it here; the versions it wants are checked here."""
+    module = importlib.import_module(told["module"])
+    for kernel in getattr(module, "KERNELS", ()):
+        if kernel.id == told["id"]:
+            return kernel  # type: ignore[no-any-return]
+    declared = told["kernel"]
+    return Kernel.from_json(declared, builtin_op(declared["op"]), resolve_import_path)
+
+
+def _limit_memory(nbytes: int) -> None:
+    """Bounds what the process may allocate beyond what it has now; memory of a GPU's driver cannot
+    be told apart from it."""
+    if not sys.platform.startswith("linux") or torch.cuda.is_available():
+        return
+    with open("/proc/self/status") as file:
+        used = next((int(line.split()[1]) << 10 for line in file if line.startswith("VmData")), 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = used + nbytes
+    resource.setrlimit(resource.RLIMIT_DATA, (
+        wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _end_with(pipe: int) -> None:
+    """Ends this process when the other end of `pipe` is closed, whatever it does then."""
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    look = select.poll()
+    look.register(pipe, select.POLLIN)
+    if look.poll(0):                           # it was closed before
+        os._exit(0)
+
+
+def main(config: dict[str, Any]) -> None:
+    """The entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_grad_enabled(False)
+    server = Server(config)
+    _end_with(server.alive)
+    _limit_memory(config["memory"])
+    try:
+        server.serve()
+    except Closed:
+        os._exit(0)                            # threads and destructors are not waited for

@@ -233,8 +233,10 @@ class Kernel:
         return replace(self, requires=requires, **changes)
 
 
+# What a proof rests on belongs to the code: no file of limits states it.
+_PROVEN = ("batch_invariant", "tp_invariant", "only_invariant", "invariant_when")
 Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
-                                  if f.name not in ("op", "load", "built")))
+                                  if f.name not in ("op", "load", "built", *_PROVEN)))
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:

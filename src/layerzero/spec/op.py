@@ -315,7 +315,8 @@ class Op:
 
 _CALLABLES = ("reference", "meta", "inputs", "canonical", "unwrap", "extra_check", "adapt", "read")
 Op.json_layout = Layout(tuple(f.name for f in fields(Op)
-                              if f.name not in (*_CALLABLES, "alterations", "words")))
+                              if f.name not in (*_CALLABLES, "alterations", "words", "batch_dims",
+                                                "shard_dims", "invariance_cases")))
 
 
 def import_path(fn: Callable[..., Any]) -> str:

@@ -45,7 +45,8 @@ _FIXED = ("op", "load", "package", "distribution", "variants", "baseline", "less
           "sdpa_backend")
 _TYPES: Mapping[str, type] = {"str": str, "bool": bool, "float": float}
 _KERNEL: Mapping[str, type] = {
-    **{f.name: _TYPES[str(f.type)] for f in fields(Kernel) if str(f.type) in _TYPES},
+    **{f.name: _TYPES[str(f.type)] for f in fields(Kernel) if str(f.type) in _TYPES
+       and f.name in Kernel.json_layout.members},
     "op": str, "load": str, "variants": list, "requires": list, "less_work_when": list}
 _NUMERIC_TENSOR_FACTS = ("stride_last", "alignment", "ndim")
 _NUMERIC_FACTS = ("sm", "tensor_core_generation", "itemsize")

@@ -3,8 +3,6 @@
 A worker process imports this file by itself.
 """
 
-import ctypes
-import os
 import time
 
 import torch
@@ -12,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.spec.kernel import Kernel
 
-ERROR, OUTSIDER, HANG, DIE, EXIT, MEMORY, SLEEP = range(101, 108)
+ERROR, OUTSIDER, HANG, MEMORY, SLEEP, WRITE = range(101, 107)
 
 
 class Outsider(Exception):
@@ -30,10 +28,8 @@ def load():
             time.sleep(600)
         if wish == SLEEP:
             time.sleep(0.2)
-        if wish == DIE:
-            ctypes.string_at(0)
-        if wish == EXIT:
-            os._exit(3)
+        if wish == WRITE:
+            x.add_(1)
         if wish == MEMORY:
             raise MemoryError("no room in the worker")
         return torch.rms_norm(x, x.shape[-1:], weight, eps)

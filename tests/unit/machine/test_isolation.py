@@ -120,6 +120,15 @@ def test_errors_keep_their_type_and_words(workers):
     assert len(workers.workers) == 1 and call("misbehaving.rms_norm", (x, None, 1e-6), ()).shape
 
 
+@pytest.mark.parametrize("rows", [4, 8192], ids=["small", "large"])
+def test_what_a_kernel_writes_into_an_argument_arrives_if_its_op_says_so(workers, rows):
+    x = torch.zeros(2 * rows, 8)[::2]
+    workers.call("misbehaving.rms_norm", (x, wish(bad.WRITE), 1e-6), ())
+    assert not x.any()
+    out = workers.call("misbehaving.rms_norm", (x, wish(bad.WRITE), 1e-6), (0,))
+    assert (x == 1).all() and out.shape == x.shape
+
+
 def test_gradients_are_refused(workers):
     x = torch.randn(2, 8, requires_grad=True)
     with pytest.raises(NamedKernelRefused) as refused:
@@ -185,7 +194,8 @@ def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, happened):
     """The plan goes on, and the worker comes back. It ends here as it would with this process: the
     other end of its pipe is closed while a kernel is at work."""
     x, weight, worker = torch.randn(4, 8), wish(bad.SLEEP), workers.workers[0]
-    ending = threading.Timer(0.3, os.close, (worker.lifeline,))
+    lifeline, worker.lifeline = worker.lifeline, os.open(os.devnull, os.O_RDONLY)
+    ending = threading.Timer(0.3, os.close, (lifeline,))
     with lz.prefer(ISOLATED):
         lz.rms_norm(x)                                     # the choice is made
         ending.start()

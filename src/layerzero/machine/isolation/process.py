@@ -159,7 +159,9 @@ class Worker:
         kind, body = self._wait(START_SECONDS)
         if kind == LOADED:
             return tuple(json.loads(body))
-        raise LoadFailed(_reason(json.loads(body)["reason"]))
+        told = json.loads(body)
+        raise LoadFailed(_reason(told["reason"]) if told["reason"] else Reason(
+            Code.IMPORT_FAILED, declared["module"], f"{told['type']}: {told['message']}"[:300]))
 
     def call(self, kernel: str, values: Sequence[Any], in_place: Sequence[int],
              seconds: float) -> Any:
@@ -378,8 +380,9 @@ class Worker:
         self.results.clear()
         self.link.close()
         self.control.close()
-        with suppress(OSError):
+        if self.lifeline >= 0:
             os.close(self.lifeline)
+            self.lifeline = -1
         self.arena.close()
 
     def abandon(self) -> None:

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -171,9 +170,10 @@ class Link:
             self.rest += more
 
     def close(self) -> None:
-        for fd in (self.reading, self.writing):
-            with suppress(OSError):            # closed before
-                os.close(fd)
+        if self.reading >= 0:
+            os.close(self.reading)
+            os.close(self.writing)
+            self.reading = self.writing = -1
 
 
 _WAKE = HEADER.pack(WAKE, 0)

@@ -186,7 +186,7 @@ def test_time_runs_out_and_the_rest_is_left_for_the_next_run(cluster, nodes, wor
 def test_a_device_that_no_node_has_and_a_cluster_that_is_not_there(cluster, nodes, world, tmp_path):
     nodes(a=1)
     lz.configure(perfdb=str(tmp_path / "p.sqlite"))
-    with pytest.raises(ConfigError, match="none has GPU"):
+    with pytest.raises(ConfigError, match="none has a GPU"):
         fleet.tune_fleet(KINDS, address=cluster.address, device="cuda")
     with pytest.raises(ConfigError, match="ray start --head"):
         fleet.tune_fleet(KINDS, address="127.0.0.1:1")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import os
 import socket
 import time
@@ -39,6 +40,7 @@ from .workload import calls_for
 ATTEMPTS = 3           # at one kind of call, and at a worker of one node
 START_SECONDS = 120.0  # to wait for a node that has no room for a worker, when all else is done
 CONNECT_SECONDS = 5.0
+GRACE_SECONDS = 30.0   # after the deadline, for a call that has begun
 KIND_SECONDS = 600.0   # after which a worker counts as hanging
 ACCELERATORS = ("GPU", "HPU")                  # the resources that Ray counts
 
@@ -256,15 +258,18 @@ class Fleet:
         self.total = self.done = 0
 
     def run(self) -> FleetReport:
-        stopped = ""
+        stopped, late = "", -math.inf
         try:
             while True:
-                self._admit_nodes()
-                if self.deadline is not None and time.perf_counter() > self.deadline:
-                    stopped = "out of time"
-                    break
-                self._hand_out()
-                if not self.pending or self._only_waiting():
+                late = (-math.inf if self.deadline is None
+                        else time.perf_counter() - self.deadline)
+                if late <= 0:
+                    self._admit_nodes()
+                    self._hand_out()
+                # workers know the deadline: what they have begun is not thrown away
+                busy = any(isinstance(w.doing, Task) for w in self.pending.values())
+                if (not self.pending or self._only_waiting()
+                        or (late > 0 and (not busy or late > GRACE_SECONDS))):
                     break
                 ready, _ = self.ray.wait(list(self.pending), num_returns=1, timeout=1.0)
                 for ref in ready:
@@ -277,12 +282,15 @@ class Fleet:
                 self._kill(worker)
         left = [task.call for model in self.models.values() for task in model.queue]
         left += [w.doing.call for w in self.workers if isinstance(w.doing, Task)]
-        if left and not stopped:
+        surveyed = any(m.surveyed for m in self.models.values())
+        if not stopped and late > 0 and (left or not surveyed):
+            stopped = "out of time"
+        elif left and not stopped:
             stopped = "no machine of the model is left"
-        if not any(m.surveyed for m in self.models.values()) and not stopped:
+        if not surveyed and not stopped:
             raise ConfigError("no node of the Ray cluster could be used: " + (
                 "; ".join(f"{w.name}: {w.problem}" for w in self.workers)
-                or f"none has {'a CPU' if self._resource() == 'CPU' else self._resource()}"))
+                or f"none has a {self._resource() or 'CPU'}"))
         self.progress(self.done, self.total, stopped)
         return FleetReport(
             tuple(self.tuned), tuple(self.already), tuple(self.skipped), tuple(left), stopped,

@@ -1,0 +1,177 @@
+"""Reads the modules of a decoder layer whose code is known; see decoders.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....ops.formulas.moe import PLAIN, activate
+from ..implementations import DECODED, Implementations
+from ..owned_config import is_uncapped
+from ..recognise import Recogniser
+from ..replacements import Recipe, recipe_of, stock_of
+from .families import FunctionCode, NotRecognised, code_of, is_known, known
+from .parts import Experts, FeedForward, LayerParts, Linear, Norm
+
+
+class Reader:
+    """Reads the modules of one model; of modules alike, one is tried."""
+
+    def __init__(self) -> None:
+        self.tried = Recogniser()
+        self.implementations = Implementations(DECODED)
+
+    def layer(self, layer: Any, window: int | None, angles: int) -> LayerParts:
+        code = known(layer, "layer")
+        names = code.names
+        attention = attention_of(layer)
+        inner = known(attention, "attention")
+        refused = self.implementations.refused(attention)
+        if refused:
+            raise NotRecognised(refused)
+        if getattr(attention, "reorder_and_upcast_attn", False):
+            raise NotRecognised(
+                "its attention is computed in another order (reorder_and_upcast_attn)")
+        if "do_layer_norm_before" in names and not layer.do_layer_norm_before:
+            raise NotRecognised("its norms are of the sums (do_layer_norm_before is off)")
+
+        def norm(*called: str) -> Norm | None:
+            found = next((getattr(layer, n, None) for n in called if n in names), None)
+            return None if found is None else self.norm(found)
+
+        after = "post_feedforward_layernorm" in names              # norms of what a branch gives
+        shared = not names & {"post_attention_layernorm", "ln_2", "final_layer_norm"}
+        parallel = (shared
+                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
+             "parallel_attn" in names and bool(layer.config.parallel_attn)))
+        split = ("q_proj", "k_proj", "v_proj")
+        whole = [n for n in ("qkv_proj", "c_attn", "query_key_value") if n in inner.names]
+        qkv = tuple(self.linear(attention, n) for n in whole or split)
+        if len({p.module.bias is None for p in qkv}) > 1:
+            raise NotRecognised(
+                "some of the projections that are made one have a bias and some have none")
+        out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj")
+                                          if n in inner.names))
+        dim = int(named_by(attention, inner, "head_dim", "head_size"))
+        heads = out.shape[1] // dim
+        q_norm, k_norm = self.head_norms(attention, inner)
+        capped = "attn_logit_softcapping" in inner.names and not is_uncapped(attention)
+        return LayerParts(
+            norm=norm("input_layernorm", "ln_1", "self_attn_layer_norm"),
+            qkv=qkv,
+            by_head=bool({"query_key_value", "multi_query"} & inner.names) and not getattr(
+                attention, "multi_query", False),
+            q_norm=q_norm, k_norm=k_norm, out=out,
+            attn_post=norm("post_attention_layernorm" if after else "post_self_attn_layernorm"),
+            mlp_norm=norm(*(("pre_feedforward_layernorm",) if after else (
+                "post_attention_layernorm", "ln_2", "final_layer_norm"))),
+            mlp=self.inline(layer) if "fc1" in names
+            else self.feed_forward(named_by(layer, code, "mlp")),
+            mlp_post=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
+            parallel=parallel,
+            branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names
+            else 1.0,
+            heads=heads, kv_heads=(sum(p.shape[0] for p in qkv) // dim - heads) // 2, head_dim=dim,
+            scale=float(getattr(attention, "scaling", dim ** -0.5)),
+            softcap=number(attention.attn_logit_softcapping if capped else None),
+            window=window,
+            angles=angles if inner.turns(attention) else None)
+
+    def head_norms(self, attention: Any, code: FunctionCode) -> tuple[Norm | None, Norm | None]:
+        asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
+        if asked is not None and not getattr(attention, asked):
+            return None, None
+        names = next((pair for pair in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+                      if pair[0] in code.names),
+                     None)
+        if names is None:
+            return None, None
+        q_norm, k_norm = (self.head_norm(getattr(attention, n)) for n in names)
+        return q_norm, k_norm
+
+    def head_norm(self, found: Any) -> Norm:
+        """One norm for all heads, or a layer norm that has a weight for each of them."""
+        each = tuple(getattr(found, "norms", (found,)))
+        if each == (found,) and getattr(found, "weight", torch.empty(0)).dim() < 2:
+            return self.norm(found)
+        known(found, "norm of each head")
+        if any(getattr(m, "bias", None) is not None for m in each):
+            raise NotRecognised("the norms of its heads have a bias")
+        eps = next(v for n, v in vars(each[0]).items() if "eps" in n)
+        return Norm("layer_norm", (), float(eps), 0.0, tuple(Linear(m, False) for m in each))
+
+    def feed_forward(self, module: Any) -> FeedForward | Experts:
+        if is_known(module, "mixture of experts"):
+            return self.experts(module)
+        if any(recipe_of(m) is not None for m in module.children()):
+            raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
+        found = self.recipe(module, "mlp")
+        layers = tuple(self.linear(module, n) for n in found.names)
+        if len({p.module.bias is None for p in layers[:-1]}) > 1:
+            raise NotRecognised("one of gate and up has a bias and the other has none")
+        return FeedForward(layers[:-1], layers[-1], found.form)
+
+    def inline(self, layer: Any) -> FeedForward:
+        """A feed-forward part without a module of its own."""
+        x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
+        form = next((form for form in PLAIN
+                     if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
+        if form is None:
+            raise NotRecognised(
+                f"its activation {type(layer.activation_fn).__name__} is none that lz has")
+        return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
+
+    def experts(self, module: Any) -> Experts:
+        code, router = code_of(module), known(module.gate, "router")
+        found = self.recipe(module.experts, "moe")
+        gate_up, down = (getattr(module.experts, n).detach() for n in found.names)
+        shared = self.feed_forward(module.shared_expert) if "shared_expert" in code.names else None
+        assert not isinstance(shared, Experts)
+        return Experts(
+            module.gate.weight.detach(), int(module.gate.top_k),
+            bool(module.gate.norm_topk_prob) if "norm_topk_prob" in router.names else True, gate_up,
+            down, found.form, shared, None if shared is None
+            else self.linear(module, "shared_expert_gate"))
+
+    def recipe(self, module: Any, *kinds: str) -> Recipe:
+        """What a module computes, as it was patched or as it is found to compute now."""
+        found = recipe_of(module) if isinstance(module, nn.Module) else None
+        verdict = found or (self.tried(module) if isinstance(module, nn.Module) else None)
+        if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
+            raise NotRecognised(verdict if isinstance(verdict, str) else
+                                f"a {type(module).__name__} computes no {' or '.join(kinds)} that "
+                                "lz has")
+        return verdict
+
+    def linear(self, owner: Any, name: str) -> Linear:
+        found = getattr(owner, name, None)
+        if (not isinstance(found, nn.Module)
+            or type(getattr(found, "weight", None)) is not nn.Parameter):
+            raise NotRecognised(
+                f"{type(owner).__name__}.{name} is {type(found).__name__}, not a plain nn.Linear")
+        if stock_of(found) is nn.Linear:
+            return Linear(found, False)
+        return Linear(found, self.recipe(found, "linear", "lm_head").transposed == (True,))
+
+    def norm(self, found: Any) -> Norm:
+        recipe = self.recipe(found, "rms_norm", "layer_norm")
+        weights = tuple(found._parameters[n].detach() for n in recipe.names)
+        return Norm(recipe.op, weights, float(getattr(found, recipe.eps)), recipe.offset)
+
+
+def attention_of(layer: Any) -> Any:
+    return named_by(layer, code_of(layer), "self_attn", "attention", "attn", "self_attention")
+
+
+def named_by(owner: Any, code: FunctionCode, *names: str) -> Any:
+    """The first of these attributes that the code of its owner speaks of."""
+    found = next((n for n in names if n in code.names and hasattr(owner, n)), None)
+    if found is None:
+        raise NotRecognised(f"{type(owner).__name__} has none of {', '.join(names)}")
+    return getattr(owner, found)
+
+
+def number(found: Any) -> float:
+    return 0.0 if found is None else float(found)

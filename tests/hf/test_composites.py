@@ -136,13 +136,6 @@ def test_two_language_models_get_one_step():
     assert report.served == {"step": NEW - 1}
 
 
-@pytest.mark.parametrize("name", ["whisper", "t5"])
-def test_a_decoder_of_an_encoder_is_declined(name):
-    model = models.tiny(name)
-    report = accelerate(model, measure=False)
-    assert any("its decoder attends to what an encoder gives" in text for text in report.left)
-
-
 # One token that comes embedded, and masks that come made.
 
 def one_by_one(model, ids, embedded: bool, mask=None):

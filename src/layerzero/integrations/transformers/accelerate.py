@@ -54,6 +54,7 @@ STOCK_DRAW = (
     "tokens (lz.patch(model, only='sampling') draws by lz.sample)")
 # tokens of the trial: prompt timed, prompt before decoding, decoded
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
+ENCODED = 16                                   # states of an encoder in the trial
 # tokens that tell how slow the model was; seconds for a prompt of it
 PROBE, PATIENCE = 4, 10.0
 
@@ -216,10 +217,14 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
         from .decoding.accelerated import Accelerated, attach
+        from .decoding.encoder_decoder import AcceleratedAcross
+        made = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
+        graph = parts.weights.is_cuda if capture is None else capture
+        if graph and parts.ungraphed:
+            report.left.append(f"no graph of its decode step: it has {parts.ungraphed}")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = Accelerated(
-                decoder, parts, parts.weights.is_cuda if capture is None else capture, model)
+            report._step = made(decoder, parts, graph and not parts.ungraphed, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if report._step is not None:
@@ -262,12 +267,17 @@ class _Trial:
         self.stock: Any = None
         config = getattr(decoder, "config", None)
         self.vocab = getattr(config, "vocab_size", None)
-        if (not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False)
+        # a decoder of an encoder is tried with states that the encoder could have given
+        self.across = decoder is not model and "encoder_hidden_states" in inspect.signature(
+            type(decoder).forward).parameters
+        if (not isinstance(self.vocab, int)
+                or (getattr(config, "is_encoder_decoder", False) and not self.across)
                 or getattr(decoder, "main_input_name", "input_ids") != "input_ids"):
             # no decoder that takes tokens: nothing is known to try it with
             self.vocab = None
             return
-        most = getattr(config, "max_position_embeddings", None) or PREFILL
+        most = (getattr(config, "max_position_embeddings", None)
+                or getattr(config, "max_target_positions", None) or PREFILL)
         most = most if most > 0 else PREFILL   # XLNet says -1: no limit
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
@@ -279,6 +289,9 @@ class _Trial:
     def _call(self, decoder: Any, ids: Tensor, **options: Any) -> Any:
         if self.decoder is self.model:
             return decoder(ids, **options)
+        if self.across:
+            books = getattr(decoder, "num_codebooks", 1)
+            return decoder(ids.repeat(books, 1), encoder_hidden_states=self._encoded(), **options)
         return decoder(inputs_embeds=decoder.get_input_embeddings()(ids), **options)
 
     @torch.no_grad()
@@ -295,6 +308,12 @@ class _Trial:
             self.report.left.append(
                 f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
                 "each")
+
+    def _encoded(self) -> Tensor:
+        like = next(self.decoder.parameters())
+        gen = torch.Generator("cpu").manual_seed(1)
+        width = self.decoder.config.hidden_size
+        return torch.randn((1, ENCODED, width), generator=gen, device="cpu").to(like)
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)

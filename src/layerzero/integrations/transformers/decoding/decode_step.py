@@ -26,7 +26,7 @@ from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
 from ..replacements import ROTATIONS
 from . import feed_forward
-from .decoders import Angles, DecoderParts, LayerParts, Linear, Norm
+from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, check_movable
 from .planning import Binder, Run, with_weights
@@ -41,6 +41,7 @@ class Memory(Protocol):
         """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
         kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
         that is kept, (batch, 1, heads * dim)."""
+        # of decoders with cross-attention also attend_across(layer, query): see encoder_decoder.py
 
 
 class JoinedLayer:
@@ -102,6 +103,7 @@ class BoundLayer:
     middle: Run | None
     mlp: Run
     end: Run                                   # as the middle
+    cross: BoundCross | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -109,6 +111,16 @@ class BoundLayer:
     softcap: float
     window: int | None
     angles: int | None
+
+
+@dataclass(frozen=True)
+class BoundCross:
+    """Cross-attention between the attention and the middle."""
+
+    norm: Run                                  # as the middle
+    query: Run
+    out: Run
+    shape: tuple[int, ...]                     # of its queries
 
 
 class DecodeStep:
@@ -119,14 +131,17 @@ class DecodeStep:
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
-        self.batch, self.bind, self.rotation = batch, Binder(captured), parts.rotation
+        self.parts, self.batch, self.bind = parts, batch, Binder(captured)
+        self.rotation = parts.rotation
         self.world = worlds.current()
         weights, self.half = parts.weights, parts.half
         x = weights.new_zeros((batch, 1, weights.shape[1]))
-        self._like, first = x, layers[0].parts.norm
+        self._like, begin = x, layers[0].parts
+        first = None if begin.normed_sums else begin.norm
         self.fast = _on_device() if captured and x.is_cuda else None
         self._first_norm = None if first is None else self._norm("norm", first, x)
-        following = [*(layer.parts.norm for layer in layers[1:]), parts.norm]
+        following = [*(None if p.normed_sums else p.norm for p in (at.parts for at in layers[1:])),
+                     parts.norm]
         self.layers = tuple(self._bound(layers, i, after) for i, after in enumerate(following))
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
@@ -178,18 +193,26 @@ class DecodeStep:
         return with_weights(self.bind.fastest(what, norm.op, (x, *norm.weights), **fixed),
                             *norm.weights)
 
-    def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float) -> Run:
+    def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float,
+                  normed_sum: bool = False) -> Run:
         """What a branch gives, normed by `post` and times `scale`, is added to the residual; that
-        and its norm."""
+        and its norm, or its norm twice (`normed_sum`)."""
         x = self._like
         inner = None if post is None else self._norm("norm of a branch", post, x)
         if (norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset
-            and inner is None \
-                 and scale == 1.0):
+            and inner is None and scale == 1.0 and not normed_sum):
             weight, = norm.weights
             run = self.bind.fastest("add and norm", "add_rms_norm", (x, x, weight), eps=norm.eps)
             return lambda branch, residual: run(branch, residual, weight)
         outer = None if norm is None else self._norm("norm", norm, x)
+        if normed_sum and outer is not None:
+            normed = outer
+
+            def sum_norm(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+                total = normed(residual + branch)
+                return total, total
+
+            return sum_norm
 
         def add_norm(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             total = torch.add(residual, branch if inner is None else inner(branch), alpha=scale)
@@ -220,12 +243,34 @@ class DecodeStep:
                              [other.out.weight for other in rest], layer.out.bias),
             side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None
             else None,
-            middle=None if p.parallel else self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale),
+            middle=None if p.parallel else self._middle(p),
+            cross=None if p.cross is None else self._cross(p, [o.parts.cross for o in rest]),
             mlp=feed_forward.bound([other.mlp for other in rest], x, bind, self._linear, self.fast),
-            end=self._add_norm(following, p.mlp_post, p.branch_scale),
+            end=self._add_norm(p.mlp_norm, None, 1.0, True) if p.normed_sums
+            else self._add_norm(following, p.mlp_post, p.branch_scale),
             heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
             softcap=p.softcap,
             window=p.window, angles=p.angles)
+
+    def _middle(self, p: LayerParts) -> Run:
+        """After the last attention of a layer."""
+        if not p.normed_sums:
+            return self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale)
+        return self._add_norm(p.norm if p.cross is None else p.cross.norm, None, 1.0, True)
+
+    def _cross(self, p: LayerParts, rest: Sequence[CrossParts | None]) -> BoundCross:
+        c, x = p.cross, self._like
+        assert c is not None
+        alike = [other for other in rest if other is not None]
+        out = x.new_zeros((self.batch, 1, c.heads * c.head_dim))
+        before = p.norm if p.normed_sums else c.norm
+        return BoundCross(
+            norm=self._add_norm(before, p.attn_post, p.branch_scale, p.normed_sums),
+            query=self._linear("query across", x, [Joined((o.query,)).weight for o in alike],
+                               c.query.module.bias),
+            out=self._linear("out across", out, [Joined((o.out,)).weight for o in alike],
+                             c.out.module.bias),
+            shape=(self.batch, 1, c.heads, c.head_dim))
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
         """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
@@ -252,10 +297,24 @@ class DecodeStep:
 
         return normed
 
-    def attention(self, layer: int, length: int, masked: bool) -> Run:
-        """The kernel of a layer for so many keys in a growing cache."""
+    def attention_across(self, layer: int, keys: Tensor, values: Tensor, *mask: Tensor) -> Run:
+        """The kernel of a layer for the keys and values of the encoder."""
+        cross = self.parts.layers[layer].cross
+        assert cross is not None
+        key = keys.shape, keys.stride(), values.stride(), cross.scale, len(mask)
+        run, _ = self._attention.get(key, (None, ANY))
+        if run is None:
+            query = self._like.new_empty((self.batch, 1, cross.heads, cross.head_dim))
+            run = self.bind("attention across", "attention", query.transpose(1, 2), keys, values,
+                            *(mask or (None,)), scale=cross.scale)
+            self._attention[key] = run, ANY
+        return run
+
+    def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
+        """The kernel of a layer for so many keys in a growing cache; the mask shows some of them
+        to all heads, or is a bias for each head."""
         at = self.layers[layer]
-        key = at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked
+        key = at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased
         run, span = self._attention.get(key, (None, ANY))
         if run is None or not span.covers(length):
             query = self._like.new_empty((self.batch, 1, at.heads, at.head_dim)).transpose(1, 2)
@@ -263,6 +322,8 @@ class DecodeStep:
                 1, 2)
             mask = (self._like.new_ones((self.batch, 1, 1, length), dtype=torch.bool) if masked
                     else None)
+            if biased:
+                mask = self._like.new_zeros((self.batch if masked else 1, at.heads, 1, length))
             run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale,
                             softcap=at.softcap)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
@@ -289,6 +350,10 @@ class DecodeStep:
             if turners and at.angles is not None:
                 both = turners[at.angles](at.rope, both)
             branch = at.out(attend(i, both, heads[:, :, turned:]))
+            if at.cross is not None:
+                normed, x = at.cross.norm(branch, x)
+                query = at.cross.query(normed).view(at.cross.shape)
+                branch = at.cross.out(memory.attend_across(i, query))  # type: ignore[attr-defined]
             if at.middle is None:
                 branch = branch + at.mlp(normed if at.side_norm is None else at.side_norm(x))
             else:

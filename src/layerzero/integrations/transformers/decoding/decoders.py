@@ -9,18 +9,31 @@ trust.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..recognise import rotates
 from ..replacements import ROTATIONS, stock_of
 from .families import FunctionCode, NotRecognised, code_of, is_known, known
-from .parts import Angles, DecoderParts, Experts, FeedForward, LayerParts, Linear, Norm
+from .parts import (
+    Angles,
+    CrossParts,
+    DecoderParts,
+    Experts,
+    FeedForward,
+    LatentParts,
+    LayerParts,
+    Linear,
+    Norm,
+)
 from .reading import Reader, attention_of, named_by, number
+from .score_bias import BucketBias
 
-__all__ = ["Angles", "DecoderParts", "Experts", "FeedForward", "LayerParts", "Linear", "Norm",
-           "NotRecognised", "decoders_in", "recognise"]
+__all__ = ["Angles", "CrossParts", "DecoderParts", "Experts", "FeedForward", "LatentParts",
+           "LayerParts", "Linear", "Norm", "NotRecognised", "decoders_in", "recognise"]
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
 
@@ -30,16 +43,22 @@ def decoders_in(model: nn.Module) -> list[nn.Module]:
     holds, the largest first: the language model of one that sees or hears."""
     if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
         return [model]                         # what torch.compile made of a model stays as it is
-    found = [m for m in model.modules()
-             if hasattr(m, "get_input_embeddings") and is_known(m, "decoder")]
+    found = [m for m in model.modules() if hasattr(m, "get_input_embeddings")
+             and is_known(m, "decoder") and not _encodes(m)]
     return sorted(found, key=lambda m: -sum(p.numel() for p in m.parameters())) or [model]
+
+
+def _encodes(stack: Any) -> bool:
+    """T5's encoder is of the class of its decoder."""
+    return "is_decoder" in code_of(stack).names and not stack.is_decoder
 
 
 def recognise(model: nn.Module) -> DecoderParts:
     """The parts of a decoder; NotRecognised says what stands in the way."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not is_known(
+            model, "decoder"):
         raise NotRecognised("its decoder attends to what an encoder gives as well "
-                            "(cross-attention), which the step does not compute")
+                            "(cross-attention), and is none that is known")
     base: Any = model
     read = Reader()
     head, softcap, logit_scale, result = None, 0.0, 1.0, None
@@ -60,14 +79,19 @@ def recognise(model: nn.Module) -> DecoderParts:
     inner = known(base, "decoder")
     config = base.config
     embed = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
-    layers = named_by(base, inner, "layers", "h")
+    layers = named_by(base, inner, "layers", "h", "block")
     positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
                      None)
+    if positions is not None and is_known(positions, "sinusoidal positions"):
+        positions = nn.Embedding.from_pretrained(positions.weights)
     first = (0 if positions is None or type(positions) is nn.Embedding
              else _first_position(positions))
-    scale = (base.embedding_multiplier if "embedding_multiplier" in inner.names
-             else _embedding_scale(embed))
-    for table in (embed, positions):
+    books = tuple(embed) if isinstance(embed, nn.ModuleList) else ()
+    embed = books[0] if books else embed
+    multiplied = "embedding_multiplier" in inner.names         # by the decoder
+    scale = base.embedding_multiplier if multiplied else _embedding_scale(embed)
+    of_token = 1.0 if multiplied or scale is None or isinstance(scale, Tensor) else float(scale)
+    for table in (embed, *books, positions):
         if (table is not None and (getattr(table, "max_norm", None) is not None
                                    or not isinstance(table, nn.Embedding))):
             raise NotRecognised(
@@ -85,20 +109,42 @@ def recognise(model: nn.Module) -> DecoderParts:
     _one_place(model)
     rotary = base.rotary_emb if "rotary_emb" in inner.names else None
     kinds = _rope_kinds(rotary, config)
+    stacked = layers is getattr(base, "block", None)
+    read_layers = tuple(
+        read.stacked(x) if stacked else
+        read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
+        for i, x in enumerate(layers))
+    if head is not None:                       # which is called without an encoder
+        read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm")
+    ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
+    if ends and read_layers[-1].normed_sums:
+        raise NotRecognised("its norms are of the sums, and there is one more at the end")
     return DecoderParts(
-        base=base, embed=embed, embed_scale=scale, positions=positions, first_position=first,
+        base=base, embed=embed, positions=positions, first_position=first,
         counted="cumsum" in inner.names,
-        layers=tuple(read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
-                     for i, x in enumerate(layers)),
-        norm=read.norm(named_by(base, inner, "norm", "final_layernorm", "final_layer_norm",
-                                 "ln_f")),
+        layers=read_layers, norm=read.norm(named_by(base, inner, *norms)) if ends else None,
         rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]),
         kinds=kinds, by_axes=hasattr(rotary, "mrope_section"), head=head, softcap=softcap,
-        logit_scale=logit_scale, result=result
-        or inner.returned)
+        logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
+        embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
+        token_scale=of_token,
+        embed_norm=read.norm(base.layernorm_embedding) if "layernorm_embedding" in inner.names
+        else None,
+        bias=_bucket_bias(base, layers) if stacked else None)
 
 
-def _embedding_scale(embed: Any) -> Tensor | None:
+def _bucket_bias(base: Any, blocks: Any) -> BucketBias:
+    attention, *others = (block.layer[0].SelfAttention for block in blocks)
+    if not attention.has_relative_attention_bias or any(
+            a.has_relative_attention_bias for a in others):
+        raise NotRecognised("its layers do not share the position bias of the first")
+    if base.dtype == torch.float16:
+        raise NotRecognised("in float16 its layers clamp what overflows, which the step does not")
+    return BucketBias(attention)
+
+
+def _embedding_scale(embed: Any) -> Tensor | float | None:
     if type(embed) is nn.Embedding:
         return None
     known(embed, "scaled embedding")
@@ -107,7 +153,7 @@ def _embedding_scale(embed: Any) -> Tensor | None:
 
 def _first_position(positions: Any) -> int:
     known(positions, "learned positions")
-    return int(positions.offset)
+    return int(getattr(positions, "offset", 0))
 
 
 def _window(config: Any, code: FunctionCode, at: int) -> int | None:

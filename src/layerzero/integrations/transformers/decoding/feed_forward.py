@@ -55,7 +55,7 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
     biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
-    if fast is None:
+    if fast is None and not parts.gate_last:
         run = bind("mlp", "mlp", x, into.weight, down.weight, activation=kind, **biases)
         if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, into, down):
             return with_weights(run, into.weight, down.weight, *biases.values())
@@ -65,10 +65,10 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
                     into.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
-    if fast is not None and gate:              # two products and one launch between them
+    if fast is not None and gate and not parts.gate_last:          # two products and one launch between them
         return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
     if gate:
-        return lambda x: second(activate_gated(first(x), kind, True))
+        return lambda x: second(activate_gated(first(x), kind, not parts.gate_last))
     return lambda x: second(activate(first(x), kind))
 
 

@@ -15,24 +15,27 @@ from .decoders import Angles
 
 class HostMemory:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
-    where all are; `angles` are those of the token. Where the compiled kernels can do it they turn,
+    where all are; `angles` are those of the token, `bias` is added to the scores. Where the compiled kernels can do it they turn,
     keep and attend in one call."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], masks: Sequence[Tensor | None],
-                 angles: Angles) -> None:
+                 angles: Angles, bias: Tensor | None = None) -> None:
         self._step, self._layers = step, layers
         self._places = [layer.reserve(1) for layer in layers]
         self._first = [max(0, place + 1 - at.window) if at.window else 0
                        for place, at in zip(self._places, step.layers)]
-        self._token = step.token if all(mask is None for mask in masks) else None
+        plain = bias is None and all(mask is None for mask in masks)
+        self._token = step.token if plain else None
         self.angles = angles if self._token is None else None      # for the step to turn by
         self._own_angles = angles or ((step._like, step._like),)   # of no angles nothing is read
         self._masks: list[tuple[Tensor, ...]] = []
         if self._token is None:
             lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
+            made = [mask if bias is None else bias if mask is None else torch.where(
+                mask, bias, torch.finfo(bias.dtype).min) for mask in masks]
             self._masks = [() if mask is None else (mask[..., -length:],)
-                           for mask, length in zip(masks, lengths)]
-            self._runs = [step.attention(i, length, bool(self._masks[i]))
+                           for mask, length in zip(made, lengths)]
+            self._runs = [step.attention(i, length, masks[i] is not None, bias is not None)
                           for i, length in enumerate(lengths)]
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class FeedForward:
     into: tuple[Linear, ...]
     down: Linear
     activation: str                            # as lz.mlp calls it
+    gate_last: bool = False                    # in the product, after what it gates
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....ops.formulas.moe import PLAIN, activate
+from ....ops.formulas.moe import GATED, PLAIN, activate
 from ..implementations import DECODED, Implementations
 from ..owned_config import is_uncapped
 from ..recognise import Recogniser
 from ..replacements import Recipe, recipe_of, stock_of
 from .families import FunctionCode, NotRecognised, code_of, is_known, known
-from .parts import Experts, FeedForward, LayerParts, Linear, Norm
+from .parts import CrossParts, Experts, FeedForward, LayerParts, Linear, Norm
 
 
 class Reader:
@@ -28,14 +28,15 @@ class Reader:
         names = code.names
         attention = attention_of(layer)
         inner = known(attention, "attention")
-        refused = self.implementations.refused(attention)
-        if refused:
-            raise NotRecognised(refused)
+        self.check(attention)
         if getattr(attention, "reorder_and_upcast_attn", False):
             raise NotRecognised(
                 "its attention is computed in another order (reorder_and_upcast_attn)")
         if "do_layer_norm_before" in names and not layer.do_layer_norm_before:
             raise NotRecognised("its norms are of the sums (do_layer_norm_before is off)")
+        norms = code.calls.index("self_attn_layer_norm") if "self_attn_layer_norm" in names else -1
+        sums = norms > code.calls.index("self_attn") if norms >= 0 else False
+        across = "encoder_attn" in names
 
         def norm(*called: str) -> Norm | None:
             found = next((getattr(layer, n, None) for n in called if n in names), None)
@@ -49,9 +50,6 @@ class Reader:
         split = ("q_proj", "k_proj", "v_proj")
         whole = [n for n in ("qkv_proj", "c_attn", "query_key_value") if n in inner.names]
         qkv = tuple(self.linear(attention, n) for n in whole or split)
-        if len({p.module.bias is None for p in qkv}) > 1:
-            raise NotRecognised(
-                "some of the projections that are made one have a bias and some have none")
         out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj")
                                           if n in inner.names))
         dim = int(named_by(attention, inner, "head_dim", "head_size"))
@@ -66,7 +64,11 @@ class Reader:
             q_norm=q_norm, k_norm=k_norm, out=out,
             attn_post=norm("post_attention_layernorm" if after else "post_self_attn_layernorm"),
             mlp_norm=norm(*(("pre_feedforward_layernorm",) if after else (
+                "final_layernorm", "final_layer_norm") if across else (
                 "post_attention_layernorm", "ln_2", "final_layer_norm"))),
+            normed_sums=sums,
+            cross=self.cross(layer.encoder_attn, norm(
+                "encoder_attn_layer_norm", "post_attention_layernorm")) if across else None,
             mlp=self.inline(layer) if "fc1" in names
             else self.feed_forward(named_by(layer, code, "mlp")),
             mlp_post=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
@@ -78,6 +80,45 @@ class Reader:
             softcap=number(attention.attn_logit_softcapping if capped else None),
             window=window,
             angles=angles if inner.turns(attention) else None)
+
+    def check(self, attention: Any) -> None:
+        refused = self.implementations.refused(attention)
+        if refused:
+            raise NotRecognised(refused)
+
+    def cross(self, attention: Any, norm: Norm | None) -> CrossParts:
+        inner = known(attention, "attention")
+        self.check(attention)
+        query = self.linear(attention, next(n for n in ("q_proj", "q") if n in inner.names))
+        key = self.linear(attention, next(n for n in ("k_proj", "k") if n in inner.names))
+        out = self.linear(attention, next(n for n in ("out_proj", "o_proj", "o")
+                                          if n in inner.names))
+        dim = int(named_by(attention, inner, "head_dim", "key_value_proj_dim"))
+        return CrossParts(norm, query, out, query.shape[0] // dim, key.shape[0] // dim, dim,
+                          float(attention.scaling))
+
+    def stacked(self, block: Any) -> LayerParts:
+        """A layer of T5: attention, cross-attention and feed-forward part are a module each, with
+        its norm."""
+        known(block, "layer")
+        first, *across, last = block.layer
+        known(first, "self-attention of a layer"), known(last, "feed-forward of a layer")
+        attention = first.SelfAttention
+        known(attention, "attention")
+        self.check(attention)
+        qkv, out = tuple(self.linear(attention, n) for n in "qkv"), self.linear(attention, "o")
+        dim = int(attention.key_value_proj_dim)
+        cross = None
+        if across:
+            known(across[0], "cross-attention of a layer")
+            cross = self.cross(across[0].EncDecAttention, self.norm(across[0].layer_norm))
+        heads = out.shape[1] // dim
+        return LayerParts(
+            norm=self.norm(first.layer_norm), qkv=qkv, by_head=False, q_norm=None, k_norm=None,
+            out=out, attn_post=None, mlp_norm=self.norm(last.layer_norm),
+            mlp=self.feed_forward(last.DenseReluDense), mlp_post=None, parallel=False,
+            branch_scale=1.0, heads=heads, kv_heads=heads, head_dim=dim,
+            scale=float(attention.scaling), softcap=0.0, window=None, angles=None, cross=cross)
 
     def head_norms(self, attention: Any, code: FunctionCode) -> tuple[Norm | None, Norm | None]:
         asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
@@ -107,6 +148,9 @@ class Reader:
             return self.experts(module)
         if any(recipe_of(m) is not None for m in module.children()):
             raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
+        if is_known(module, "feed-forward, gate last"):
+            form = GATED[PLAIN.index(self.activation(module.activation_fn))]
+            return FeedForward((self.linear(module, "fc1"),), self.linear(module, "fc2"), form, True)
         found = self.recipe(module, "mlp")
         layers = tuple(self.linear(module, n) for n in found.names)
         if len({p.module.bias is None for p in layers[:-1]}) > 1:
@@ -115,13 +159,18 @@ class Reader:
 
     def inline(self, layer: Any) -> FeedForward:
         """A feed-forward part without a module of its own."""
-        x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
-        form = next((form for form in PLAIN
-                     if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
-        if form is None:
-            raise NotRecognised(
-                f"its activation {type(layer.activation_fn).__name__} is none that lz has")
+        form = self.activation(layer.activation_fn)
         return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
+
+    @staticmethod
+    def activation(function: Any) -> str:
+        """Which one it is, told by what it gives."""
+        x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
+        form = next((form for form in PLAIN if torch.allclose(function(x), activate(x, form))),
+                    None)
+        if form is None:
+            raise NotRecognised(f"its activation {type(function).__name__} is none that lz has")
+        return form
 
     def experts(self, module: Any) -> Experts:
         code, router = code_of(module), known(module.gate, "router")

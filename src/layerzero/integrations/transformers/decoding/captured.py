@@ -95,7 +95,8 @@ class Fixed:
 
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
-        turned = self.parts.rotation == "rotate_half" and bool(self._angles)
+        turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
+            at.norm_last for at in self.step.layers)
         return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
             at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)

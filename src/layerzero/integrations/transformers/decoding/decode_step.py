@@ -25,10 +25,11 @@ from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
 from ..replacements import ROTATIONS
-from . import feed_forward
+from . import feed_forward, latent_attention
 from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, check_movable
+from .parts import OWN
 from .planning import Binder, Run, with_weights
 
 ANY = Span()
@@ -95,6 +96,7 @@ class BoundLayer:
     qkv: Run
     by_head: bool
     head_norms: Run | None
+    norm_last: bool
     rope: Run | None
     out: Run
     # of a layer whose parts work side by side, where they have a norm each
@@ -111,6 +113,8 @@ class BoundLayer:
     softcap: float
     window: int | None
     angles: int | None
+    sinks: Tensor | None
+    latent: Run | None
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ class DecodeStep:
         """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
         attention here."""
         like, plain = (self._like, self.rotation == "rotate_half"
-                       and all(not at.softcap for at in self.layers))
+                       and all(not at.softcap and not at.norm_last and at.sinks is None
+                               and at.latent is None for at in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
         found = None
@@ -189,6 +194,9 @@ class DecodeStep:
                             alike[0], *given)
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
+        if norm.op == OWN:
+            self.bind.kernels[what] = f"{OWN} ({type(norm.module).__name__})"
+            return norm.module  # type: ignore[no-any-return]
         fixed = {"eps": norm.eps, **({"offset": norm.offset} if norm.offset else {})}
         return with_weights(self.bind.fastest(what, norm.op, (x, *norm.weights), **fixed),
                             *norm.weights)
@@ -238,9 +246,9 @@ class DecodeStep:
                 rope = None
         return BoundLayer(
             qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
-            by_head=p.by_head, head_norms=self._head_norms(layer, heads), rope=rope,
-            out=self._linear("out", x.new_zeros((self.batch, 1, p.heads * p.head_dim)),
-                             [other.out.weight for other in rest], layer.out.bias),
+            by_head=p.by_head, head_norms=self._head_norms(layer, heads), norm_last=p.norm_last,
+            rope=rope,
+            out=self._out(layer, rest),
             side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None
             else None,
             middle=None if p.parallel else self._middle(p),
@@ -250,7 +258,18 @@ class DecodeStep:
             else self._add_norm(following, p.mlp_post, p.branch_scale),
             heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
             softcap=p.softcap,
-            window=p.window, angles=p.angles)
+            window=p.window, angles=p.angles, sinks=p.sinks,
+            latent=None if p.latent is None else latent_attention.bound(
+                p, Joined((p.latent.up,)).weight, x, self._linear, self._norm))
+
+    def _out(self, layer: JoinedLayer, rest: Sequence[JoinedLayer]) -> Run:
+        p = layer.parts
+        x = self._like.new_zeros((self.batch, 1, p.heads * p.head_dim))
+        out = self._linear("out", x, [other.out.weight for other in rest], layer.out.bias)
+        if p.out_norm is None:
+            return out
+        norm = self._norm("norm of heads", p.out_norm, x)
+        return lambda x: out(norm(x))
 
     def _middle(self, p: LayerParts) -> Run:
         """After the last attention of a layer."""
@@ -314,7 +333,8 @@ class DecodeStep:
         """The kernel of a layer for so many keys in a growing cache; the mask shows some of them
         to all heads, or is a bias for each head."""
         at = self.layers[layer]
-        key = at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased
+        key = (at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased,
+               at.sinks is None)
         run, span = self._attention.get(key, (None, ANY))
         if run is None or not span.covers(length):
             query = self._like.new_empty((self.batch, 1, at.heads, at.head_dim)).transpose(1, 2)
@@ -324,8 +344,9 @@ class DecodeStep:
                     else None)
             if biased:
                 mask = self._like.new_zeros((self.batch if masked else 1, at.heads, 1, length))
+            more = {} if at.sinks is None else {"return_lse": True}
             run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale,
-                            softcap=at.softcap)
+                            softcap=at.softcap, **more)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
             self._attention[key] = run, span
         return run
@@ -339,17 +360,24 @@ class DecodeStep:
         for i, at in enumerate(self.layers):
             turned = at.heads + at.kv_heads
             heads = at.qkv(normed)
-            if at.by_head:
-                heads = heads.view(self.batch, 1, at.heads, 3, at.head_dim).transpose(2, 3).reshape(
-                    self.batch, 1, -1, at.head_dim)
+            if at.latent is not None:
+                attended = at.latent(i, heads, memory)
             else:
-                heads = heads.view(self.batch, 1, turned + at.kv_heads, at.head_dim)
-            if at.head_norms is not None:
-                heads = at.head_norms(heads)
-            both = heads[:, :, :turned]
-            if turners and at.angles is not None:
-                both = turners[at.angles](at.rope, both)
-            branch = at.out(attend(i, both, heads[:, :, turned:]))
+                if at.by_head:
+                    heads = heads.view(self.batch, 1, at.heads, 3, at.head_dim)
+                    heads = heads.transpose(2, 3).reshape(self.batch, 1, -1, at.head_dim)
+                else:
+                    heads = heads.view(self.batch, 1, turned + at.kv_heads, at.head_dim)
+                if at.head_norms is not None and not at.norm_last:
+                    heads = at.head_norms(heads)
+                both = heads[:, :, :turned]
+                if turners and at.angles is not None:
+                    both = turners[at.angles](at.rope, both)
+                if at.head_norms is not None and at.norm_last:
+                    heads = at.head_norms(torch.cat((both, heads[:, :, turned:]), 2))
+                    both = heads[:, :, :turned]
+                attended = attend(i, both, heads[:, :, turned:])
+            branch = at.out(attended)
             if at.cross is not None:
                 normed, x = at.cross.norm(branch, x)
                 query = at.cross.query(normed).view(at.cross.shape)

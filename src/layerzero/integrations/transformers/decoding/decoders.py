@@ -30,12 +30,16 @@ from .parts import (
     Norm,
 )
 from .reading import Reader, attention_of, named_by, number
-from .score_bias import BucketBias
+from .score_bias import Alibi, BucketBias
 
 __all__ = ["Angles", "CrossParts", "DecoderParts", "Experts", "FeedForward", "LatentParts",
            "LayerParts", "Linear", "Norm", "NotRecognised", "decoders_in", "recognise"]
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
+OTHER_ROPE = ("dynamic", "longrope")                       # on how long the sequence is as well
+# `... * self.config.logits_scaling`, where other models divide
+_MULTIPLIED = ("op=Mult(), right=Attribute(value=Attribute(value=Name(id='self', ctx=Load()), "
+               "attr='config', ctx=Load()), attr='logits_scaling'")
 
 
 def decoders_in(model: nn.Module) -> list[nn.Module]:
@@ -71,7 +75,8 @@ def recognise(model: nn.Module) -> DecoderParts:
         softcap = number(getattr(model.config, "final_logit_softcapping", None)
                           if "final_logit_softcapping" in code.names else None)
         if "logits_scaling" in code.names:
-            logit_scale = 1.0 / float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
+            logit_scale = float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
+            logit_scale = logit_scale if _MULTIPLIED in code.text else 1.0 / logit_scale
         elif "logit_scale" in code.names:
             logit_scale = float(model.logit_scale)  # type: ignore[arg-type]
         if head.transposed:
@@ -79,7 +84,7 @@ def recognise(model: nn.Module) -> DecoderParts:
     inner = known(base, "decoder")
     config = base.config
     embed = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
-    layers = named_by(base, inner, "layers", "h", "block")
+    layers = named_by(base, inner, "layers", "h", "block", "blocks")
     positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
                      None)
     if positions is not None and is_known(positions, "sinusoidal positions"):
@@ -116,22 +121,49 @@ def recognise(model: nn.Module) -> DecoderParts:
         for i, x in enumerate(layers))
     if head is not None:                       # which is called without an encoder
         read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm",
+             "norm_f")
     ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
+    latent = read_layers[0].latent is not None
+    rotation, single = ("rotate_half", False) if rotary is None or latent else _rotation(layers[0])
+    embed_norm = next((n for n in ("layernorm_embedding", "word_embeddings_layernorm")
+                       if n in inner.names), "")
     if ends and read_layers[-1].normed_sums:
         raise NotRecognised("its norms are of the sums, and there is one more at the end")
     return DecoderParts(
         base=base, embed=embed, positions=positions, first_position=first,
         counted="cumsum" in inner.names,
         layers=read_layers, norm=read.norm(named_by(base, inner, *norms)) if ends else None,
-        rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]),
-        kinds=kinds, by_axes=hasattr(rotary, "mrope_section"), head=head, softcap=softcap,
+        rotary=rotary, rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
+        kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"), head=head, softcap=softcap,
         logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
         embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
         token_scale=of_token,
-        embed_norm=read.norm(base.layernorm_embedding) if "layernorm_embedding" in inner.names
-        else None,
-        bias=_bucket_bias(base, layers) if stacked else None)
+        embed_norm=read.norm(getattr(base, embed_norm), False) if embed_norm else None,
+        bias=_bucket_bias(base, layers) if stacked else _alibi(base, inner),
+        query_scale=_query_scale(attention_of(layers[0])) if not stacked else None)
+
+
+def _query_scale(attention: Any) -> Any:
+    """Ministral 3 scales its queries by their position."""
+    if "get_llama_4_attn_scale" not in code_of(attention).names:
+        return None
+    scale = sys.modules[stock_of(attention).__module__].get_llama_4_attn_scale  # type: ignore[attr-defined]
+    rope, like = attention.config.rope_parameters, attention.o_proj.weight
+    return lambda positions: scale(positions, rope["llama_4_scaling_beta"],
+                                   rope["original_max_position_embeddings"]).to(like.dtype)
+
+
+def _alibi(base: Any, code: FunctionCode) -> Alibi | None:
+    like = base.get_input_embeddings().weight
+    if "build_alibi_tensor" in code.names and "word_embeddings_layernorm" in code.names:
+        two = torch.ones((1, 2), device=like.device)
+        slopes = base.build_alibi_tensor(two, base.num_heads, torch.float32)[:, 0, 1]
+        return Alibi(slopes, like.dtype, False)
+    if "build_mpt_alibi_tensor" in code.names:
+        made = base.build_mpt_alibi_tensor(base.num_heads, 2, device=like.device)
+        return Alibi(-made[:, 0, 0], like.dtype, True, int(base.config.max_seq_len))
+    return None
 
 
 def _bucket_bias(base: Any, blocks: Any) -> BucketBias:
@@ -176,10 +208,14 @@ def _rope_kinds(rotary: Any, config: Any) -> tuple[str, ...]:
     code, types = known(rotary, "rotary"), getattr(rotary, "rope_type", "")
     by_layer = "layer_type" in code.names
     for kind in types.values() if isinstance(types, dict) else (types,):
-        if kind not in FIXED_ROPE:
-            raise NotRecognised(
-                f"its rope is of type {kind!r}, whose angles depend on more than the position")
+        if kind not in (*FIXED_ROPE, *OTHER_ROPE):
+            raise NotRecognised(f"its rope is of type {kind!r}, which is not known")
     return tuple(sorted(set(config.layer_types))) if by_layer else ("",)
+
+
+def _is_fixed(rotary: Any) -> bool:
+    types = getattr(rotary, "rope_type", "default")
+    return set(types.values() if isinstance(types, dict) else (types,)) <= set(FIXED_ROPE)
 
 
 def _kind(kinds: tuple[str, ...], config: Any, at: int) -> int:
@@ -196,13 +232,19 @@ def _one_place(model: nn.Module) -> None:
         raise NotRecognised(f"its weights are {str(dtype)[6:]} on {device}")
 
 
-def _rotation(layer: Any) -> str:
-    """How the model's own function turns queries and keys. It is told by what it gives, since the
-    library `kernels` may have wrapped it."""
+def _rotation(layer: Any) -> tuple[str, bool]:
+    """How the model's own function turns queries and keys, and whether it takes each column of cos
+    and sin once. It is told by what it gives, since the library `kernels` may have wrapped it."""
     attention = attention_of(layer)
     turn = getattr(sys.modules[stock_of(attention).__module__], "apply_rotary_pos_emb", None)
-    found = (None if turn is None else next((form for form in ROTATIONS if rotates(turn, form)),
-                                            None))
-    if found is None:
-        raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")
-    return found
+    if turn is not None:
+        def halved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            half = cos.shape[-1] // 2
+            return turn(q, k, cos[..., :half], sin[..., :half])
+
+        found = next((form for form in ROTATIONS if rotates(turn, form)), None)
+        if found is not None:
+            return found, False
+        if rotates(halved, "rotate_half"):
+            return "rotate_half", True
+    raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")

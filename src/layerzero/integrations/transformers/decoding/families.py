@@ -35,6 +35,15 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "mellum": "Mellum", "flex_olmo": "FlexOlmo",
             "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VLText",
             "qwen3_vl_moe": "Qwen3VLMoeText",
+            "glm4_moe": "Glm4Moe", "dots1": "Dots1", "ernie4_5_moe": "Ernie4_5_Moe",
+            "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1",
+            "solar_open": "SolarOpen", "minimax_m2": "MiniMaxM2", "exaone_moe": "ExaoneMoe",
+            "kolibri1": "Kolibri1", "apertus": "Apertus", "olmo": "Olmo", "nemotron": "Nemotron",
+            "vaultgemma": "VaultGemma", "hyperclovax": "HyperCLOVAX", "bitnet": "BitNet",
+            "granitemoe": "GraniteMoe", "ministral3": "Ministral3", "gpt_oss": "GptOss",
+            "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
+            "glm4_moe_lite": "Glm4MoeLite", "youtu": "Youtu", "minicpm3": "MiniCPM3",
+            "bloom": "Bloom", "mpt": "Mpt",
             # decoders of an encoder
             "whisper": "Whisper", "bart": "Bart", "mbart": "MBart", "t5": "T5",
             "moonshine": "Moonshine", "musicgen": "Musicgen"}
@@ -42,13 +51,14 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Stack", "Model"),
          "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",),
          "rotary": ("RotaryEmbedding",), "scaled embedding": ("TextScaledWordEmbedding", "ScaledWordEmbedding"),
-         "mixture of experts": ("SparseMoeBlock",), "router": ("TopKRouter",),
+         "mixture of experts": ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe"),
+         "router": ("TopKRouter", "TopkRouter", "Gate"),
          "norm of each head": ("LayerNormPerHead", "LayerNorm"),
          "learned positions": ("LearnedPositionalEmbedding", "PositionalEmbedding"),
          "sinusoidal positions": ("SinusoidalPositionalEmbedding",),
          "self-attention of a layer": ("LayerSelfAttention",),
          "cross-attention of a layer": ("LayerCrossAttention",),
-         "feed-forward of a layer": ("LayerFF",), "feed-forward, gate last": ("DecoderMLP",)}
+         "feed-forward that adds": ("MLP",), "feed-forward of a layer": ("LayerFF",), "feed-forward, gate last": ("DecoderMLP",)}
 
 
 class NotRecognised(Exception):
@@ -67,6 +77,8 @@ class FunctionCode:
     returned: Any
     # `self.name(...)`, in the order that they stand there
     calls: tuple[str, ...]
+    # those whose result is more than one: `x, _ = self.name(...)`
+    unpacked: frozenset[str]
     # of `self`: on what condition it turns queries and keys; None: on none
     turned_if: CodeType | None
 
@@ -129,16 +141,16 @@ def _code(function: Any) -> FunctionCode:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
     except (OSError, TypeError, SyntaxError):
-        return FunctionCode(f"no source: {plain!r}", frozenset(), None, (), None)
+        return FunctionCode(f"no source: {plain!r}", frozenset(), None, (), frozenset(), None)
     if not isinstance(tree, ast.FunctionDef):
-        return FunctionCode(f"no function: {plain!r}", frozenset(), None, (), None)
+        return FunctionCode(f"no function: {plain!r}", frozenset(), None, (), frozenset(), None)
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     parameters = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     text = f"{parameters[1:]} {[ast.dump(node) for node in body]}"
     return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part)
                                         for name in _named(node)),
                 _returned(body[-1], getattr(plain, "__globals__", {})), _calls(body),
-                _turned_if(body))
+                _unpacked(body), _turned_if(body))
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
@@ -160,6 +172,13 @@ def _calls(body: list[ast.stmt]) -> tuple[str, ...]:
     own = [f for f in found if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name)
            and f.value.id == "self"]
     return tuple(f.attr for f in sorted(own, key=lambda f: (f.lineno, f.col_offset)))
+
+
+def _unpacked(body: list[ast.stmt]) -> frozenset[str]:
+    found = [node.value for part in body for node in ast.walk(part)
+             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    return frozenset(call.func.attr for call in found if isinstance(call, ast.Call)
+                     and isinstance(call.func, ast.Attribute))
 
 
 def _turned_if(body: list[ast.stmt]) -> CodeType | None:

@@ -14,17 +14,19 @@ from torch.nn import functional as F
 
 from ..replacements import ROTATIONS
 
+OWN = "the model's own code"
 # cos and sin, for each kind of layer that has its own
 Angles = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
 class Norm:
-    op: str                                    # rms_norm or layer_norm
+    op: str                                    # rms_norm, layer_norm, or OWN
     weights: tuple[Tensor, ...]                # the weight, and the bias, of one that has them
     eps: float
     offset: float                              # what is added to the weight of an RMS norm
     gains: tuple[Linear, ...] = ()             # whose weights, in turn, are those of the heads
+    module: Any = None                         # that computes it by itself: OWN
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,15 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """A feed-forward part that the model's own code computes; `first` is where it gives more than
+    its result."""
+
+    module: Any
+    first: bool = False
+
+
+@dataclass(frozen=True)
 class Experts:
     """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all
     tokens."""
@@ -62,9 +73,9 @@ class Experts:
     down: Tensor                               # (experts, hidden, inner)
     activation: str
     shared: FeedForward | None
-    shared_gate: Linear | None
-    # what the model's own code makes of the router's logits: ids and weights, (tokens, top_k);
-    # None: softmax, the best top_k, and `normalize`
+    shared_gate: Linear | None                 # None: what it gives is added as it is
+    # tokens (tokens, hidden) -> weights and ids, (tokens, top_k), by the model's own router; None:
+    # softmax, the best top_k, and `normalize`
     route: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
@@ -87,8 +98,9 @@ class LatentParts:
     """Queries, keys and values of multi-head latent attention: the cache holds a compressed state
     (`rank`) and one turned key (`rope_dim`) for each token."""
 
-    query: tuple[Linear, Norm | None, Linear | None]           # down, its norm, up; or one product
-    down: Linear                               # to the compressed state and the key
+    query_down: Linear                         # or the whole query, where there is no query_up
+    query_norm: Norm | None
+    query_up: Linear | None
     norm: Norm                                 # of the compressed state
     up: Linear                                 # (heads * (nope_dim + value_dim), rank)
     rank: int
@@ -119,7 +131,7 @@ class LayerParts:
     out: Linear
     attn_post: Norm | None
     mlp_norm: Norm | None
-    mlp: FeedForward | Experts
+    mlp: FeedForward | Experts | OwnPart
     mlp_post: Norm | None
     parallel: bool
     branch_scale: float
@@ -132,9 +144,12 @@ class LayerParts:
     angles: int | None                         # which of the angles turn it; None: it is not turned
     # the norms are of the sums: x = norm(x + attention(x)), then x = mlp_norm(x + mlp(x))
     normed_sums: bool = False
+    norm_last: bool = False                    # queries and keys are turned, then normed
     cross: CrossParts | None = None            # between the attention and the feed-forward part
     sinks: Tensor | None = None                # (heads,), one more score of each head
-    latent: LatentParts | None = None          # in the place of qkv, which is then empty
+    out_norm: Norm | None = None               # of what the heads give, before the product
+    # qkv are then the products down: of the query, and to the state and key that are kept
+    latent: LatentParts | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .families import NotRecognised
+
 LEAST = 256                                    # distances that are made at once
 
 
@@ -40,17 +42,23 @@ class BucketBias:
 
 
 class Alibi:
-    """Each head has a slope, and a key loses that much for each token that it is away. A query's
-    scores may all be raised alike, so what counts is the place of the key."""
+    """Each head has a slope, by which a key gains for each token that it is farther on. The scores
+    of a query may all be raised alike: models count from the first key (Bloom), or back from the
+    last (MPT, `backwards`), and what is rounded differs. `most`: as long as the model's own is."""
 
-    def __init__(self, slopes: Tensor) -> None:
-        self._slopes, self._table = slopes, slopes.new_zeros((1, len(slopes), 1, 0))
+    def __init__(self, slopes: Tensor, dtype: torch.dtype, backwards: bool,
+                 most: int | None = None) -> None:
+        self._slopes, self._dtype, self._backwards = slopes.float(), dtype, backwards
+        self._most, self._table = most, slopes.new_zeros((1, len(slopes), 1, 0))
 
     def __call__(self, length: int) -> Tensor:
+        if self._most is not None and length >= self._most:
+            raise NotRecognised(f"more than the {self._most} tokens of its alibi")
         have = self._table.shape[-1]
         if have <= length:
             have = max(LEAST, 2 * (length + 1))
-            places = torch.arange(1 - have, 1, device=self._slopes.device, dtype=torch.float32)
-            self._table = (self._slopes.float()[:, None, None] * places).to(
-                self._slopes.dtype)[None]
-        return self._table[..., have - 1 - length:]
+            first = 1 - have if self._backwards else 0
+            places = torch.arange(first, first + have, device=self._slopes.device)
+            self._table = (self._slopes[:, None, None] * places).to(self._dtype)[None]
+        return (self._table[..., have - 1 - length:] if self._backwards
+                else self._table[..., :length + 1])

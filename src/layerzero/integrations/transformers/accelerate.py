@@ -100,6 +100,8 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     # an Accelerated; its module needs transformers, which the name lz.accelerate does not
     _step: Any = field(default=None, repr=False)
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
+    _speculation: Any = field(default=None, repr=False)        # a Speculation, likewise
+    _assistant: Acceleration | None = field(default=None, repr=False)  # made for it
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -116,8 +118,18 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
         """Tokens that the model's own code computed instead, by reason."""
         return {} if self._step is None else dict(self._step.declined)
 
+    @property
+    def speculated(self) -> str:
+        """What speculation did so far, in words; "" where there is none."""
+        return "" if self._speculation is None else str(self._speculation.done)
+
     def undo(self) -> None:
-        """Make the model what it was. Calling it again changes nothing."""
+        """Make the model what it was, and its assistant. Calling it again changes nothing."""
+        if self._speculation is not None:
+            self._speculation.undo()
+        if self._assistant is not None:
+            self._assistant.undo()
+        self._speculation = self._assistant = None
         self._drop_step()
         self._drop_patch()
         for name in (ACCELERATION, REDUCE):
@@ -152,19 +164,25 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
             lines += [f"  {n} tokens by the model's own code: {why}"
                       for why, n in self.declined.items()]
+        if self._speculation is not None:
+            lines.append(f"  speculation: {self.speculated}")
+            lines += [f"  {n} texts without speculation: {why}"
+                      for why, n in self._speculation.declined.items()]
         return "\n".join(lines)
 
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
-               measure: bool = True,
-               seconds: float = 3.0) -> Acceleration:
+               measure: bool = True, seconds: float = 3.0,
+               assistant: nn.Module | str | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
 
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower.
+    not slower. assistant: a smaller model of the same vocabulary, which is accelerated as well, or
+    "prompt_lookup": generate() then lets it propose tokens and verifies several at once, where it
+    is greedy and for one text; the tokens are the same.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
@@ -197,6 +215,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         report._step.served.clear()            # from here on the tokens are the user's
         if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
             report.left.append(STOCK_DRAW)
+    if assistant is not None:
+        _speculate(report, assistant, capture)
     if report.done:
         vars(model).update({ACCELERATION: report, REDUCE: Reduce(model)})
     return report
@@ -233,6 +253,36 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
         trial.prove()
     if seconds is not None and (report._changes or report._step is not None):
         trial.time(seconds)
+
+
+def _speculate(report: Acceleration, assistant: nn.Module | str, capture: bool | None) -> None:
+    """Let generate() verify what the assistant proposes, or say why not."""
+    from .decoding.speculative import DRAFTED, LOOKED_UP, PROMPT_LOOKUP, Draft, Lookup, Speculation
+    model = report._model
+    if isinstance(assistant, str) and assistant != PROMPT_LOOKUP:
+        report.undo()
+        raise ConfigError(f"assistant= wants a model or {PROMPT_LOOKUP!r}, got {assistant!r}")
+    try:
+        if report._step is None or report._step.model is not model:
+            raise NotRecognised("the model itself has no decode step")
+        draft: Draft | Lookup
+        if isinstance(assistant, nn.Module):
+            sizes = [getattr(getattr(m, "config", None), "vocab_size", None)
+                     for m in (model, assistant)]
+            if sizes[0] != sizes[1]:
+                raise NotRecognised(f"its vocabulary has {sizes[0]} tokens and the assistant's "
+                                    f"{sizes[1]}")
+            if ACCELERATION not in vars(assistant):
+                report._assistant = accelerate(assistant, capture=capture, measure=False)
+            step = vars(assistant).get(ACCELERATION, Acceleration(""))._step
+            draft = Draft(assistant, step, DRAFTED)
+        else:
+            draft = Lookup(LOOKED_UP)
+        report._speculation = vars(model)["generate"] = Speculation(model, report._step, draft)
+        report.done.append("speculation by " + (
+            assistant if isinstance(assistant, str) else type(assistant).__name__))
+    except NotRecognised as why:
+        report.left.append(f"no speculation: {why}")
 
 
 @contextmanager

@@ -87,7 +87,8 @@ def recognise(model: nn.Module) -> DecoderParts:
     layers = named_by(base, inner, "layers", "h", "block", "blocks")
     positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
                      None)
-    if positions is not None and is_known(positions, "sinusoidal positions"):
+    if positions is not None and not isinstance(positions, nn.Embedding) and is_known(
+            positions, "sinusoidal positions"):
         positions = nn.Embedding.from_pretrained(positions.weights)
     first = (0 if positions is None or type(positions) is nn.Embedding
              else _first_position(positions))

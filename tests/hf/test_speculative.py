@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 import models  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
+from layerzero.integrations.transformers.decoding import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.speculative import Lookup  # noqa: E402
 from layerzero.spec.errors import ConfigError  # noqa: E402
 
@@ -21,8 +22,8 @@ NEW = 16
 
 def generate(model, ids=None, **options):
     ids = models.tokens(1, 9) if ids is None else ids
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW,
-                          **{"do_sample": False, **options})
+    return model.generate(ids, attention_mask=torch.ones_like(ids),
+                          **{"do_sample": False, "max_new_tokens": NEW, **options})
 
 
 class Right:
@@ -55,6 +56,21 @@ def test_the_same_tokens_in_fewer_rounds(name):
     assert done.tokens == NEW and done.rounds <= 6 and 0 < done.accepted < done.drafted, str(report)
     report.undo()
     assert "generate" not in vars(model) and torch.equal(generate(model), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_in_the_buffers_of_a_graph(name, monkeypatch):
+    """Rounds of several rows, of one, and a cache that outgrows its buffers."""
+    monkeypatch.setattr(captured, "LEAST_ROOM", 8)
+    model = models.tiny(name)
+    before = generate(model, max_new_tokens=80)
+    report = accelerate(model, measure=False, patch=False, capture=True, assistant="prompt_lookup")
+    report._speculation.draft = Right(before[0])
+    for _ in range(2):
+        assert torch.equal(generate(model, max_new_tokens=80), before)
+    rows = report._speculation.rows
+    assert rows.captured is not None and not rows.declined and rows.captured._fixed
+    assert report.served.keys() <= {"captured"} and not report.declined, str(report)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -163,3 +179,20 @@ def test_a_copy_does_not_speculate():
     accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
     other = copy.deepcopy(model)
     assert "generate" not in vars(other) and torch.equal(generate(other), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_in_a_cuda_graph(name):
+    model = models.tiny(name).cuda()
+    before = generate(model, models.tokens(1, 9).cuda())
+    report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
+
+    class Moved(Right):
+        def __call__(self, ids, most):
+            return super().__call__(ids, most)[0].cuda(), None
+
+    report._speculation.draft = Moved(before[0].cpu())
+    assert torch.equal(generate(model, models.tokens(1, 9).cuda()), before), str(report)
+    rows = report._speculation.rows
+    assert rows.captured is not None and not rows.declined and report._speculation.done.accepted

@@ -24,6 +24,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ....models.speculative import tree_attention_mask, tree_positions
 from ....plan.table import Span
 from .accelerated import Accelerated
+from .captured import Uncapturable
+from .captured_rows import CapturedRows
 from .decode_step import ANY, DecodeStep
 from .families import NotRecognised
 from .growing_cache import growing
@@ -54,16 +56,34 @@ class Speculated:
                 "tokens accepted")
 
 
-class RowsMemory:
-    """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
+class Written:
+    """Rows that were written to a cache, of which some stay."""
 
-    angles: Any = None
+    def __init__(self, layers: list[Any], places: list[int]) -> None:
+        self._layers, self._places = layers, places
+
+    def undo(self, keep: int = 0) -> None:
+        """As if only so many of the rows had been written."""
+        for layer, place in zip(self._layers, self._places):
+            layer.show(place + keep)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Let these rows, in this order, be the ones that were written."""
+        if list(nodes) != list(range(len(nodes))):
+            for layer, place in zip(self._layers, self._places):
+                at = torch.tensor(nodes, device=layer.keys.device) + place
+                for room in (layer.key_room, layer.value_room):
+                    room[:, place:place + len(nodes)] = room.index_select(1, at)
+        self.undo(len(nodes))
+
+
+class RowsMemory(Written):
+    """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], length: int, angles: Any,
                  parents: Tensor | None, runs: dict[Any, tuple[Any, Span]]) -> None:
-        self._step, self._layers, self._rows, self._bound = step, layers, step.batch, runs
-        self._places = [layer.reserve(self._rows) for layer in layers]
-        self.angles = angles
+        super().__init__(layers, [layer.reserve(step.batch) for layer in layers])
+        self._step, self._rows, self._bound, self.angles = step, step.batch, runs, angles
         self._mask = () if parents is None else (tree_attention_mask(parents, length)[None, None],)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
@@ -88,20 +108,6 @@ class RowsMemory:
             self._bound[key] = run, span
         return run
 
-    def undo(self, keep: int = 0) -> None:
-        """As if only so many of the rows had been written."""
-        for layer, place in zip(self._layers, self._places):
-            layer.show(place + keep)
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Let these rows, in this order, be the ones that were written."""
-        if list(nodes) != list(range(len(nodes))):
-            for layer, place in zip(self._layers, self._places):
-                at = torch.tensor(nodes, device=layer.keys.device) + place
-                for room in (layer.key_room, layer.value_room):
-                    room[:, place:place + len(nodes)] = room.index_select(1, at)
-        self.undo(len(nodes))
-
 
 class Rows:
     """Several tokens of one text through the decode step of an accelerated model."""
@@ -115,9 +121,12 @@ class Rows:
         if parts.ungraphed and parts.fixed_rope or any(at.cross for at in parts.layers):
             raise NotRecognised(f"it has {parts.ungraphed}")
         self._runs: dict[Any, tuple[Any, Span]] = {}
+        self.captured = (None if accelerated._captured is None
+                         else CapturedRows(accelerated._captured, parts))
+        self.declined: Counter[str] = Counter()
 
     def __call__(self, tokens: Tensor, cache: DynamicCache,
-                 parents: Tensor | None = None) -> tuple[Tensor, RowsMemory]:
+                 parents: Tensor | None = None) -> tuple[Tensor, Written]:
         """Logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them all
         until the memory says otherwise."""
         of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
@@ -129,6 +138,13 @@ class Rows:
         order = (torch.arange(length, length + rows, device=tokens.device) if parents is None
                  else tree_positions(parents, length).to(tokens.device))
         step, positions = of.step(rows), order[:, None]
+        if self.captured is not None and of._captured is not None and parents is None:
+            try:
+                out = self.captured(of.step(1), step, tokens, cache, length)
+                return out, Written(cache.layers, [length] * len(cache.layers))
+            except NotRecognised as why:
+                self.declined[f"verified without a graph: {why}"] += 1
+                self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
         memory = RowsMemory(step, cache.layers, length, parts.angles_at(positions), parents,
                             self._runs)

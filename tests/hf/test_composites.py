@@ -13,8 +13,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import models  # noqa: E402
-from transformers.cache_utils import DynamicCache  # noqa: E402
 from composites import COMPOSITES, composite, with_picture, words  # noqa: E402
+from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
 from layerzero.integrations.transformers.decoding.accelerated import Accelerated, ModelWatch  # noqa: E402

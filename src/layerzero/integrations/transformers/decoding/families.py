@@ -48,9 +48,11 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "whisper": "Whisper", "bart": "Bart", "mbart": "MBart", "t5": "T5",
             "moonshine": "Moonshine", "musicgen": "Musicgen"}
 # Role -> what its class ends with, the first that there is.
-ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Stack", "Model"),
+ROLES = {"head": ("ForCausalLM", "LMHeadModel"),
+         "decoder": ("TextModel", "Decoder", "Stack", "Model"),
          "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",),
-         "rotary": ("RotaryEmbedding",), "scaled embedding": ("TextScaledWordEmbedding", "ScaledWordEmbedding"),
+         "rotary": ("RotaryEmbedding",),
+         "scaled embedding": ("TextScaledWordEmbedding", "ScaledWordEmbedding"),
          "mixture of experts": ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe"),
          "router": ("TopKRouter", "TopkRouter", "Gate"),
          "norm of each head": ("LayerNormPerHead", "LayerNorm"),
@@ -58,7 +60,8 @@ ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decod
          "sinusoidal positions": ("SinusoidalPositionalEmbedding",),
          "self-attention of a layer": ("LayerSelfAttention",),
          "cross-attention of a layer": ("LayerCrossAttention",),
-         "feed-forward that adds": ("MLP",), "feed-forward of a layer": ("LayerFF",), "feed-forward, gate last": ("DecoderMLP",)}
+         "feed-forward of a layer": ("LayerFF",), "feed-forward that adds": ("MLP",),
+         "feed-forward, gate last": ("DecoderMLP",)}
 
 
 class NotRecognised(Exception):

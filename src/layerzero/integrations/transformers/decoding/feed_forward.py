@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ....ops.formulas.moe import GATED, activate, activate_gated
-from .parts import OWN, Experts, FeedForward, OwnPart
 from .joined import Joined
+from .parts import OWN, Experts, FeedForward, OwnPart
 from .planning import Binder, Run, with_weights
 
 Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
@@ -70,7 +70,8 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
                     into.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
-    if fast is not None and gate and not parts.gate_last:          # two products and one launch between them
+    # two products and one launch between them
+    if fast is not None and gate and not parts.gate_last:
         return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
     if gate:
         return lambda x: second(activate_gated(first(x), kind, not parts.gate_last))

@@ -16,8 +16,8 @@ from .decoders import Angles
 
 class HostMemory:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
-    where all are; `angles` are those of the token, `bias` is added to the scores. Where the compiled kernels can do it they turn,
-    keep and attend in one call."""
+    where all are; `angles` are those of the token, `bias` is added to the scores. Where the
+    compiled kernels can do it they turn, keep and attend in one call."""
 
     compiled = True                            # where there is a kernel, it writes to the cache
 

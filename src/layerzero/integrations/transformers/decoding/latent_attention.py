@@ -30,7 +30,8 @@ class LatentMemory:
                  positions: Tensor) -> None:
         self._layers, self._masks = layers, masks
         self._places = [layer.reserve(1) for layer in layers]
-        self.rope = parts.rotary(parts.weights, positions)         # as the model's function wants it
+        # as the model's function wants it
+        self.rope = parts.rotary(parts.weights, positions)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError("latent attention has no keys and values of its heads")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer

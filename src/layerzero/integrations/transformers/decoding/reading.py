@@ -229,7 +229,8 @@ class Reader:
             raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
         if is_known(module, "feed-forward, gate last"):
             form = GATED[PLAIN.index(self.activation(module.activation_fn))]
-            return FeedForward((self.linear(module, "fc1"),), self.linear(module, "fc2"), form, True)
+            into, down = self.linear(module, "fc1"), self.linear(module, "fc2")
+            return FeedForward((into,), down, form, True)
         found = self.recipe(module, "mlp")
         layers = tuple(self.linear(module, n) for n in found.names)
         if len({p.module.bias is None for p in layers[:-1]}) > 1:

@@ -1,4 +1,4 @@
-"""Speculation: tokens that a small model, or the text so far, proposes are verified several at once.
+"""Speculation: what a small model, or the text so far, proposes is verified several tokens at once.
 
 `Speculation` takes the place of `model.generate`. A round feeds the last token and the proposed
 ones through the decode step of as many rows: every product reads its weights once for all of them,
@@ -118,7 +118,7 @@ class Rows:
             raise NotRecognised("the decoder with the step has no head: another model feeds it")
         if any(layer.window for layer in parts.layers):
             raise NotRecognised("its layers have a window, out of which nothing comes back")
-        if parts.ungraphed and parts.fixed_rope or any(at.cross for at in parts.layers):
+        if parts.ungraphed:
             raise NotRecognised(f"it has {parts.ungraphed}")
         self._runs: dict[Any, tuple[Any, Span]] = {}
         self.captured = (None if accelerated._captured is None

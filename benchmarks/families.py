@@ -47,6 +47,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1}, "reformer": {"is_decoder": True}, "mpt": {"use_cache": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "deepseek_v2": {"topk_method": "group_limited_greedy"}}
+EXTRA |= {kind: {"decoder_start_token_id": 0} for kind in ("t5", "mt5", "umt5", "longt5")}
 # heads of latent attention have keys each
 EXTRA |= {kind: {**EXTRA.get(kind, {}), "num_key_value_heads": 4} for kind in (
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "longcat_flash")}

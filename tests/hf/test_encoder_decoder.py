@@ -25,6 +25,9 @@ MORE = {
                     {**_BART, "scale_embedding": True, "activation_function": "relu"}),
     "t5 gated": ("T5ForConditionalGeneration", "T5Config",
                  {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "marian": ("MarianMTModel", "MarianConfig", {**_BART, "scale_embedding": True}),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", {
+        **_BART, "scale_embedding": True}),
     "mt5": ("MT5ForConditionalGeneration", "MT5Config", _T5),
     "moonshine": ("MoonshineForConditionalGeneration", "MoonshineConfig", {
         **_MOONSHINE, "vocab_size": models.VOCAB, "hidden_size": 64, "intermediate_size": 96,

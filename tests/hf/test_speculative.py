@@ -14,7 +14,7 @@ import models  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
 from layerzero.integrations.transformers.decoding import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.speculative import Lookup  # noqa: E402
-from layerzero.spec.errors import ConfigError  # noqa: E402
+from layerzero.spec.errors import ConfigError, NoKernelFoundError  # noqa: E402
 
 pytestmark = pytest.mark.integration
 NEW = 16
@@ -196,3 +196,27 @@ def test_in_a_cuda_graph(name):
     assert torch.equal(generate(model, models.tokens(1, 9).cuda()), before), str(report)
     rows = report._speculation.rows
     assert rows.captured is not None and not rows.declined and report._speculation.done.accepted
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torch_over_all_of_a_buffer_is_what_the_pages_give(window, monkeypatch):
+    """Where no kernel of pages can be captured, as for float32 on a GPU."""
+    from layerzero.integrations.transformers.decoding.decode_step import DecodeStep
+
+    bind = DecodeStep.__init__.__globals__["Binder"].__call__
+
+    def none(self, what, op, *tensors, **fixed):
+        if op == "paged_attention":
+            raise NoKernelFoundError("no kernel")
+        return bind(self, what, op, *tensors, **fixed)
+
+    model = models.tiny("mistral", sliding_window=window)
+    before = generate(model)
+    monkeypatch.setattr(DecodeStep.__init__.__globals__["Binder"], "__call__", none)
+    report = accelerate(model, measure=False, patch=False, capture=True,
+                        assistant=None if window else "prompt_lookup")
+    if window is None:
+        report._speculation.draft = Right(before[0])
+    assert torch.equal(generate(model), before)
+    assert report.kernels["attention, captured"] == "torch.sdpa over all of the buffer"
+    assert not report.declined and set(report.served) <= {"captured"}, str(report)

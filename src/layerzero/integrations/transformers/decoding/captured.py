@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
@@ -88,9 +89,16 @@ class Fixed:
         """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
-        run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table,
-                             self._lengths, scale=at.scale, window_left=at.window - 1 if at.window
-                             else -1, softcap=at.softcap)
+        try:
+            run = self.step.bind("attention, captured", "paged_attention", query, *pages,
+                                 self._table, self._lengths, scale=at.scale,
+                                 window_left=at.window - 1 if at.window else -1,
+                                 softcap=at.softcap)
+        except NoKernelFoundError:             # of float32 on a GPU, for one
+            if at.softcap:
+                raise
+            whole = whole_buffers(self.step, layer, *self.rooms[layer])
+            return lambda query: whole(query[:, :, None], self._lengths[:, None])[:, :, 0]
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def _fit(self) -> bool:
@@ -169,6 +177,25 @@ class Fixed:
         if found.problems:
             raise Uncapturable(f"the step cannot be captured: {found.problems[0]}")
         self._out, self._replay, self.length = found.result, found.graph.replay, -1
+
+
+def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
+        [Tensor, Tensor], Tensor]:
+    """torch's attention of queries (batch, heads, tokens, dim) over all that there is room for in
+    (batch, size, kv_heads, dim); what is beyond the lengths (batch, tokens) is hidden."""
+    at = step.layers[layer]
+    step.bind.kernels["attention, captured"] = "torch.sdpa over all of the buffer"
+    places = torch.arange(keys.shape[1], device=keys.device)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+
+    def run(query: Tensor, lengths: Tensor) -> Tensor:
+        seen = places < lengths[..., None]
+        if at.window:
+            seen = seen & (places >= lengths[..., None] - at.window)
+        return F.scaled_dot_product_attention(query, keys, values, seen[:, None], scale=at.scale,
+                                              enable_gqa=True)
+
+    return run
 
 
 class Uncapturable(NotRecognised):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
-from .captured import CapturedSteps, Fixed, Uncapturable
+from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
 
@@ -35,8 +35,15 @@ class FixedRows:
     def _bound(self, layer: int) -> Any:
         at, pages = self.step.layers[layer], self.buffers._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
-        run = self.step.bind("attention, verified", "paged_attention", query, *pages, self._table,
-                             self._lengths, scale=at.scale, softcap=at.softcap)
+        try:
+            run = self.step.bind("attention, verified", "paged_attention", query, *pages,
+                                 self._table, self._lengths, scale=at.scale, softcap=at.softcap)
+        except NoKernelFoundError:             # as in captured.py
+            if at.softcap:
+                raise
+            whole = whole_buffers(self.step, layer, *self.buffers.rooms[layer])
+            return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
+                0, 1)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:

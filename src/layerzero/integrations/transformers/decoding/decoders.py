@@ -83,7 +83,7 @@ def recognise(model: nn.Module) -> DecoderParts:
             raise NotRecognised("its lm_head keeps its weight as (in, out)")
     inner = known(base, "decoder")
     config = base.config
-    embed = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
+    embed: Any = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
     layers = named_by(base, inner, "layers", "h", "block", "blocks")
     positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
                      None)
@@ -92,10 +92,11 @@ def recognise(model: nn.Module) -> DecoderParts:
         positions = nn.Embedding.from_pretrained(positions.weights)
     first = (0 if positions is None or type(positions) is nn.Embedding
              else _first_position(positions))
-    books = tuple(embed) if isinstance(embed, nn.ModuleList) else ()
+    books: Any = tuple(embed) if isinstance(embed, nn.ModuleList) else ()
     embed = books[0] if books else embed
-    multiplied = "embedding_multiplier" in inner.names         # by the decoder
-    scale = base.embedding_multiplier if multiplied else _embedding_scale(embed)
+    by_decoder = next((n for n in ("embedding_multiplier", "embed_scale") if n in inner.names), "")
+    multiplied = bool(by_decoder)
+    scale = getattr(base, by_decoder) if multiplied else _embedding_scale(embed)
     of_token = 1.0 if multiplied or scale is None or isinstance(scale, Tensor) else float(scale)
     for table in (embed, *books, positions):
         if (table is not None and (getattr(table, "max_norm", None) is not None
@@ -157,6 +158,8 @@ def _query_scale(attention: Any) -> Any:
 
 
 def _alibi(base: Any, code: FunctionCode) -> Alibi | None:
+    if "build_mpt_alibi_tensor" not in code.names and "word_embeddings_layernorm" not in code.names:
+        return None
     like = base.get_input_embeddings().weight
     if "build_alibi_tensor" in code.names and "word_embeddings_layernorm" in code.names:
         two = torch.ones((1, 2), device=like.device)

@@ -47,7 +47,7 @@ class AcceleratedAcross(Accelerated):
             return type(self.model).forward(self.model, *args, **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _one_token(self, input_ids: Tensor | None = None, attention_mask: Any = None,
+    def _one_token(self, input_ids: Tensor | None = None, attention_mask: Any = None,  # type: ignore[override]
                    position_ids: Any = None, past_key_values: Any = None,
                    inputs_embeds: Tensor | None = None, encoder_hidden_states: Any = None,
                    encoder_attention_mask: Any = None, **others: Any) -> Any:

@@ -46,7 +46,8 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "bloom": "Bloom", "mpt": "Mpt",
             # decoders of an encoder
             "whisper": "Whisper", "bart": "Bart", "mbart": "MBart", "t5": "T5",
-            "moonshine": "Moonshine", "musicgen": "Musicgen"}
+            "moonshine": "Moonshine", "musicgen": "Musicgen", "pegasus": "Pegasus",
+            "marian": "Marian", "blenderbot": "Blenderbot"}
 # Role -> what its class ends with, the first that there is.
 ROLES = {"head": ("ForCausalLM", "LMHeadModel"),
          "decoder": ("TextModel", "Decoder", "Stack", "Model"),
@@ -56,7 +57,8 @@ ROLES = {"head": ("ForCausalLM", "LMHeadModel"),
          "mixture of experts": ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe"),
          "router": ("TopKRouter", "TopkRouter", "Gate"),
          "norm of each head": ("LayerNormPerHead", "LayerNorm"),
-         "learned positions": ("LearnedPositionalEmbedding", "PositionalEmbedding"),
+         "learned positions": ("LearnedPositionalEmbedding", "PositionalEmbedding",
+                               "SinusoidalPositionalEmbedding"),
          "sinusoidal positions": ("SinusoidalPositionalEmbedding",),
          "self-attention of a layer": ("LayerSelfAttention",),
          "cross-attention of a layer": ("LayerCrossAttention",),

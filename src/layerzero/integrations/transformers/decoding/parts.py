@@ -229,7 +229,8 @@ class DecoderParts:
             x = x + F.embedding(positions + self.first_position if self.first_position
                                 else positions, self.positions.weight)
         if self.embed_norm is not None:
-            x = F.layer_norm(x, x.shape[-1:], *self.embed_norm.weights, eps=self.embed_norm.eps)
+            weight, bias = (*self.embed_norm.weights, None, None)[:2]
+            x = F.layer_norm(x, x.shape[-1:], weight, bias, self.embed_norm.eps)
         return x
 
     def angles_at(self, positions: Tensor) -> Angles:
@@ -238,6 +239,8 @@ class DecoderParts:
         if self.rotary is None:
             return ()
         like, twice = self.weights, ROTATIONS[self.rotation][1]
+        if self.by_axes and positions.dim() == 2:              # the same on all axes
+            positions = positions.expand(3, *positions.shape)
         made = [self.rotary(like, positions, *((kind,) if kind else ())) for kind in self.kinds]
         if self.single:
             made = [(torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)) for cos, sin in made]

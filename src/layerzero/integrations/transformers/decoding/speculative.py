@@ -381,7 +381,7 @@ class Speculation:
         if unknown:
             return f"the argument {', '.join(unknown)}"
         cache, mask = given.get("past_key_values"), given.get("attention_mask")
-        if type(cache) is not DynamicCache or cache.get_seq_length():
+        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length():
             return "a cache of another kind, or that holds tokens already"
         if mask is not None and not (isinstance(mask, Tensor) and bool(mask.all())):
             return "a mask that hides tokens"

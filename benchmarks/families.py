@@ -3,7 +3,7 @@ is accelerated, and its tokens are compared with those it gave before.
 
     python benchmarks/families.py                      # all, as a table
     python benchmarks/families.py glm4_moe deepseek_v3
-    python benchmarks/families.py --markdown docs/reference/families.md
+    python benchmarks/families.py --markdown docs/families.md
 
 Causal language models and encoder-decoders, as transformers lists them for its AutoModel classes.
 The weights are random. A family whose tiny model cannot be built is listed with the error.

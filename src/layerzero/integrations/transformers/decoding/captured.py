@@ -216,18 +216,24 @@ class CapturedSteps:
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
         """One token, its number or embedded; NotRecognised where no graph can do it."""
-        embeds = token.is_floating_point()
+        found = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
+        return found(token, cache, length)
+
+    def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
+             embeds: bool = False, room: int = 1) -> Fixed:
+        """Buffers that hold this cache and have room for more tokens after its own."""
+        end = length + room - 1
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size > length
+            found = next((f for f in known if f.owner() is cache and f.size > end
                           and f.embeds == embeds), None)
             if found is None:
-                found = self._free(step, known, length, embeds)
+                found = self._free(step, known, end, embeds)
                 found.take(cache)
             elif not found.holds(cache):
                 found.take(cache)
         found.turn_by(shift)
-        return found(token, cache, length)
+        return found
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool) -> Fixed:
         if len(known) >= MOST_CACHES:          # those that are too small for it make room

@@ -94,8 +94,7 @@ class CapturedRows:
     def __call__(self, one: DecodeStep, step: DecodeStep, tokens: Tensor, cache: Any,
                  length: int) -> Tensor:
         """`one` is the step of a single token, in whose buffers the cache is."""
-        buffers = self._buffers(one, cache, length + step.batch)
-        buffers.turn_by(0)
+        buffers = self._captured.hold(one, cache, length, room=step.batch)
         found = self._fixed.get((id(buffers), step.batch))
         if found is None or found.step is not step or found.buffers is not buffers:
             with torch.inference_mode(False), torch.no_grad():
@@ -109,17 +108,3 @@ class CapturedRows:
         for layer in cache.layers:
             layer.show(length + step.batch)
         return out
-
-    def _buffers(self, one: DecodeStep, cache: Any, end: int) -> Fixed:
-        """Those that hold the cache and have room up to this place."""
-        steps = self._captured
-        with steps._choosing:
-            known = steps._fixed.setdefault(one.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size > end
-                          and not f.embeds), None)
-            if found is None:
-                found = steps._free(one, known, end, False)
-                found.take(cache)
-            elif not found.holds(cache):
-                found.take(cache)
-        return found

@@ -186,6 +186,25 @@ class DecoderParts:
     single: bool = False                       # the model's cos and sin hold each column once
 
     @property
+    def unusual(self) -> str:
+        """What it has beyond norms, one product of queries, keys and values, attention and a
+        feed-forward part that lz computes, or nothing: for kernels that are written for those."""
+        if self.ungraphed:
+            return self.ungraphed
+        for layer in self.layers:
+            norms = (layer.norm, layer.attn_post, layer.mlp_norm, layer.mlp_post, self.norm)
+            found = {"norms of the sums": layer.normed_sums, "a norm of its heads' result":
+                     layer.out_norm, "norms of turned heads": layer.norm_last,
+                     OWN: isinstance(layer.mlp, OwnPart) or any(n and n.op == OWN for n in norms),
+                     "a gate that comes last": getattr(layer.mlp, "gate_last", False),
+                     "a router of its own": getattr(layer.mlp, "route", None)}
+            for what, there in found.items():
+                if there:
+                    return what
+        return ("a scaled or normed embedding" if self.token_scale != 1.0
+                or self.embed_norm is not None else "")
+
+    @property
     def ungraphed(self) -> str:
         """What the buffers and graphs of captured.py cannot do for this decoder, or nothing."""
         for layer in self.layers:

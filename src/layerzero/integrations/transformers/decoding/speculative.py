@@ -97,7 +97,8 @@ class RowsMemory(Written):
 
     def _run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Any:
         at, length = self._step.layers[layer], keys.shape[2]
-        key = at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, self._rows, len(self._mask)
+        key = (self._step, at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap,
+               len(self._mask))
         run, span = self._bound.get(key, (None, ANY))
         if run is None or not span.covers(length):
             causal = {} if self._mask else {"is_causal": True, "causal_align": "bottom_right"}
@@ -247,7 +248,7 @@ class Speculation:
         own = vars(self.model)
         if own.get("generate") is self:
             del own["generate"]
-            if "generate" in vars(self._plain) or getattr(self._plain, "is_decode_step", False):
+            if getattr(self._plain, "is_decode_step", False):  # what took its place before
                 own["generate"] = self._plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ __all__ = [
 
 def accelerate(
     model: nn.Module, *, patch: bool = True, capture: bool | None = None, measure: bool = True,
-    seconds: float = 3.0,
+    seconds: float = 3.0, assistant: nn.Module | str | None = None,
 ) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
@@ -164,7 +164,9 @@ def accelerate(
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower.
+    not slower. assistant: a smaller model of the same vocabulary, which is accelerated as well, or
+    "prompt_lookup": generate() then lets it propose tokens and verifies several at once, where it
+    is greedy and for one text; the tokens are the same.
 
     Args:
         model (nn.Module)
@@ -172,6 +174,7 @@ def accelerate(
         capture (bool | None)
         measure (bool)
         seconds (float)
+        assistant (nn.Module | str | None)
 
     Returns: Acceleration
 

@@ -54,6 +54,7 @@ STOCK_DRAW = (
     "tokens (lz.patch(model, only='sampling') draws by lz.sample)")
 # tokens of the trial: prompt timed, prompt before decoding, decoded
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
+ENCODED = 16                                   # states of an encoder in the trial
 # tokens that tell how slow the model was; seconds for a prompt of it
 PROBE, PATIENCE = 4, 10.0
 
@@ -99,6 +100,8 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     # an Accelerated; its module needs transformers, which the name lz.accelerate does not
     _step: Any = field(default=None, repr=False)
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
+    _speculation: Any = field(default=None, repr=False)        # a Speculation, likewise
+    _assistant: Acceleration | None = field(default=None, repr=False)  # made for it
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -115,8 +118,18 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
         """Tokens that the model's own code computed instead, by reason."""
         return {} if self._step is None else dict(self._step.declined)
 
+    @property
+    def speculated(self) -> str:
+        """What speculation did so far, in words; "" where there is none."""
+        return "" if self._speculation is None else str(self._speculation.done)
+
     def undo(self) -> None:
-        """Make the model what it was. Calling it again changes nothing."""
+        """Make the model what it was, and its assistant. Calling it again changes nothing."""
+        if self._speculation is not None:
+            self._speculation.undo()
+        if self._assistant is not None:
+            self._assistant.undo()
+        self._speculation = self._assistant = None
         self._drop_step()
         self._drop_patch()
         for name in (ACCELERATION, REDUCE):
@@ -151,19 +164,25 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
             lines += [f"  {n} tokens by the model's own code: {why}"
                       for why, n in self.declined.items()]
+        if self._speculation is not None:
+            lines.append(f"  speculation: {self.speculated}")
+            lines += [f"  {n} texts without speculation: {why}"
+                      for why, n in self._speculation.declined.items()]
         return "\n".join(lines)
 
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
-               measure: bool = True,
-               seconds: float = 3.0) -> Acceleration:
+               measure: bool = True, seconds: float = 3.0,
+               assistant: nn.Module | str | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
 
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower.
+    not slower. assistant: a smaller model of the same vocabulary, which is accelerated as well, or
+    "prompt_lookup": generate() then lets it propose tokens and verifies several at once, where it
+    is greedy and for one text; the tokens are the same.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
@@ -196,6 +215,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         report._step.served.clear()            # from here on the tokens are the user's
         if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
             report.left.append(STOCK_DRAW)
+    if assistant is not None:
+        _speculate(report, assistant, capture)
     if report.done:
         vars(model).update({ACCELERATION: report, REDUCE: Reduce(model)})
     return report
@@ -216,10 +237,14 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
         from .decoding.accelerated import Accelerated, attach
+        from .decoding.encoder_decoder import AcceleratedAcross
+        made = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
+        graph = parts.weights.is_cuda if capture is None else capture
+        if graph and parts.ungraphed:
+            report.left.append(f"no graph of its decode step: it has {parts.ungraphed}")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = Accelerated(
-                decoder, parts, parts.weights.is_cuda if capture is None else capture, model)
+            report._step = made(decoder, parts, graph and not parts.ungraphed, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if report._step is not None:
@@ -228,6 +253,36 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
         trial.prove()
     if seconds is not None and (report._changes or report._step is not None):
         trial.time(seconds)
+
+
+def _speculate(report: Acceleration, assistant: nn.Module | str, capture: bool | None) -> None:
+    """Let generate() verify what the assistant proposes, or say why not."""
+    from .decoding.speculative import DRAFTED, LOOKED_UP, PROMPT_LOOKUP, Draft, Lookup, Speculation
+    model = report._model
+    if isinstance(assistant, str) and assistant != PROMPT_LOOKUP:
+        report.undo()
+        raise ConfigError(f"assistant= wants a model or {PROMPT_LOOKUP!r}, got {assistant!r}")
+    try:
+        if report._step is None or report._step.model is not model:
+            raise NotRecognised("the model itself has no decode step")
+        draft: Draft | Lookup
+        if isinstance(assistant, nn.Module):
+            sizes = [getattr(getattr(m, "config", None), "vocab_size", None)
+                     for m in (model, assistant)]
+            if sizes[0] != sizes[1]:
+                raise NotRecognised(f"its vocabulary has {sizes[0]} tokens and the assistant's "
+                                    f"{sizes[1]}")
+            if ACCELERATION not in vars(assistant):
+                report._assistant = accelerate(assistant, capture=capture, measure=False)
+            step = vars(assistant).get(ACCELERATION, Acceleration(""))._step
+            draft = Draft(assistant, step, DRAFTED)
+        else:
+            draft = Lookup(LOOKED_UP)
+        report._speculation = vars(model)["generate"] = Speculation(model, report._step, draft)
+        report.done.append("speculation by " + (
+            assistant if isinstance(assistant, str) else type(assistant).__name__))
+    except NotRecognised as why:
+        report.left.append(f"no speculation: {why}")
 
 
 @contextmanager
@@ -262,12 +317,17 @@ class _Trial:
         self.stock: Any = None
         config = getattr(decoder, "config", None)
         self.vocab = getattr(config, "vocab_size", None)
-        if (not isinstance(self.vocab, int) or getattr(config, "is_encoder_decoder", False)
+        # a decoder of an encoder is tried with states that the encoder could have given
+        self.across = decoder is not model and "encoder_hidden_states" in inspect.signature(
+            type(decoder).forward).parameters
+        if (not isinstance(self.vocab, int)
+                or (getattr(config, "is_encoder_decoder", False) and not self.across)
                 or getattr(decoder, "main_input_name", "input_ids") != "input_ids"):
             # no decoder that takes tokens: nothing is known to try it with
             self.vocab = None
             return
-        most = getattr(config, "max_position_embeddings", None) or PREFILL
+        most = (getattr(config, "max_position_embeddings", None)
+                or getattr(config, "max_target_positions", None) or PREFILL)
         most = most if most > 0 else PREFILL   # XLNet says -1: no limit
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
@@ -279,6 +339,9 @@ class _Trial:
     def _call(self, decoder: Any, ids: Tensor, **options: Any) -> Any:
         if self.decoder is self.model:
             return decoder(ids, **options)
+        if self.across:
+            books = getattr(decoder, "num_codebooks", 1)
+            return decoder(ids.repeat(books, 1), encoder_hidden_states=self._encoded(), **options)
         return decoder(inputs_embeds=decoder.get_input_embeddings()(ids), **options)
 
     @torch.no_grad()
@@ -295,6 +358,12 @@ class _Trial:
             self.report.left.append(
                 f"compared on prompts of {most} tokens: the model as it was takes {each:.1f} s for "
                 "each")
+
+    def _encoded(self) -> Tensor:
+        like = next(self.decoder.parameters())
+        gen = torch.Generator("cpu").manual_seed(1)
+        width = self.decoder.config.hidden_size
+        return torch.randn((1, ENCODED, width), generator=gen, device="cpu").to(like)
 
     def tokens(self, count: int) -> Tensor:
         gen = torch.Generator("cpu").manual_seed(0)

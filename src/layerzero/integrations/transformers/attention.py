@@ -156,7 +156,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
         window_left=left, window_right=right, softcap=softcap or 0.0, return_lse=s_aux is not None)
     if s_aux is not None:
         out, lse = out
-        out = _with_sinks(out, lse, s_aux)
+        out = with_sinks(out, lse, s_aux)
     return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
 
 
@@ -170,7 +170,7 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return query.masked_fill(hidden, 0.0), mask.masked_fill(hidden, 0.0)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse +
     e^sink)."""
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))

@@ -36,7 +36,7 @@ from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .decoders import DecoderParts
 from .families import NotRecognised
 from .growing_cache import growing
-from .host_memory import HostMemory
+from .memories import memory_for, one_token, updates
 from .reduction import REDUCE, Reduce
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
@@ -170,6 +170,9 @@ class Accelerated:
                    position_ids: Any = None, past_key_values: Any = None,
                    inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
                    **others: Any) -> Any:
+        if updates(past_key_values):
+            return one_token(self, input_ids, attention_mask, position_ids, past_key_values,
+                             inputs_embeds, logits_to_keep, **others)
         self._check(past_key_values, logits_to_keep, others)
         token = self._token(input_ids, inputs_embeds)
         batch = token.shape[0]
@@ -209,7 +212,7 @@ class Accelerated:
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=token.device)
         x = token if token.is_floating_point() else self.parts.embedded(token)
-        memory = HostMemory(step, layers, masks, self.parts.angles_at(position_ids))
+        memory = memory_for(step, self.parts, layers, masks, position_ids, length)
         try:
             return step(self.parts.first_input(x, position_ids), memory.angles, memory)
         # passed on, an interrupt too: half a token must not stay in the cache

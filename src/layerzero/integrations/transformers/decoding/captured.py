@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
@@ -88,14 +89,22 @@ class Fixed:
         """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
-        run = self.step.bind("attention, captured", "paged_attention", query, *pages, self._table,
-                             self._lengths, scale=at.scale, window_left=at.window - 1 if at.window
-                             else -1, softcap=at.softcap)
+        try:
+            run = self.step.bind("attention, captured", "paged_attention", query, *pages,
+                                 self._table, self._lengths, scale=at.scale,
+                                 window_left=at.window - 1 if at.window else -1,
+                                 softcap=at.softcap)
+        except NoKernelFoundError:             # of float32 on a GPU, for one
+            if at.softcap:
+                raise
+            whole = whole_buffers(self.step, layer, *self.rooms[layer])
+            return lambda query: whole(query[:, :, None], self._lengths[:, None])[:, :, 0]
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def _fit(self) -> bool:
         """Can the kernels of triton_step.py serve all layers?"""
-        turned = self.parts.rotation == "rotate_half" and bool(self._angles)
+        turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
+            at.norm_last for at in self.step.layers)
         return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
             at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)
@@ -170,6 +179,25 @@ class Fixed:
         self._out, self._replay, self.length = found.result, found.graph.replay, -1
 
 
+def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
+        [Tensor, Tensor], Tensor]:
+    """torch's attention of queries (batch, heads, tokens, dim) over all that there is room for in
+    (batch, size, kv_heads, dim); what is beyond the lengths (batch, tokens) is hidden."""
+    at = step.layers[layer]
+    step.bind.kernels["attention, captured"] = "torch.sdpa over all of the buffer"
+    places = torch.arange(keys.shape[1], device=keys.device)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+
+    def run(query: Tensor, lengths: Tensor) -> Tensor:
+        seen = places < lengths[..., None]
+        if at.window:
+            seen = seen & (places >= lengths[..., None] - at.window)
+        return F.scaled_dot_product_attention(query, keys, values, seen[:, None], scale=at.scale,
+                                              enable_gqa=True)
+
+    return run
+
+
 class Uncapturable(NotRecognised):
     """No graph can be made of the step, now or later."""
 
@@ -188,18 +216,24 @@ class CapturedSteps:
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
         """One token, its number or embedded; NotRecognised where no graph can do it."""
-        embeds = token.is_floating_point()
+        found = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
+        return found(token, cache, length)
+
+    def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
+             embeds: bool = False, room: int = 1) -> Fixed:
+        """Buffers that hold this cache and have room for more tokens after its own."""
+        end = length + room - 1
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size > length
+            found = next((f for f in known if f.owner() is cache and f.size > end
                           and f.embeds == embeds), None)
             if found is None:
-                found = self._free(step, known, length, embeds)
+                found = self._free(step, known, end, embeds)
                 found.take(cache)
             elif not found.holds(cache):
                 found.take(cache)
         found.turn_by(shift)
-        return found(token, cache, length)
+        return found
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool) -> Fixed:
         if len(known) >= MOST_CACHES:          # those that are too small for it make room

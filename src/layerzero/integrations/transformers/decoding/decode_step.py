@@ -25,10 +25,11 @@ from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
 from ..replacements import ROTATIONS
-from . import feed_forward
-from .decoders import Angles, DecoderParts, LayerParts, Linear, Norm
+from . import feed_forward, latent_attention
+from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, check_movable
+from .parts import OWN
 from .planning import Binder, Run, with_weights
 
 ANY = Span()
@@ -41,6 +42,7 @@ class Memory(Protocol):
         """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
         kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
         that is kept, (batch, 1, heads * dim)."""
+        # of decoders with cross-attention also attend_across(layer, query): see encoder_decoder.py
 
 
 class JoinedLayer:
@@ -94,6 +96,7 @@ class BoundLayer:
     qkv: Run
     by_head: bool
     head_norms: Run | None
+    norm_last: bool
     rope: Run | None
     out: Run
     # of a layer whose parts work side by side, where they have a norm each
@@ -102,6 +105,7 @@ class BoundLayer:
     middle: Run | None
     mlp: Run
     end: Run                                   # as the middle
+    cross: BoundCross | None
     heads: int
     kv_heads: int
     head_dim: int
@@ -109,6 +113,18 @@ class BoundLayer:
     softcap: float
     window: int | None
     angles: int | None
+    sinks: Tensor | None
+    latent: Run | None
+
+
+@dataclass(frozen=True)
+class BoundCross:
+    """Cross-attention between the attention and the middle."""
+
+    norm: Run                                  # as the middle
+    query: Run
+    out: Run
+    shape: tuple[int, ...]                     # of its queries
 
 
 class DecodeStep:
@@ -119,14 +135,17 @@ class DecodeStep:
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
-        self.batch, self.bind, self.rotation = batch, Binder(captured), parts.rotation
+        self.parts, self.batch, self.bind = parts, batch, Binder(captured)
+        self.rotation = parts.rotation
         self.world = worlds.current()
         weights, self.half = parts.weights, parts.half
         x = weights.new_zeros((batch, 1, weights.shape[1]))
-        self._like, first = x, layers[0].parts.norm
+        self._like, begin = x, layers[0].parts
+        first = None if begin.normed_sums else begin.norm
         self.fast = _on_device() if captured and x.is_cuda else None
         self._first_norm = None if first is None else self._norm("norm", first, x)
-        following = [*(layer.parts.norm for layer in layers[1:]), parts.norm]
+        following = [*(None if p.normed_sums else p.norm for p in (at.parts for at in layers[1:])),
+                     parts.norm]
         self.layers = tuple(self._bound(layers, i, after) for i, after in enumerate(following))
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
@@ -138,7 +157,8 @@ class DecodeStep:
         """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
         attention here."""
         like, plain = (self._like, self.rotation == "rotate_half"
-                       and all(not at.softcap for at in self.layers))
+                       and all(not at.softcap and not at.norm_last and at.sinks is None
+                               and at.latent is None for at in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
         found = None
@@ -174,22 +194,33 @@ class DecodeStep:
                             alike[0], *given)
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
+        if norm.op == OWN:
+            self.bind.kernels[what] = f"{OWN} ({type(norm.module).__name__})"
+            return norm.module  # type: ignore[no-any-return]
         fixed = {"eps": norm.eps, **({"offset": norm.offset} if norm.offset else {})}
         return with_weights(self.bind.fastest(what, norm.op, (x, *norm.weights), **fixed),
                             *norm.weights)
 
-    def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float) -> Run:
+    def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float,
+                  normed_sum: bool = False) -> Run:
         """What a branch gives, normed by `post` and times `scale`, is added to the residual; that
-        and its norm."""
+        and its norm, or its norm twice (`normed_sum`)."""
         x = self._like
         inner = None if post is None else self._norm("norm of a branch", post, x)
         if (norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset
-            and inner is None \
-                 and scale == 1.0):
+            and inner is None and scale == 1.0 and not normed_sum):
             weight, = norm.weights
             run = self.bind.fastest("add and norm", "add_rms_norm", (x, x, weight), eps=norm.eps)
             return lambda branch, residual: run(branch, residual, weight)
         outer = None if norm is None else self._norm("norm", norm, x)
+        if normed_sum and outer is not None:
+            normed = outer
+
+            def sum_norm(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+                total = normed(residual + branch)
+                return total, total
+
+            return sum_norm
 
         def add_norm(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             total = torch.add(residual, branch if inner is None else inner(branch), alpha=scale)
@@ -215,17 +246,50 @@ class DecodeStep:
                 rope = None
         return BoundLayer(
             qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
-            by_head=p.by_head, head_norms=self._head_norms(layer, heads), rope=rope,
-            out=self._linear("out", x.new_zeros((self.batch, 1, p.heads * p.head_dim)),
-                             [other.out.weight for other in rest], layer.out.bias),
+            by_head=p.by_head, head_norms=self._head_norms(layer, heads), norm_last=p.norm_last,
+            rope=rope,
+            out=self._out(layer, rest),
             side_norm=self._norm("norm", p.mlp_norm, x) if p.parallel and p.mlp_norm is not None
             else None,
-            middle=None if p.parallel else self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale),
+            middle=None if p.parallel else self._middle(p),
+            cross=None if p.cross is None else self._cross(p, [o.parts.cross for o in rest]),
             mlp=feed_forward.bound([other.mlp for other in rest], x, bind, self._linear, self.fast),
-            end=self._add_norm(following, p.mlp_post, p.branch_scale),
+            end=self._add_norm(p.mlp_norm, None, 1.0, True) if p.normed_sums
+            else self._add_norm(following, p.mlp_post, p.branch_scale),
             heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
             softcap=p.softcap,
-            window=p.window, angles=p.angles)
+            window=p.window, angles=p.angles, sinks=p.sinks,
+            latent=None if p.latent is None else latent_attention.bound(
+                p, Joined((p.latent.up,)).weight, x, self._linear, self._norm))
+
+    def _out(self, layer: JoinedLayer, rest: Sequence[JoinedLayer]) -> Run:
+        p = layer.parts
+        x = self._like.new_zeros((self.batch, 1, p.heads * p.head_dim))
+        out = self._linear("out", x, [other.out.weight for other in rest], layer.out.bias)
+        if p.out_norm is None:
+            return out
+        norm = self._norm("norm of heads", p.out_norm, x)
+        return lambda x: out(norm(x))
+
+    def _middle(self, p: LayerParts) -> Run:
+        """After the last attention of a layer."""
+        if not p.normed_sums:
+            return self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale)
+        return self._add_norm(p.norm if p.cross is None else p.cross.norm, None, 1.0, True)
+
+    def _cross(self, p: LayerParts, rest: Sequence[CrossParts | None]) -> BoundCross:
+        c, x = p.cross, self._like
+        assert c is not None
+        alike = [other for other in rest if other is not None]
+        out = x.new_zeros((self.batch, 1, c.heads * c.head_dim))
+        before = p.norm if p.normed_sums else c.norm
+        return BoundCross(
+            norm=self._add_norm(before, p.attn_post, p.branch_scale, p.normed_sums),
+            query=self._linear("query across", x, [Joined((o.query,)).weight for o in alike],
+                               c.query.module.bias),
+            out=self._linear("out across", out, [Joined((o.out,)).weight for o in alike],
+                             c.out.module.bias),
+            shape=(self.batch, 1, c.heads, c.head_dim))
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
         """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
@@ -252,10 +316,25 @@ class DecodeStep:
 
         return normed
 
-    def attention(self, layer: int, length: int, masked: bool) -> Run:
-        """The kernel of a layer for so many keys in a growing cache."""
+    def attention_across(self, layer: int, keys: Tensor, values: Tensor, *mask: Tensor) -> Run:
+        """The kernel of a layer for the keys and values of the encoder."""
+        cross = self.parts.layers[layer].cross
+        assert cross is not None
+        key = keys.shape, keys.stride(), values.stride(), cross.scale, len(mask)
+        run, _ = self._attention.get(key, (None, ANY))
+        if run is None:
+            query = self._like.new_empty((self.batch, 1, cross.heads, cross.head_dim))
+            run = self.bind("attention across", "attention", query.transpose(1, 2), keys, values,
+                            *(mask or (None,)), scale=cross.scale)
+            self._attention[key] = run, ANY
+        return run
+
+    def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
+        """The kernel of a layer for so many keys in a growing cache; the mask shows some of them
+        to all heads, or is a bias for each head."""
         at = self.layers[layer]
-        key = at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked
+        key = (at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased,
+               at.sinks is None)
         run, span = self._attention.get(key, (None, ANY))
         if run is None or not span.covers(length):
             query = self._like.new_empty((self.batch, 1, at.heads, at.head_dim)).transpose(1, 2)
@@ -263,8 +342,11 @@ class DecodeStep:
                 1, 2)
             mask = (self._like.new_ones((self.batch, 1, 1, length), dtype=torch.bool) if masked
                     else None)
+            if biased:
+                mask = self._like.new_zeros((self.batch if masked else 1, at.heads, 1, length))
+            more = {} if at.sinks is None else {"return_lse": True}
             run = self.bind("attention", "attention", query, keys, keys, mask, scale=at.scale,
-                            softcap=at.softcap)
+                            softcap=at.softcap, **more)
             span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
             self._attention[key] = run, span
         return run
@@ -278,17 +360,28 @@ class DecodeStep:
         for i, at in enumerate(self.layers):
             turned = at.heads + at.kv_heads
             heads = at.qkv(normed)
-            if at.by_head:
-                heads = heads.view(self.batch, 1, at.heads, 3, at.head_dim).transpose(2, 3).reshape(
-                    self.batch, 1, -1, at.head_dim)
+            if at.latent is not None:
+                attended = at.latent(i, heads, memory)
             else:
-                heads = heads.view(self.batch, 1, turned + at.kv_heads, at.head_dim)
-            if at.head_norms is not None:
-                heads = at.head_norms(heads)
-            both = heads[:, :, :turned]
-            if turners and at.angles is not None:
-                both = turners[at.angles](at.rope, both)
-            branch = at.out(attend(i, both, heads[:, :, turned:]))
+                if at.by_head:
+                    heads = heads.view(self.batch, 1, at.heads, 3, at.head_dim)
+                    heads = heads.transpose(2, 3).reshape(self.batch, 1, -1, at.head_dim)
+                else:
+                    heads = heads.view(self.batch, 1, turned + at.kv_heads, at.head_dim)
+                if at.head_norms is not None and not at.norm_last:
+                    heads = at.head_norms(heads)
+                both = heads[:, :, :turned]
+                if turners and at.angles is not None:
+                    both = turners[at.angles](at.rope, both)
+                if at.head_norms is not None and at.norm_last:
+                    heads = at.head_norms(torch.cat((both, heads[:, :, turned:]), 2))
+                    both = heads[:, :, :turned]
+                attended = attend(i, both, heads[:, :, turned:])
+            branch = at.out(attended)
+            if at.cross is not None:
+                normed, x = at.cross.norm(branch, x)
+                query = at.cross.query(normed).view(at.cross.shape)
+                branch = at.cross.out(memory.attend_across(i, query))  # type: ignore[attr-defined]
             if at.middle is None:
                 branch = branch + at.mlp(normed if at.side_norm is None else at.side_norm(x))
             else:

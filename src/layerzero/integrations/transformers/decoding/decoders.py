@@ -1,169 +1,45 @@
-"""The parts of a decoder that has a decode step: what each layer is made of, and with which
-numbers.
+"""Which decoders have a decode step: the model's code is known (families.py), its modules are read
+(reading.py), and what they are made of is said in parts.py.
 
-Which code is known is said by families.py; here the known code's modules are read. Norms, products,
-feed-forward layers and experts are told by recognise.py, which computes each beside the formula of
-lz, so that the name of an activation or an offset of a norm is never taken on trust.
+Norms, products, feed-forward layers and experts are told by recognise.py, which computes each
+beside the formula of lz, so that the name of an activation or an offset of a norm is never taken on
+trust.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ....ops.formulas.moe import PLAIN, activate
-from ..implementations import DECODED, Implementations
-from ..owned_config import is_uncapped
-from ..recognise import Recogniser, rotates
-from ..replacements import ROTATIONS, Recipe, recipe_of, stock_of
+from ..recognise import rotates
+from ..replacements import ROTATIONS, stock_of
 from .families import FunctionCode, NotRecognised, code_of, is_known, known
+from .parts import (
+    Angles,
+    CrossParts,
+    DecoderParts,
+    Experts,
+    FeedForward,
+    LatentParts,
+    LayerParts,
+    Linear,
+    Norm,
+)
+from .reading import Reader, attention_of, named_by, number
+from .score_bias import Alibi, BucketBias
+
+__all__ = ["Angles", "CrossParts", "DecoderParts", "Experts", "FeedForward", "LatentParts",
+           "LayerParts", "Linear", "Norm", "NotRecognised", "decoders_in", "recognise"]
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")       # the angles depend on the position alone
-
-# cos and sin, for each kind of layer that has its own
-Angles = tuple[tuple[Tensor, Tensor], ...]
-
-
-@dataclass(frozen=True)
-class Norm:
-    op: str                                    # rms_norm or layer_norm
-    weights: tuple[Tensor, ...]                # the weight, and the bias, of one that has them
-    eps: float
-    offset: float                              # what is added to the weight of an RMS norm
-    gains: tuple[Linear, ...] = ()             # whose weights, in turn, are those of the heads
-
-
-@dataclass(frozen=True)
-class Linear:
-    module: Any
-    transposed: bool                           # its weight is kept as (in, out)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs, inputs."""
-        out, into = self.module.weight.shape
-        return (into, out) if self.transposed else (out, into)
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """`into` are the layers whose weights, one after the other, are one product: gate and up, or up
-    alone."""
-
-    into: tuple[Linear, ...]
-    down: Linear
-    activation: str                            # as lz.mlp calls it
-
-
-@dataclass(frozen=True)
-class Experts:
-    """For each token the best `top_k` of many feed-forward layers; and one, maybe, that serves all
-    tokens."""
-
-    router: Tensor
-    top_k: int
-    normalize: bool
-    gate_up: Tensor                            # (experts, 2 * inner, hidden)
-    down: Tensor                               # (experts, hidden, inner)
-    activation: str
-    shared: FeedForward | None
-    shared_gate: Linear | None
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """One decoder layer. A norm that is None is not there.
-
-    In turn: x += attn_post(attention(norm(x))), then x += mlp_post(mlp(mlp_norm(x))). Side by side
-    (`parallel`): x += attention(norm(x)) + mlp(mlp_norm(x)), where no mlp_norm means that both get
-    the same. What is added is times `branch_scale`.
-    """
-
-    norm: Norm | None
-    # layers whose weights, one after the other, are one product
-    qkv: tuple[Linear, ...]
-    # query, key and value of a head lie together, head after head
-    by_head: bool
-    # over each head, or over all of them, as its weight is long
-    q_norm: Norm | None
-    k_norm: Norm | None
-    out: Linear
-    attn_post: Norm | None
-    mlp_norm: Norm | None
-    mlp: FeedForward | Experts
-    mlp_post: Norm | None
-    parallel: bool
-    branch_scale: float
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float                             # of the scores; 0.0 is none
-    window: int | None                         # tokens that are seen, the new one too
-    angles: int | None                         # which of the angles turn it; None: it is not turned
-
-
-@dataclass(frozen=True)
-class DecoderParts:
-    """A whole decoder; `head` is None where the model ends with its last norm."""
-
-    base: Any
-    embed: nn.Embedding
-    embed_scale: Tensor | float | None         # the embedding's is a tensor, the decoder's a number
-    positions: nn.Embedding | None             # learned ones, which are added to the token
-    first_position: int                        # where the table of these begins
-    # a position is the number of tokens before it that the mask shows
-    counted: bool
-    layers: tuple[LayerParts, ...]
-    norm: Norm
-    rotary: Any                                # None where positions are learned
-    rotation: str                              # one of ROTATIONS
-    # of layers with angles of their own; one kind "" where all are alike
-    kinds: tuple[str, ...]
-    by_axes: bool                              # a position may be three: time, row and column
-    head: Linear | None
-    softcap: float                             # of the logits; 0.0 is none
-    logit_scale: float
-    result: Any                                # the class of what the model returns
-
-    @property
-    def weights(self) -> Tensor:
-        """Of the embedding: what dtype and device the model has."""
-        return self.embed.weight.detach()
-
-    @cached_property
-    def half(self) -> int:
-        """Pairs of a head that are turned."""
-        found = self.angles_at(torch.zeros((1, 1), dtype=torch.int64, device=self.weights.device))
-        return int(found[0][0].shape[-1]) // 2 if found else 0
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """What the model's embedding gives, and `inputs_embeds` holds."""
-        x = F.embedding(ids, self.embed.weight)
-        return x * self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else x
-
-    def first_input(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer gets, of embedded tokens."""
-        if self.embed_scale is not None and not isinstance(self.embed_scale, Tensor):
-            x = x * self.embed_scale
-        return x if self.positions is None else x + F.embedding(
-            positions + self.first_position if self.first_position else positions,
-            self.positions.weight)
-
-    def angles_at(self, positions: Tensor) -> Angles:
-        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none
-        where positions are learned. The model makes them."""
-        if self.rotary is None:
-            return ()
-        like, twice = self.weights, ROTATIONS[self.rotation][1]
-        made = [self.rotary(like, positions, *((kind,) if kind else ())) for kind in self.kinds]
-        return tuple((_table(cos, like, twice), _table(sin, like, twice)) for cos, sin in made)
+OTHER_ROPE = ("dynamic", "longrope")                       # on how long the sequence is as well
+# `... * self.config.logits_scaling`, where other models divide
+_MULTIPLIED = ("op=Mult(), right=Attribute(value=Attribute(value=Name(id='self', ctx=Load()), "
+               "attr='config', ctx=Load()), attr='logits_scaling'")
 
 
 def decoders_in(model: nn.Module) -> list[nn.Module]:
@@ -171,44 +47,58 @@ def decoders_in(model: nn.Module) -> list[nn.Module]:
     holds, the largest first: the language model of one that sees or hears."""
     if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
         return [model]                         # what torch.compile made of a model stays as it is
-    found = [m for m in model.modules()
-             if hasattr(m, "get_input_embeddings") and is_known(m, "decoder")]
+    found = [m for m in model.modules() if hasattr(m, "get_input_embeddings")
+             and is_known(m, "decoder") and not _encodes(m)]
     return sorted(found, key=lambda m: -sum(p.numel() for p in m.parameters())) or [model]
+
+
+def _encodes(stack: Any) -> bool:
+    """T5's encoder is of the class of its decoder."""
+    return "is_decoder" in code_of(stack).names and not stack.is_decoder
 
 
 def recognise(model: nn.Module) -> DecoderParts:
     """The parts of a decoder; NotRecognised says what stands in the way."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not is_known(
+            model, "decoder"):
         raise NotRecognised("its decoder attends to what an encoder gives as well "
-                            "(cross-attention), which the step does not compute")
+                            "(cross-attention), and is none that is known")
     base: Any = model
-    read = _Reader()
+    read = Reader()
     head, softcap, logit_scale, result = None, 0.0, 1.0, None
     if is_known(model, "head"):
         code = code_of(model)
-        base, head = _named_by(model, code, "model", "transformer",
+        base, head = named_by(model, code, "model", "transformer",
                                "gpt_neox"), read.linear(model, "lm_head")
         base = base.decoder if "decoder" in code.names else base
         result = code.returned
-        softcap = _number(getattr(model.config, "final_logit_softcapping", None)
+        softcap = number(getattr(model.config, "final_logit_softcapping", None)
                           if "final_logit_softcapping" in code.names else None)
         if "logits_scaling" in code.names:
-            logit_scale = 1.0 / float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
+            logit_scale = float(model.config.logits_scaling)  # type: ignore[union-attr,arg-type]
+            logit_scale = logit_scale if _MULTIPLIED in code.text else 1.0 / logit_scale
         elif "logit_scale" in code.names:
             logit_scale = float(model.logit_scale)  # type: ignore[arg-type]
         if head.transposed:
             raise NotRecognised("its lm_head keeps its weight as (in, out)")
     inner = known(base, "decoder")
     config = base.config
-    embed = _named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
-    layers = _named_by(base, inner, "layers", "h")
+    embed: Any = named_by(base, inner, "embed_tokens", "embed_in", "wte", "word_embeddings")
+    layers = named_by(base, inner, "layers", "h", "block", "blocks")
     positions = next((getattr(base, n) for n in ("wpe", "embed_positions") if n in inner.names),
                      None)
+    if positions is not None and not isinstance(positions, nn.Embedding) and is_known(
+            positions, "sinusoidal positions"):
+        positions = nn.Embedding.from_pretrained(positions.weights)
     first = (0 if positions is None or type(positions) is nn.Embedding
              else _first_position(positions))
-    scale = (base.embedding_multiplier if "embedding_multiplier" in inner.names
-             else _embedding_scale(embed))
-    for table in (embed, positions):
+    books: Any = tuple(embed) if isinstance(embed, nn.ModuleList) else ()
+    embed = books[0] if books else embed
+    by_decoder = next((n for n in ("embedding_multiplier", "embed_scale") if n in inner.names), "")
+    multiplied = bool(by_decoder)
+    scale = getattr(base, by_decoder) if multiplied else _embedding_scale(embed)
+    of_token = 1.0 if multiplied or scale is None or isinstance(scale, Tensor) else float(scale)
+    for table in (embed, *books, positions):
         if (table is not None and (getattr(table, "max_norm", None) is not None
                                    or not isinstance(table, nn.Embedding))):
             raise NotRecognised(
@@ -226,20 +116,72 @@ def recognise(model: nn.Module) -> DecoderParts:
     _one_place(model)
     rotary = base.rotary_emb if "rotary_emb" in inner.names else None
     kinds = _rope_kinds(rotary, config)
+    stacked = layers is getattr(base, "block", None)
+    read_layers = tuple(
+        read.stacked(x) if stacked else
+        read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
+        for i, x in enumerate(layers))
+    if head is not None:                       # which is called without an encoder
+        read_layers = tuple(replace(layer, cross=None) for layer in read_layers)
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "layer_norm",
+             "norm_f")
+    ends = not read_layers[-1].normed_sums or bool(inner.names & set(norms))
+    latent = read_layers[0].latent is not None
+    rotation, single = ("rotate_half", False) if rotary is None or latent else _rotation(layers[0])
+    embed_norm = next((n for n in ("layernorm_embedding", "word_embeddings_layernorm")
+                       if n in inner.names), "")
+    if ends and read_layers[-1].normed_sums:
+        raise NotRecognised("its norms are of the sums, and there is one more at the end")
     return DecoderParts(
-        base=base, embed=embed, embed_scale=scale, positions=positions, first_position=first,
+        base=base, embed=embed, positions=positions, first_position=first,
         counted="cumsum" in inner.names,
-        layers=tuple(read.layer(x, _window(config, inner, i), _kind(kinds, config, i))
-                     for i, x in enumerate(layers)),
-        norm=read.norm(_named_by(base, inner, "norm", "final_layernorm", "final_layer_norm",
-                                 "ln_f")),
-        rotary=rotary, rotation="rotate_half" if rotary is None else _rotation(layers[0]),
-        kinds=kinds, by_axes=hasattr(rotary, "mrope_section"), head=head, softcap=softcap,
-        logit_scale=logit_scale, result=result
-        or inner.returned)
+        layers=read_layers, norm=read.norm(named_by(base, inner, *norms)) if ends else None,
+        rotary=rotary, rotation=rotation, single=single, fixed_rope=_is_fixed(rotary),
+        kinds=() if latent else kinds, by_axes=hasattr(rotary, "mrope_section"), head=head,
+        softcap=softcap,
+        logit_scale=logit_scale, result=result or inner.returned, codebooks=books,
+        embed_scale=scale if multiplied or isinstance(scale, Tensor) else None,
+        token_scale=of_token,
+        embed_norm=read.norm(getattr(base, embed_norm), False) if embed_norm else None,
+        bias=_bucket_bias(base, layers) if stacked else _alibi(base, inner),
+        query_scale=_query_scale(attention_of(layers[0])) if not stacked else None)
 
 
-def _embedding_scale(embed: Any) -> Tensor | None:
+def _query_scale(attention: Any) -> Any:
+    """Ministral 3 scales its queries by their position."""
+    if "get_llama_4_attn_scale" not in code_of(attention).names:
+        return None
+    scale = sys.modules[stock_of(attention).__module__].get_llama_4_attn_scale  # type: ignore[attr-defined]
+    rope, like = attention.config.rope_parameters, attention.o_proj.weight
+    return lambda positions: scale(positions, rope["llama_4_scaling_beta"],
+                                   rope["original_max_position_embeddings"]).to(like.dtype)
+
+
+def _alibi(base: Any, code: FunctionCode) -> Alibi | None:
+    if "build_mpt_alibi_tensor" not in code.names and "word_embeddings_layernorm" not in code.names:
+        return None
+    like = base.get_input_embeddings().weight
+    if "build_alibi_tensor" in code.names and "word_embeddings_layernorm" in code.names:
+        two = torch.ones((1, 2), device=like.device)
+        slopes = base.build_alibi_tensor(two, base.num_heads, torch.float32)[:, 0, 1]
+        return Alibi(slopes, like.dtype, False)
+    if "build_mpt_alibi_tensor" in code.names:
+        made = base.build_mpt_alibi_tensor(base.num_heads, 2, device=like.device)
+        return Alibi(-made[:, 0, 0], like.dtype, True, int(base.config.max_seq_len))
+    return None
+
+
+def _bucket_bias(base: Any, blocks: Any) -> BucketBias:
+    attention, *others = (block.layer[0].SelfAttention for block in blocks)
+    if not attention.has_relative_attention_bias or any(
+            a.has_relative_attention_bias for a in others):
+        raise NotRecognised("its layers do not share the position bias of the first")
+    if base.dtype == torch.float16:
+        raise NotRecognised("in float16 its layers clamp what overflows, which the step does not")
+    return BucketBias(attention)
+
+
+def _embedding_scale(embed: Any) -> Tensor | float | None:
     if type(embed) is nn.Embedding:
         return None
     known(embed, "scaled embedding")
@@ -248,7 +190,7 @@ def _embedding_scale(embed: Any) -> Tensor | None:
 
 def _first_position(positions: Any) -> int:
     known(positions, "learned positions")
-    return int(positions.offset)
+    return int(getattr(positions, "offset", 0))
 
 
 def _window(config: Any, code: FunctionCode, at: int) -> int | None:
@@ -271,175 +213,18 @@ def _rope_kinds(rotary: Any, config: Any) -> tuple[str, ...]:
     code, types = known(rotary, "rotary"), getattr(rotary, "rope_type", "")
     by_layer = "layer_type" in code.names
     for kind in types.values() if isinstance(types, dict) else (types,):
-        if kind not in FIXED_ROPE:
-            raise NotRecognised(
-                f"its rope is of type {kind!r}, whose angles depend on more than the position")
+        if kind not in (*FIXED_ROPE, *OTHER_ROPE):
+            raise NotRecognised(f"its rope is of type {kind!r}, which is not known")
     return tuple(sorted(set(config.layer_types))) if by_layer else ("",)
+
+
+def _is_fixed(rotary: Any) -> bool:
+    types = getattr(rotary, "rope_type", "default")
+    return set(types.values() if isinstance(types, dict) else (types,)) <= set(FIXED_ROPE)
 
 
 def _kind(kinds: tuple[str, ...], config: Any, at: int) -> int:
     return 0 if kinds == ("",) else kinds.index(config.layer_types[at])
-
-
-class _Reader:
-    """Reads the modules of one model; of modules alike, one is tried."""
-
-    def __init__(self) -> None:
-        self.tried = Recogniser()
-        self.implementations = Implementations(DECODED)
-
-    def layer(self, layer: Any, window: int | None, angles: int) -> LayerParts:
-        code = known(layer, "layer")
-        names = code.names
-        attention = _attention_of(layer)
-        inner = known(attention, "attention")
-        refused = self.implementations.refused(attention)
-        if refused:
-            raise NotRecognised(refused)
-        if getattr(attention, "reorder_and_upcast_attn", False):
-            raise NotRecognised(
-                "its attention is computed in another order (reorder_and_upcast_attn)")
-        if "do_layer_norm_before" in names and not layer.do_layer_norm_before:
-            raise NotRecognised("its norms are of the sums (do_layer_norm_before is off)")
-
-        def norm(*called: str) -> Norm | None:
-            found = next((getattr(layer, n, None) for n in called if n in names), None)
-            return None if found is None else self.norm(found)
-
-        after = "post_feedforward_layernorm" in names              # norms of what a branch gives
-        shared = not names & {"post_attention_layernorm", "ln_2", "final_layer_norm"}
-        parallel = (shared
-                    or ("use_parallel_residual" in names and bool(layer.use_parallel_residual)) or (
-             "parallel_attn" in names and bool(layer.config.parallel_attn)))
-        split = ("q_proj", "k_proj", "v_proj")
-        whole = [n for n in ("qkv_proj", "c_attn", "query_key_value") if n in inner.names]
-        qkv = tuple(self.linear(attention, n) for n in whole or split)
-        if len({p.module.bias is None for p in qkv}) > 1:
-            raise NotRecognised(
-                "some of the projections that are made one have a bias and some have none")
-        out = self.linear(attention, next(n for n in ("o_proj", "dense", "c_proj", "out_proj")
-                                          if n in inner.names))
-        dim = int(_named_by(attention, inner, "head_dim", "head_size"))
-        heads = out.shape[1] // dim
-        q_norm, k_norm = self.head_norms(attention, inner)
-        capped = "attn_logit_softcapping" in inner.names and not is_uncapped(attention)
-        return LayerParts(
-            norm=norm("input_layernorm", "ln_1", "self_attn_layer_norm"),
-            qkv=qkv,
-            by_head=bool({"query_key_value", "multi_query"} & inner.names) and not getattr(
-                attention, "multi_query", False),
-            q_norm=q_norm, k_norm=k_norm, out=out,
-            attn_post=norm("post_attention_layernorm" if after else "post_self_attn_layernorm"),
-            mlp_norm=norm(*(("pre_feedforward_layernorm",) if after else (
-                "post_attention_layernorm", "ln_2", "final_layer_norm"))),
-            mlp=self.inline(layer) if "fc1" in names
-            else self.feed_forward(_named_by(layer, code, "mlp")),
-            mlp_post=norm("post_feedforward_layernorm", "post_mlp_layernorm"),
-            parallel=parallel,
-            branch_scale=float(layer.residual_multiplier) if "residual_multiplier" in names
-            else 1.0,
-            heads=heads, kv_heads=(sum(p.shape[0] for p in qkv) // dim - heads) // 2, head_dim=dim,
-            scale=float(getattr(attention, "scaling", dim ** -0.5)),
-            softcap=_number(attention.attn_logit_softcapping if capped else None),
-            window=window,
-            angles=angles if inner.turns(attention) else None)
-
-    def head_norms(self, attention: Any, code: FunctionCode) -> tuple[Norm | None, Norm | None]:
-        asked = next((n for n in ("qk_layernorm", "use_qk_norm") if n in code.names), None)
-        if asked is not None and not getattr(attention, asked):
-            return None, None
-        names = next((pair for pair in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-                      if pair[0] in code.names),
-                     None)
-        if names is None:
-            return None, None
-        q_norm, k_norm = (self.head_norm(getattr(attention, n)) for n in names)
-        return q_norm, k_norm
-
-    def head_norm(self, found: Any) -> Norm:
-        """One norm for all heads, or a layer norm that has a weight for each of them."""
-        each = tuple(getattr(found, "norms", (found,)))
-        if each == (found,) and getattr(found, "weight", torch.empty(0)).dim() < 2:
-            return self.norm(found)
-        known(found, "norm of each head")
-        if any(getattr(m, "bias", None) is not None for m in each):
-            raise NotRecognised("the norms of its heads have a bias")
-        eps = next(v for n, v in vars(each[0]).items() if "eps" in n)
-        return Norm("layer_norm", (), float(eps), 0.0, tuple(Linear(m, False) for m in each))
-
-    def feed_forward(self, module: Any) -> FeedForward | Experts:
-        if is_known(module, "mixture of experts"):
-            return self.experts(module)
-        if any(recipe_of(m) is not None for m in module.children()):
-            raise NotRecognised(f"a {type(module).__name__} computes no MLP that lz has")
-        found = self.recipe(module, "mlp")
-        layers = tuple(self.linear(module, n) for n in found.names)
-        if len({p.module.bias is None for p in layers[:-1]}) > 1:
-            raise NotRecognised("one of gate and up has a bias and the other has none")
-        return FeedForward(layers[:-1], layers[-1], found.form)
-
-    def inline(self, layer: Any) -> FeedForward:
-        """A feed-forward part without a module of its own."""
-        x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
-        form = next((form for form in PLAIN
-                     if torch.allclose(layer.activation_fn(x), activate(x, form))), None)
-        if form is None:
-            raise NotRecognised(
-                f"its activation {type(layer.activation_fn).__name__} is none that lz has")
-        return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
-
-    def experts(self, module: Any) -> Experts:
-        code, router = code_of(module), known(module.gate, "router")
-        found = self.recipe(module.experts, "moe")
-        gate_up, down = (getattr(module.experts, n).detach() for n in found.names)
-        shared = self.feed_forward(module.shared_expert) if "shared_expert" in code.names else None
-        assert not isinstance(shared, Experts)
-        return Experts(
-            module.gate.weight.detach(), int(module.gate.top_k),
-            bool(module.gate.norm_topk_prob) if "norm_topk_prob" in router.names else True, gate_up,
-            down, found.form, shared, None if shared is None
-            else self.linear(module, "shared_expert_gate"))
-
-    def recipe(self, module: Any, *kinds: str) -> Recipe:
-        """What a module computes, as it was patched or as it is found to compute now."""
-        found = recipe_of(module) if isinstance(module, nn.Module) else None
-        verdict = found or (self.tried(module) if isinstance(module, nn.Module) else None)
-        if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
-            raise NotRecognised(verdict if isinstance(verdict, str) else
-                                f"a {type(module).__name__} computes no {' or '.join(kinds)} that "
-                                "lz has")
-        return verdict
-
-    def linear(self, owner: Any, name: str) -> Linear:
-        found = getattr(owner, name, None)
-        if (not isinstance(found, nn.Module)
-            or type(getattr(found, "weight", None)) is not nn.Parameter):
-            raise NotRecognised(
-                f"{type(owner).__name__}.{name} is {type(found).__name__}, not a plain nn.Linear")
-        if stock_of(found) is nn.Linear:
-            return Linear(found, False)
-        return Linear(found, self.recipe(found, "linear", "lm_head").transposed == (True,))
-
-    def norm(self, found: Any) -> Norm:
-        recipe = self.recipe(found, "rms_norm", "layer_norm")
-        weights = tuple(found._parameters[n].detach() for n in recipe.names)
-        return Norm(recipe.op, weights, float(getattr(found, recipe.eps)), recipe.offset)
-
-
-def _attention_of(layer: Any) -> Any:
-    return _named_by(layer, code_of(layer), "self_attn", "attention", "attn", "self_attention")
-
-
-def _named_by(owner: Any, code: FunctionCode, *names: str) -> Any:
-    """The first of these attributes that the code of its owner speaks of."""
-    found = next((n for n in names if n in code.names and hasattr(owner, n)), None)
-    if found is None:
-        raise NotRecognised(f"{type(owner).__name__} has none of {', '.join(names)}")
-    return getattr(owner, found)
-
-
-def _number(found: Any) -> float:
-    return 0.0 if found is None else float(found)
 
 
 def _one_place(model: nn.Module) -> None:
@@ -452,18 +237,19 @@ def _one_place(model: nn.Module) -> None:
         raise NotRecognised(f"its weights are {str(dtype)[6:]} on {device}")
 
 
-def _rotation(layer: Any) -> str:
-    """How the model's own function turns queries and keys. It is told by what it gives, since the
-    library `kernels` may have wrapped it."""
-    attention = _attention_of(layer)
+def _rotation(layer: Any) -> tuple[str, bool]:
+    """How the model's own function turns queries and keys, and whether it takes each column of cos
+    and sin once. It is told by what it gives, since the library `kernels` may have wrapped it."""
+    attention = attention_of(layer)
     turn = getattr(sys.modules[stock_of(attention).__module__], "apply_rotary_pos_emb", None)
-    found = (None if turn is None else next((form for form in ROTATIONS if rotates(turn, form)),
-                                            None))
-    if found is None:
-        raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")
-    return found
+    if turn is not None:
+        def halved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            half = cos.shape[-1] // 2
+            return turn(q, k, cos[..., :half], sin[..., :half])
 
-
-def _table(found: Tensor, like: Tensor, twice: bool) -> Tensor:
-    found = found.to(like.dtype)
-    return found if twice else found[..., ::2].repeat(1, 1, 2)
+        found = next((form for form in ROTATIONS if rotates(turn, form)), None)
+        if found is not None:
+            return found, False
+        if rotates(halved, "rotate_half"):
+            return "rotate_half", True
+    raise NotRecognised(f"the rope of {stock_of(attention).__module__} is none that lz has")

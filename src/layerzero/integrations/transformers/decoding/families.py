@@ -34,14 +34,36 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
             "smollm3": "SmolLM3", "stablelm": "StableLm", "starcoder2": "Starcoder2", "cwm": "Cwm",
             "mellum": "Mellum", "flex_olmo": "FlexOlmo",
             "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VLText",
-            "qwen3_vl_moe": "Qwen3VLMoeText"}
+            "qwen3_vl_moe": "Qwen3VLMoeText",
+            "glm4_moe": "Glm4Moe", "dots1": "Dots1", "ernie4_5_moe": "Ernie4_5_Moe",
+            "hunyuan_v1_dense": "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1",
+            "solar_open": "SolarOpen", "minimax_m2": "MiniMaxM2", "exaone_moe": "ExaoneMoe",
+            "kolibri1": "Kolibri1", "apertus": "Apertus", "olmo": "Olmo", "nemotron": "Nemotron",
+            "vaultgemma": "VaultGemma", "hyperclovax": "HyperCLOVAX", "bitnet": "BitNet",
+            "granitemoe": "GraniteMoe", "ministral3": "Ministral3", "gpt_oss": "GptOss",
+            "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
+            "glm4_moe_lite": "Glm4MoeLite", "youtu": "Youtu", "minicpm3": "MiniCPM3",
+            "bloom": "Bloom", "mpt": "Mpt",
+            # decoders of an encoder
+            "whisper": "Whisper", "bart": "Bart", "mbart": "MBart", "t5": "T5",
+            "moonshine": "Moonshine", "musicgen": "Musicgen", "pegasus": "Pegasus",
+            "marian": "Marian", "blenderbot": "Blenderbot"}
 # Role -> what its class ends with, the first that there is.
-ROLES = {"head": ("ForCausalLM", "LMHeadModel"), "decoder": ("TextModel", "Decoder", "Model"),
+ROLES = {"head": ("ForCausalLM", "LMHeadModel"),
+         "decoder": ("TextModel", "Decoder", "Stack", "Model"),
          "layer": ("DecoderLayer", "Layer", "Block"), "attention": ("Attention",),
-         "rotary": ("RotaryEmbedding",), "scaled embedding": ("TextScaledWordEmbedding",),
-         "mixture of experts": ("SparseMoeBlock",), "router": ("TopKRouter",),
+         "rotary": ("RotaryEmbedding",),
+         "scaled embedding": ("TextScaledWordEmbedding", "ScaledWordEmbedding"),
+         "mixture of experts": ("SparseMoeBlock", "SparseMoEBlock", "MoE", "Moe"),
+         "router": ("TopKRouter", "TopkRouter", "Gate"),
          "norm of each head": ("LayerNormPerHead", "LayerNorm"),
-         "learned positions": ("LearnedPositionalEmbedding",)}
+         "learned positions": ("LearnedPositionalEmbedding", "PositionalEmbedding",
+                               "SinusoidalPositionalEmbedding"),
+         "sinusoidal positions": ("SinusoidalPositionalEmbedding",),
+         "self-attention of a layer": ("LayerSelfAttention",),
+         "cross-attention of a layer": ("LayerCrossAttention",),
+         "feed-forward of a layer": ("LayerFF",), "feed-forward that adds": ("MLP",),
+         "feed-forward, gate last": ("DecoderMLP",)}
 
 
 class NotRecognised(Exception):
@@ -58,12 +80,17 @@ class FunctionCode:
     names: frozenset[str]
     # the class of what it returns, where it makes that in the last line
     returned: Any
+    # `self.name(...)`, in the order that they stand there
+    calls: tuple[str, ...]
+    # those whose result is more than one: `x, _ = self.name(...)`
+    unpacked: frozenset[str]
     # of `self`: on what condition it turns queries and keys; None: on none
     turned_if: CodeType | None
 
     def turns(self, module: Any) -> bool:
         """Some models turn the layers with a window only, or leave out every fourth."""
-        given = {"self": module, "alibi": None}            # models with alibi are not served
+        # models with alibi have a bias instead; the step turns what is no cross-attention
+        given = {"self": module, "alibi": None, "is_cross_attention": False}
         # an expression of its own source
         return self.turned_if is None or bool(eval(self.turned_if, given))
 
@@ -119,15 +146,16 @@ def _code(function: Any) -> FunctionCode:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
     except (OSError, TypeError, SyntaxError):
-        return FunctionCode(f"no source: {plain!r}", frozenset(), None, None)
+        return FunctionCode(f"no source: {plain!r}", frozenset(), None, (), frozenset(), None)
     if not isinstance(tree, ast.FunctionDef):
-        return FunctionCode(f"no function: {plain!r}", frozenset(), None, None)
+        return FunctionCode(f"no function: {plain!r}", frozenset(), None, (), frozenset(), None)
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     parameters = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     text = f"{parameters[1:]} {[ast.dump(node) for node in body]}"
     return FunctionCode(text, frozenset(name for part in body for node in ast.walk(part)
                                         for name in _named(node)),
-                _returned(body[-1], getattr(plain, "__globals__", {})), _turned_if(body))
+                _returned(body[-1], getattr(plain, "__globals__", {})), _calls(body),
+                _unpacked(body), _turned_if(body))
 
 
 def _named(node: ast.AST) -> tuple[str, ...]:
@@ -142,6 +170,20 @@ def _returned(last: ast.stmt, names: dict[str, Any]) -> Any:
     call = last.value if isinstance(last, ast.Return) else None
     return (names.get(call.func.id) if isinstance(call, ast.Call)
             and isinstance(call.func, ast.Name) else None)
+
+
+def _calls(body: list[ast.stmt]) -> tuple[str, ...]:
+    found = [node.func for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    own = [f for f in found if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name)
+           and f.value.id == "self"]
+    return tuple(f.attr for f in sorted(own, key=lambda f: (f.lineno, f.col_offset)))
+
+
+def _unpacked(body: list[ast.stmt]) -> frozenset[str]:
+    found = [node.value for part in body for node in ast.walk(part)
+             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    return frozenset(call.func.attr for call in found if isinstance(call, ast.Call)
+                     and isinstance(call.func, ast.Attribute))
 
 
 def _turned_if(body: list[ast.stmt]) -> CodeType | None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ....ops.formulas.moe import GATED, activate, activate_gated
-from .decoders import Experts, FeedForward
 from .joined import Joined
+from .parts import OWN, Experts, FeedForward, OwnPart
 from .planning import Binder, Run, with_weights
 
 Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
@@ -22,7 +22,7 @@ OURS = "native."           # kernels whose products cost no more to call alone t
 class JoinedFeedForward:
     """The weights of one layer's feed-forward part."""
 
-    def __init__(self, parts: FeedForward | Experts) -> None:
+    def __init__(self, parts: FeedForward | Experts | OwnPart) -> None:
         self.parts = parts
         plain = plain_part(parts)
         self.into = None if plain is None else Joined(plain.into)
@@ -33,8 +33,10 @@ class JoinedFeedForward:
             self.into.undo()
 
 
-def plain_part(parts: FeedForward | Experts) -> FeedForward | None:
+def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
     """The feed-forward layer that serves all tokens, if there is one."""
+    if isinstance(parts, OwnPart):
+        return None
     return parts.shared if isinstance(parts, Experts) else parts
 
 
@@ -43,9 +45,12 @@ def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product:
     """The feed-forward part of the first of these layers as a function of one token for each row of
     the batch; the others are those after it. `fast` are the kernels of triton_step.py, or None."""
     parts = layers[0].parts
+    if isinstance(parts, OwnPart):
+        bind.kernels["mlp"] = f"{OWN} ({type(parts.module).__name__})"
+        return (lambda x: parts.module(x)[0]) if parts.first else parts.module  # type: ignore[no-any-return]
     if isinstance(parts, Experts):
         return _experts(layers[0], parts, x, bind, product, fast)
-    alike = [layer for layer in layers if not isinstance(layer.parts, Experts)]
+    alike = [layer for layer in layers if isinstance(layer.parts, FeedForward)]
     return _plain(alike, parts, x, bind, product, fast)
 
 
@@ -55,7 +60,7 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
     biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
-    if fast is None:
+    if fast is None and not parts.gate_last:
         run = bind("mlp", "mlp", x, into.weight, down.weight, activation=kind, **biases)
         if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, into, down):
             return with_weights(run, into.weight, down.weight, *biases.values())
@@ -65,10 +70,11 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
                     into.bias)
     between = x.new_zeros((*x.shape[:-1], parts.down.shape[1]))
     second = product("down", between, [j.down.weight for j in layers if j.down], down.bias)
-    if fast is not None and gate:              # two products and one launch between them
+    # two products and one launch between them
+    if fast is not None and gate and not parts.gate_last:
         return lambda x: second(fast.gate(*first(x).squeeze(1).chunk(2, -1), kind).unsqueeze(1))
     if gate:
-        return lambda x: second(activate_gated(first(x), kind, True))
+        return lambda x: second(activate_gated(first(x), kind, not parts.gate_last))
     return lambda x: second(activate(first(x), kind))
 
 
@@ -83,9 +89,11 @@ def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
 def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product,
              fast: Any) -> Run:
     batch, hidden = x.shape[0], x.shape[-1]
-    route, top_k, normalize = product("router", x, [parts.router],
-                                      None), parts.top_k, parts.normalize
+    own, top_k, normalize = parts.route, parts.top_k, parts.normalize
+    route = None if own is not None else product("router", x, [parts.router], None)
     shared: Run | None = None
+    if parts.shared is not None and parts.shared_gate is None:
+        shared = _plain([layer], parts.shared, x, bind, product, fast)
     if parts.shared is not None and parts.shared_gate is not None:
         plain = _plain([layer], parts.shared, x, bind, product, fast)
         module = parts.shared_gate.module
@@ -97,9 +105,13 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
     chosen = _for_one(parts, x, bind) if batch == 1 and not x.is_cuda else _for_many(parts, x, bind)
 
     def run(x: Tensor) -> Tensor:
-        weights, ids = torch.softmax(route(x).view(batch, -1), -1, dtype=torch.float32).topk(top_k)
-        if normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        if own is not None:
+            weights, ids = own(x.view(batch, hidden))
+        else:
+            scores = torch.softmax(route(x).view(batch, -1), -1, dtype=torch.float32)  # type: ignore[misc]
+            weights, ids = scores.topk(top_k)
+            if normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
         out = chosen(x.view(batch, hidden), ids, weights).view(batch, 1, hidden)
         return out if shared is None else out + shared(x)  # type: ignore[no-any-return]
 
@@ -114,7 +126,7 @@ def _for_one(parts: Experts, x: Tensor, bind: Binder) -> Run:
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         found = torch.cat([expert(x, gate_up[i], down[i]) for i in ids[0].tolist()])
-        return (found * weights.t()).sum(0).to(x.dtype)
+        return (found * weights.t()).sum(0, keepdim=True).to(x.dtype)
 
     return run
 

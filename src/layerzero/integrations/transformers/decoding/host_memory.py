@@ -9,30 +9,38 @@ import torch
 from torch import Tensor
 
 from ....backends.native.declaration import DTYPES
+from ..attention import with_sinks
 from .decode_step import DecodeStep
 from .decoders import Angles
 
 
 class HostMemory:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
-    where all are; `angles` are those of the token. Where the compiled kernels can do it they turn,
-    keep and attend in one call."""
+    where all are; `angles` are those of the token, `bias` is added to the scores. Where the
+    compiled kernels can do it they turn, keep and attend in one call."""
+
+    compiled = True                            # where there is a kernel, it writes to the cache
 
     def __init__(self, step: DecodeStep, layers: list[Any], masks: Sequence[Tensor | None],
-                 angles: Angles) -> None:
+                 angles: Angles, bias: Tensor | None = None,
+                 query_scale: Tensor | None = None) -> None:
         self._step, self._layers = step, layers
         self._places = [layer.reserve(1) for layer in layers]
         self._first = [max(0, place + 1 - at.window) if at.window else 0
                        for place, at in zip(self._places, step.layers)]
-        self._token = step.token if all(mask is None for mask in masks) else None
+        plain = bias is None and query_scale is None and all(mask is None for mask in masks)
+        self._query_scale = query_scale
+        self._token = step.token if plain and self.compiled else None
         self.angles = angles if self._token is None else None      # for the step to turn by
         self._own_angles = angles or ((step._like, step._like),)   # of no angles nothing is read
         self._masks: list[tuple[Tensor, ...]] = []
         if self._token is None:
             lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
+            made = [mask if bias is None else bias if mask is None else torch.where(
+                mask, bias, torch.finfo(bias.dtype).min) for mask in masks]
             self._masks = [() if mask is None else (mask[..., -length:],)
-                           for mask, length in zip(masks, lengths)]
-            self._runs = [step.attention(i, length, bool(self._masks[i]))
+                           for mask, length in zip(made, lengths)]
+            self._runs = [step.attention(i, length, masks[i] is not None, bias is not None)
                           for i, length in enumerate(lengths)]
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
@@ -54,7 +62,14 @@ class HostMemory:
         queries = both.shape[2] - value.shape[2]
         at.write(place, both[:, :, queries:], value)
         seen = at.seen(first, place + 1)
-        out = self._runs[layer](both[:, :, :queries].transpose(1, 2), *seen, *self._masks[layer])
+        query = both[:, :, :queries].transpose(1, 2)
+        if self._query_scale is not None:
+            query = query * self._query_scale
+        out = self._runs[layer](query, *seen, *self._masks[layer])
+        sinks = self._step.layers[layer].sinks
+        if sinks is not None:
+            out, lse = out
+            out = with_sinks(out, lse, sinks)
         return out.transpose(1, 2).reshape(len(both), 1, -1)  # type: ignore[no-any-return]
 
     def undo(self) -> None:

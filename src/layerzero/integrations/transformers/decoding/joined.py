@@ -40,19 +40,20 @@ class Joined:
                 "its projections keep their weights as (in, out), which cannot lie side by side")
         self.weight = self._join(weights)
         try:
-            self.bias = self._join(biases) if biases else None
+            self.bias = self._join(_with_zeros(layers)) if biases else None
         except BaseException:
             self.undo()
             raise
 
-    def _join(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def _join(self, parameters: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([p.detach() for p in parameters])
         # DLPack gives each part a storage that is no longer than itself; a view would have that of
         # the whole.
         parts = [from_dlpack(part) for part in whole.split([len(p) for p in parameters])]
         for parameter, part in zip(parameters, parts):
-            parameter.data = part
-            self._placed.append((parameter, part.data_ptr()))
+            if isinstance(parameter, nn.Parameter):
+                parameter.data = part
+                self._placed.append((parameter, part.data_ptr()))
         return whole
 
     def undo(self) -> None:
@@ -64,6 +65,12 @@ class Joined:
                 if parameter.data_ptr() == address:
                     parameter.data = parameter.detach().clone()
         self._placed.clear()
+
+
+def _with_zeros(layers: Sequence[Linear]) -> list[Tensor]:
+    """The biases of layers, some of which have none: zeros."""
+    return [layer.module.weight.new_zeros(layer.shape[0]) if layer.module.bias is None
+            else layer.module.bias for layer in layers]
 
 
 def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:

@@ -110,6 +110,9 @@ def _stage(processor: Any, start: int, vocab: int) -> Stage:
         return _forbid([w[0] for w in processor.sequence_bias], vocab)
     if kind is stock.RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length:
         return Stage("repetition penalty", _penalize, (torch.tensor([processor.penalty]),))
+    if kind is Draw:
+        return Stage((kind, *sorted(processor.by.items())),
+                     lambda tail, numbers, scores: processor(None, scores))
     if kind in PURE and all(isinstance(v, (int, float, type(None)))
                             for v in vars(processor).values()):
         return Stage((kind, *sorted(vars(processor).items())),
@@ -159,7 +162,7 @@ class Tail:
         self._eos = torch.zeros(len(plan.eos), dtype=torch.int64, device=place)
         self._pad = torch.zeros(1, dtype=torch.int64, device=place)
         self._row = torch.zeros(1, dtype=torch.int64, device=place)        # of the log
-        self._numbers = [[n.to(place) for n in s.numbers] for s in plan.stages]
+        self._numbers = [[n.clone().to(place) for n in s.numbers] for s in plan.stages]
         self._sample: Callable[..., Tensor] | None = None
         if plan.fused:
             wide = torch.float32 if place.type == "mps" else torch.float64

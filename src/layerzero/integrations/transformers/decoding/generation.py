@@ -25,6 +25,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ....machine import faults
 from ....operate import graphs
+from ..replacements import recipe_of
+from ..sampling import with_draw
 from .captured import Fixed
 from .drawing import Tail, plan_draw, seen_tokens
 from .families import NotRecognised
@@ -84,9 +86,12 @@ class Generation:
     def _sample(self, own: Callable[..., Any], input_ids: Tensor, logits_processor: Any,
                 stopping_criteria: Any, generation_config: Any, synced_gpus: bool = False,
                 streamer: Any = None, **model_kwargs: Any) -> Any:
+        processors = logits_processor
+        if recipe_of(self.model) is not None:  # lz.patch(model, only="sampling")
+            processors = with_draw(logits_processor, generation_config)
         try:
-            loop = _Loop(self.step, input_ids, logits_processor, stopping_criteria,
-                         generation_config, synced_gpus, streamer, model_kwargs)
+            loop = _Loop(self.step, input_ids, processors, stopping_criteria, generation_config,
+                         synced_gpus, streamer, model_kwargs)
         except NotRecognised as why:
             self.step.generated[str(why)] += 1
             return own(self.model, input_ids, logits_processor=logits_processor,

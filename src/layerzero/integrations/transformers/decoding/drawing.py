@@ -150,7 +150,7 @@ class Tail:
     """
 
     def __init__(self, plan: DrawPlan, given: Tensor, logits: Tensor, room: int,
-                 bind: Binder | None, kernels: Any = None) -> None:
+                 bind: Binder, kernels: Any = None) -> None:
         batch, place, vocab = len(given), given.device, logits.shape[-1]
         self.plan, self.given, self._kernels = plan, given, kernels
         self.log = torch.zeros((room, batch), dtype=torch.int64, device=place)
@@ -163,17 +163,14 @@ class Tail:
         self._pad = torch.zeros(1, dtype=torch.int64, device=place)
         self._row = torch.zeros(1, dtype=torch.int64, device=place)        # of the log
         self._numbers = [[n.clone().to(place) for n in s.numbers] for s in plan.stages]
-        self._sample: Callable[..., Tensor] | None = None
+        self._bind, self._samplers = bind, dict[torch.dtype, Callable[..., Tensor]]()
         if plan.fused:
             wide = torch.float32 if place.type == "mps" else torch.float64
             self._uniforms = torch.zeros(batch, dtype=wide, device=place)
             self._by = {name: torch.full((batch,), value, device=place)
                         for name, value in OFF.items()}
             rows = {f"{name}_rows": value for name, value in self._by.items()}
-            like = logits if not plan.stages else logits.float()
             self._rows = {**rows, "uniforms": self._uniforms}
-            assert bind is not None
-            self._sample = _sampler(bind, like, self._rows)
 
     def start(self, plan: DrawPlan, before: int, unfinished: Tensor | None,
               seen: Tensor | None) -> None:
@@ -198,7 +195,7 @@ class Tail:
 
     def __call__(self, logits: Tensor) -> None:
         """The next token, from logits (batch, vocab), to the log and to where the step reads it."""
-        plan, scores = self.plan, logits
+        plan, scores = self.plan, logits.contiguous()
         if plan.stages or (plan.sample and not plan.fused):
             scores = logits.float()
         for stage, numbers in zip(plan.stages, self._numbers):
@@ -215,10 +212,13 @@ class Tail:
     def _drawn(self, scores: Tensor) -> Tensor:
         if not self.plan.sample:
             return torch.argmax(scores, dim=-1)
-        if self._sample is None:               # as transformers does it: a seed gives its tokens
+        if not self.plan.fused:                # as transformers does it: a seed gives its tokens
             return torch.multinomial(torch.softmax(scores, dim=-1), 1).squeeze(1)
+        run = self._samplers.get(scores.dtype)
+        if run is None:                        # at the first call, which is not captured
+            run = self._samplers[scores.dtype] = _sampler(self._bind, scores, self._rows)
         self._uniforms.uniform_()
-        return self._sample(scores, *self._rows.values())
+        return run(scores, *self._rows.values())
 
     def _append(self, token: Tensor) -> None:
         if self.plan.pad is not None:

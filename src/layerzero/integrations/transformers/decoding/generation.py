@@ -161,6 +161,8 @@ class _Loop:
         if positions is not None and (positions.dim() != 2
                                       or bool((positions[:, -1] != positions[0, -1]).any())):
             raise NotRecognised("positions that differ from row to row")
+        # asked before the prompt is computed: nobody waits for it then
+        self.after = None if positions is None else int(positions[0, -1]) + 1
 
     def _read(self, criteria: Any) -> None:
         if type(criteria) is not stock.StoppingCriteriaList:
@@ -184,16 +186,15 @@ class _Loop:
         outputs = model._prefill(self.input_ids, self.config, self.kwargs, is_first_iteration=True)
         self.cache = outputs.past_key_values
         self.length = self.cache.get_seq_length()
-        positions = self.kwargs.get("position_ids")
-        self.shift = 0 if positions is None else int(positions[0, -1]) + 1 - self.length
+        self.shift = 0 if self.after is None else self.after - self.length
         logits = outputs.logits[:, -1]
         del outputs
         with model._optimize_model_for_decode():
             try:
                 self._first(logits)
                 while not self._finished():
-                    while (self.issued < self.most
-                           and self.issued - self.accepted <= self.ahead):
+                    while (self.issued < self.most and self.issued - self.accepted
+                           <= (0 if self.once is None else self.ahead)):
                         self._issue()
                     self._look()
             finally:                           # also where a criterion or the streamer raised
@@ -211,15 +212,23 @@ class _Loop:
         return self.accepted > 0 and (self.accepted >= self.most or not any(self.running))
 
     def _first(self, logits: Tensor) -> None:
-        """The token that follows the prompt."""
+        """The token that follows the prompt. It waits for no graph, and whoever streams gets it
+        at once."""
         seen = seen_tokens(self.input_ids, logits.shape[1]) if self.plan.penalized else None
-        self.logits = logits
-        self._hold(None, seen)
-        assert self.tail is not None
+        self.logits, self.tail = logits, self._own_tail(1)
+        self.tail.start(self.plan, 0, None, seen)
         self.tail(logits)
         self._send()
+        if self.streamer is not None:
+            self._look()
 
-    def _hold(self, before: Tail | None, seen: Tensor | None = None) -> None:
+    def _own_tail(self, room: int) -> Tail:
+        """For steps that are not captured."""
+        given = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
+        return Tail(self.plan, given, self.logits, room, self.step.step(self.batch).bind,
+                    device_kernels(self.logits) if self.cuda else None)
+
+    def _hold(self, before: Tail) -> None:
         """Buffers and a graph for the next steps; none where the step cannot be captured. What came
         before goes on in them."""
         self.once, self.fixed, tail = None, None, None
@@ -232,17 +241,10 @@ class _Loop:
             except faults.OUT_OF_MEMORY as error:
                 self.step.declined[f"served without a graph: {type(error).__name__}"] += 1
         if tail is None:
-            given = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
-            tail = Tail(self.plan, given, self.logits, min(self.most, MOST_ROOM),
-                        self.step.step(self.batch).bind)
-        if before is None:
-            tail.start(self.plan, 0, None, seen)
-        else:
-            rows = before.rows(self.issued)
-            self.logs.append(before.log[:rows].clone())
-            tail.start(self.plan, self.issued, before.unfinished, before.seen)
-            if tail.given is not before.given:
-                tail.given.copy_(before.given)
+            tail = self._own_tail(min(self.most, MOST_ROOM))
+        self.logs.append(before.log[:before.rows(self.issued)].clone())
+        tail.start(self.plan, self.issued, before.unfinished, before.seen)
+        tail.given.copy_(before.given)
         self.tail = tail
 
     def _capture(self) -> Tail:
@@ -289,7 +291,7 @@ class _Loop:
             except faults.FAULTS as error:
                 self.step.fault(error)
                 self._show(length)             # what it had written is written again
-                self.once = None
+                self.once = self.fixed = None
         given = self.tail.given
         place = torch.full_like(given, length + self.shift)
         out = self.model(input_ids=given, past_key_values=self.cache, position_ids=place,

@@ -149,9 +149,9 @@ class Tail:
     the batch still go on.
     """
 
-    def __init__(self, plan: DrawPlan, given: Tensor, logits: Tensor, room: int,
-                 bind: Binder, kernels: Any = None) -> None:
-        batch, place, vocab = len(given), given.device, logits.shape[-1]
+    def __init__(self, plan: DrawPlan, given: Tensor, vocab: int, room: int, bind: Binder,
+                 kernels: Any = None) -> None:
+        batch, place = len(given), given.device
         self.plan, self.given, self._kernels = plan, given, kernels
         self.log = torch.zeros((room, batch), dtype=torch.int64, device=place)
         self.count = torch.zeros(1, dtype=torch.int64, device=place)

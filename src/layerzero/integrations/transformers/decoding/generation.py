@@ -115,8 +115,8 @@ class _Loop:
         self.cuda = input_ids.is_cuda
         self._check(synced_gpus)
         self._read(criteria)
-        vocab = step.parts.head.module.weight.shape[0]
-        self.plan = plan_draw(processors, bool(config.do_sample), self.start, vocab,
+        self.vocab = step.parts.head.module.weight.shape[0]
+        self.plan = plan_draw(processors, bool(config.do_sample), self.start, self.vocab,
                               fused=draws_without_sort(input_ids))
         eos = [t for c in self.eos for t in c.eos_token_id.tolist()]
         self.plan.eos = tuple(dict.fromkeys(eos))
@@ -214,8 +214,8 @@ class _Loop:
     def _first(self, logits: Tensor) -> None:
         """The token that follows the prompt. It waits for no graph, and whoever streams gets it
         at once."""
-        seen = seen_tokens(self.input_ids, logits.shape[1]) if self.plan.penalized else None
-        self.logits, self.tail = logits, self._own_tail(1)
+        seen = seen_tokens(self.input_ids, self.vocab) if self.plan.penalized else None
+        self.tail = self._own_tail(1)
         self.tail.start(self.plan, 0, None, seen)
         self.tail(logits)
         self._send()
@@ -225,8 +225,8 @@ class _Loop:
     def _own_tail(self, room: int) -> Tail:
         """For steps that are not captured."""
         given = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.input_ids.device)
-        return Tail(self.plan, given, self.logits, room, self.step.step(self.batch).bind,
-                    device_kernels(self.logits) if self.cuda else None)
+        return Tail(self.plan, given, self.vocab, room, self.step.step(self.batch).bind,
+                    device_kernels() if self.cuda else None)
 
     def _hold(self, before: Tail) -> None:
         """Buffers and a graph for the next steps; none where the step cannot be captured. What came
@@ -260,9 +260,8 @@ class _Loop:
         def capture(fixed: Fixed, length: int) -> None:
             tail = fixed.loops.get(key)
             if tail is None:
-                kernels = device_kernels(self.logits) if self.cuda else None
-                tail = fixed.loops[key] = Tail(plan, fixed.given, self.logits, fixed.size,
-                                               step.bind, kernels)
+                tail = fixed.loops[key] = Tail(plan, fixed.given, self.vocab, fixed.size, step.bind,
+                                               device_kernels() if self.cuda else None)
                 tail.start(plan, 0, None, None)
             fixed.capture(key, tail, length)
 
@@ -366,7 +365,6 @@ class _Loop:
             self.step.served["captured"] += kept
         elif self.issued > self.accepted > 0:
             self.cache.crop(self.length + self.accepted - 1)
-        self.logits = torch.empty(0)
 
 
 def draws_without_sort(like: Tensor) -> bool:
@@ -375,7 +373,7 @@ def draws_without_sort(like: Tensor) -> bool:
     return like.is_cuda
 
 
-def device_kernels(logits: Tensor) -> Any:
+def device_kernels() -> Any:
     """The kernels of triton_draw.py; None where Triton is not installed."""
     try:
         from . import triton_draw

@@ -32,7 +32,8 @@ from .drawing import Tail, plan_draw, seen_tokens
 from .families import NotRecognised
 from .reduction import ON_DEVICE
 
-AHEAD = 3                  # steps that are enqueued beyond the one whose token is looked at
+# steps that are enqueued beyond the one whose token is looked at; without a device none runs ahead
+AHEAD, AHEAD_ON_HOST = 3, 0
 MOST_ROOM = 2048           # tokens that the first buffers have room for, where so many may come
 # arguments of the model that the loop makes itself, or that only the prompt needs
 KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
@@ -125,7 +126,8 @@ class _Loop:
                 raise NotRecognised("rows that end and no token to pad them with")
             self.plan.pad = int(config._pad_token_tensor)
         # A row that the user's own criterion ends has to be padded from the next token on.
-        self.ahead = AHEAD if self.cuda and (self.batch == 1 or not self.others) else 0
+        late = self.batch == 1 or not self.others
+        self.ahead = (AHEAD if self.cuda else AHEAD_ON_HOST) if late else 0
         self.tail: Tail | None = None
         self.logs: list[Tensor] = []           # tokens of tails that were left behind
         self.once: Callable[[], None] | None = None            # one step, where it is captured

@@ -222,8 +222,10 @@ def _attach_generation(report: Acceleration) -> None:
     elif step.parts.head is not None and "generate" not in vars(model):
         from .decoding.generation import Generation
         report._generation = vars(model)["generate"] = Generation(model, step)
-        report.done.append("generate() that chooses its tokens on the device")
-    if recipe_of(model) is None:
+        seeds = (" (a seed gives other samples than in transformers)" if step.parts.weights.is_cuda
+                 else "")
+        report.done.append(f"generate() that chooses its tokens on the device{seeds}")
+    if recipe_of(model) is None and not (report._generation and step.parts.weights.is_cuda):
         report.left.append(STOCK_DRAW)
 
 

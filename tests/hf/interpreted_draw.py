@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.integrations.transformers.decoding import triton_draw
+from layerzero.integrations.transformers.decoding import triton_draw, triton_few
 
 
 def check(batch: int, vocab: int, eos: list[int], pad: int | None, dtype: torch.dtype,
@@ -31,7 +31,46 @@ def check(batch: int, vocab: int, eos: list[int], pad: int | None, dtype: torch.
     assert torch.equal(unfinished, left if eos else unfinished)
 
 
+def by_rank(row: torch.Tensor, t: float, k: int, p: float, m: float, u: float) -> int:
+    """The token of one row, plainly."""
+    values, order = row.float().sort(descending=True, stable=True)
+    weight = torch.where(values > -torch.inf, ((values - values[0]) / t).exp(), 0.0)[:k]
+    before = weight.cumsum(0) - weight
+    kept = (before < p * weight.sum()) & (weight >= m)
+    kept[0] = True
+    weight = torch.where(kept, weight, 0.0)
+    over = (weight.cumsum(0) > u * weight.sum()).nonzero()
+    return int(order[over[0, 0] if len(over) else kept.nonzero()[-1, 0]])
+
+
+def check_few(vocab: int, special: str = "", dtype: torch.dtype = torch.float32) -> None:
+    gen, batch = torch.Generator().manual_seed(vocab), 6
+    scores = (torch.randn(batch, vocab, generator=gen) * 3).to(dtype)
+    if special == "equal":
+        scores[:] = scores[:, :1]
+        scores[:, 7] += 1
+    if special == "masked":
+        scores[:, 5:] = -torch.inf
+        scores[1] = -torch.inf
+        scores[2, 0] = torch.nan
+    t, k = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0, 5.0]), torch.tensor([50, 1, 7, 128, 3, 100])
+    p, m = torch.tensor([0.9, 1.0, 0.5, 0.95, 0.0, 1.0]), torch.tensor([0.0, 0, 0.1, 0, 0, 0.3])
+    u = torch.rand(batch, generator=gen, dtype=torch.float64)
+    found = triton_few.draw(scores, t, k, p, m, u)
+    for i, token in enumerate(found.tolist()):
+        row = torch.where(scores[i].isnan(), -torch.inf, scores[i].float())
+        if not (row > -torch.inf).any():
+            assert token == -1
+            continue
+        assert token == by_rank(row, *(float(x[i]) if x is not k else int(k[i])
+                                       for x in (t, k, p, m, u))), (i, special)
+
+
 if __name__ == "__main__":
+    check_few(4200)
+    check_few(300, "masked")
+    check_few(600, "masked", torch.bfloat16)
+    check_few(700, "equal")
     check(1, 300, [], None, torch.float32, False)
     check(1, 9000, [4500], 3, torch.bfloat16, False)
     check(5, 4097, [0, 2048, 7], 3, torch.float32, False)

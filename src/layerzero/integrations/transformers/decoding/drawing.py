@@ -24,6 +24,7 @@ from .families import NotRecognised
 from .planning import Binder
 
 FOREVER = 1 << 62
+MOST_K = 128               # tokens that are listed; above it, or without a top-k, lz.sample draws
 Apply = Callable[["Tail", Sequence[Tensor], Tensor], Tensor]
 # in the order in which lz.sample applies them, and transformers too
 FILTERS = {stock.TemperatureLogitsWarper: "temperature", stock.TopKLogitsWarper: "top_k",
@@ -55,8 +56,13 @@ class DrawPlan:
     pad: int | None = None                     # of rows that are finished; None: they go on
 
     @property
+    def few(self) -> bool:
+        """Draws from so few tokens that they are listed (triton_few.py)."""
+        return 0 < self.by.get("top_k", 0) <= MOST_K
+
+    @property
     def key(self) -> Hashable:
-        return (self.sample, self.fused, len(self.eos), self.pad is not None,
+        return (self.sample, self.fused, self.few, len(self.eos), self.pad is not None,
                 tuple((s.key, *(n.shape for n in s.numbers)) for s in self.stages))
 
     @property
@@ -214,6 +220,9 @@ class Tail:
             return torch.argmax(scores, dim=-1)
         if not self.plan.fused:                # as transformers does it: a seed gives its tokens
             return torch.multinomial(torch.softmax(scores, dim=-1), 1).squeeze(1)
+        if self.plan.few and self._kernels is not None:
+            self._uniforms.uniform_()
+            return self._kernels.draw(scores, *self._rows.values())  # type: ignore[no-any-return]
         run = self._samplers.get(scores.dtype)
         if run is None:                        # at the first call, which is not captured
             run = self._samplers[scores.dtype] = _sampler(self._bind, scores, self._rows)

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_few import draw
+
+__all__ = ["append", "draw"]
 BLOCK = 4096               # logits of one program
 LEAST_BLOCKS = 2
 

@@ -64,7 +64,8 @@ def bootstrap(ours: Sequence[float], native: Sequence[float]) -> Verdict:
 def criterion(model: Any, native: Any, prompts: Tensor, steps: int = 127) -> dict[str, Any]:
     """`model` is accelerated, `native` the same in transformers; prompts are (prompts, tokens).
 
-    Both have the same weights, which are promoted to float32 for the reference.
+    Both have the same weights, which are promoted to float32 for the reference. Logits are those
+    that generate() chooses by: of a captured step as precise as it has them.
     """
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -79,14 +80,25 @@ def criterion(model: Any, native: Any, prompts: Tensor, steps: int = 127) -> dic
         cache = native(prompt[None], use_cache=True).past_key_values
         for arm, way in ((stock, native), (ours, model)):
             mine = copy.deepcopy(cache)
-            out = [way(token.view(1, 1), past_key_values=mine, use_cache=True).logits[0, -1]
-                   for token in text[i, :-1]]
+            out = [_logits(way, token.view(1, 1), mine) for token in text[i, :-1]]
             _judge(arm, wanted[i], torch.stack(out), text[i, 1:])
     verdicts = {name: bootstrap(getattr(ours, name), getattr(stock, name)) for name in METRICS}
     return {"prompts": len(prompts), "steps": steps, "ours": asdict(ours), "native": asdict(stock),
             "verdicts": {n: {**asdict(v), "passed": v.passed} for n, v in verdicts.items()},
             "passed": ours.finite and all(v.passed for v in verdicts.values()),
             "text": {n: str(v) for n, v in verdicts.items()}}
+
+
+def _logits(model: Any, token: Tensor, cache: Any) -> Tensor:
+    report = vars(model).get("_layerzero_acceleration")
+    step = None if report is None else report._step
+    if step is None or step._captured is None or step.grow(cache):
+        logits: Tensor = model(token, past_key_values=cache, use_cache=True).logits
+        return logits[0, -1].float()
+    length = cache.get_seq_length()
+    fixed = step._captured.hold(step.step(1), cache, length)
+    step.served["captured"] += 1
+    return fixed.logits(token, cache, length)[0, -1].float()  # type: ignore[no-any-return]
 
 
 def _write(reference: Any, prompts: Tensor, steps: int) -> tuple[Tensor, Tensor]:

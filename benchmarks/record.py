@@ -16,7 +16,7 @@ import inspect
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,7 +86,9 @@ def build(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
-                p.normal_(std=(1.0 if tied and "embed" in name else 1.5) * p.shape[-1] ** -0.5)
+                # logits as large as those of a trained model
+                p.normal_(std=(4.0 if "lm_head" in name or (tied and "embed" in name) else 1.5)
+                          * p.shape[-1] ** -0.5)
             else:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
     model.generation_config.eos_token_id = None                # as long as asked for
@@ -126,30 +128,39 @@ def bytes_read(model: Any, row: Row, of_weights: float = 2.0) -> float:
     return inner * of_weights + head.numel() * 2 + kept * 2
 
 
-def measure(row: Row, device: str, rounds: int, seconds: float, compiled: bool,
-            dtype: torch.dtype = torch.bfloat16, sampled: bool = True) -> dict[str, Any]:
+class Subject:
+    """A model, accelerated, and the same as it was: for all that is measured of one shape."""
+
+    def __init__(self, shape: str, weights: str, device: str, dtype: torch.dtype) -> None:
+        from accelerated import shared_copy
+
+        from layerzero.integrations.transformers.accelerate import accelerate
+
+        more: dict[str, Any] = {"weights": weights} if weights else {}
+        if not more.keys() <= inspect.signature(accelerate).parameters.keys():
+            raise NotImplementedError("lz.accelerate has no weights=")
+        began = time.perf_counter()
+        self.device, self.ours = device, build(shape, device, dtype)
+        self.stock = shared_copy(self.ours)
+        self.stored = {"int4": 0.5 + 2 / 128, "fp8": 1.0, "int8": 1.0}.get(
+            weights, float(torch.finfo(dtype).bits // 8))      # bytes of a weight
+        self.report = accelerate(self.ours, measure=False, **more)
+        print(f"{self.report}\n  ({time.perf_counter() - began:.1f} s)", flush=True)
+
+    def prompts(self, count: int, length: int, seed: int = 1) -> Tensor:
+        gen = torch.Generator().manual_seed(seed)
+        return torch.randint(3, self.ours.config.vocab_size, (count, length),
+                             generator=gen).to(self.device)
+
+
+def measure(row: Row, of: Subject, rounds: int, seconds: float, compiled: bool) -> dict[str, Any]:
     """All ways of one row."""
-    from accelerated import shared_copy
-
-    from layerzero.integrations.transformers.accelerate import accelerate
-
-    began = time.perf_counter()
-    ours = build(row.shape, device, dtype)
-    stock = shared_copy(ours)
-    read = bytes_read(ours, row, {"int4": 0.5 + 2 / 128, "fp8": 1.0, "int8": 1.0}.get(
-        row.weights, float(torch.finfo(dtype).bits // 8)))
-    more: dict[str, Any] = {"weights": row.weights} if row.weights else {}
-    if not more.keys() <= inspect.signature(accelerate).parameters.keys():
-        return {"skipped": "lz.accelerate has no weights="}
-    report = accelerate(ours, measure=False, **more)
-    print(report, flush=True)
-    ids = torch.randint(3, ours.config.vocab_size, (row.batch, row.context),
-                        generator=torch.Generator().manual_seed(1)).to(device)
+    began, ours, stock = time.perf_counter(), of.ours, of.stock
+    ids = of.prompts(row.batch, row.context)
     ways: dict[str, Callable[[], float]] = {
-        "generate, greedy": lambda: _generated(ours, ids, row.steps + 1, {"do_sample": False})}
-    if sampled:
-        ways["generate, top-p"] = lambda: _generated(ours, ids, row.steps + 1, TOP_P)
-    step = _step_alone(report, ours, ids, row.steps)
+        "generate, greedy": lambda: _generated(ours, ids, row.steps + 1, {"do_sample": False}),
+        "generate, top-p": lambda: _generated(ours, ids, row.steps + 1, TOP_P)}
+    step = _step_alone(of.report, ours, ids, row.steps)
     if step is not None:
         ways["step"] = step
     few = min(row.steps, STOCK_TOKENS)
@@ -166,8 +177,8 @@ def measure(row: Row, device: str, rounds: int, seconds: float, compiled: bool,
         if time.perf_counter() - began > seconds:
             break
     found: dict[str, Any] = {name: statistics.median(times) for name, times in taken.items()}
-    found |= {"bytes": read, "goal": row.goal, "rounds": len(taken["transformers"]),
-              "generated": report.generated, "kernels": report.kernels,
+    found |= {"bytes": bytes_read(ours, row, of.stored), "goal": row.goal,
+              "rounds": len(taken["transformers"]), "kernels": of.report.kernels,
               "seconds": time.perf_counter() - began}
     if "step" in found:
         found["generate / step"] = {name: found[name] / found["step"] for name in found
@@ -244,22 +255,12 @@ def _compiled(model: Any, ids: Tensor, steps: int) -> Callable[[], float]:
     return way
 
 
-def first_token(shape: str, device: str, lengths: tuple[int, ...], rounds: int,
-                dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def first_token(of: Subject, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
     """Milliseconds to the first token, ours and transformers'; and of them the forward alone."""
-    from accelerated import shared_copy
-
-    from layerzero.integrations.transformers.accelerate import accelerate
-
-    ours = build(shape, device, dtype)
-    models = {"transformers": shared_copy(ours), "ours": ours}
-    accelerate(ours, measure=False)
     found: dict[str, Any] = {}
     for length in lengths:
-        ids = torch.randint(3, ours.config.vocab_size, (1, length),
-                            generator=torch.Generator().manual_seed(2)).to(device)
-        ways: dict[str, Callable[[], Any]] = {}
-        for name, model in models.items():
+        ids, ways = of.prompts(1, length, 2), dict[str, Callable[[], Any]]()
+        for name, model in (("transformers", of.stock), ("ours", of.ours)):
             ways[name] = partial(model.generate, ids, attention_mask=torch.ones_like(ids),
                                  max_new_tokens=1, do_sample=False)
             ways[f"{name}, forward"] = partial(torch.no_grad()(model), ids, use_cache=True,
@@ -276,49 +277,46 @@ def first_token(shape: str, device: str, lengths: tuple[int, ...], rounds: int,
     return found
 
 
-def judge(shape: str, device: str, prompts: int, steps: int,
-          dtype: torch.dtype = torch.bfloat16, **more: Any) -> dict[str, Any]:
-    """The criterion for one shape."""
-    from accelerated import shared_copy
+def record(args: Any) -> dict[str, Any]:
+    """The table, shape by shape."""
     from criterion import criterion
 
-    from layerzero.integrations.transformers.accelerate import accelerate
-
-    ours = build(shape, device, dtype)
-    native = shared_copy(ours)
-    report = accelerate(ours, measure=False, **more)
-    ids = torch.randint(3, ours.config.vocab_size, (prompts, 32),
-                        generator=torch.Generator().manual_seed(3)).to(device)
-    found = criterion(ours, native, ids, steps)
-    return {**found, "served": report.served, "declined": report.declined}
-
-
-def record(args: Any) -> dict[str, Any]:
-    """The table."""
     chosen = args.rows.split(",") if args.rows else [n for n in ROWS if n != "tiny"]
+    judged = args.judge.split(",") if args.judge else []
+    first, *lengths = args.first_token.split(",")
     rate = read_rate(args.device)
-    found: dict[str, Any] = {"rows": {}, "bytes_per_s": rate}
-    for name in chosen:
+    found: dict[str, Any] = {"rows": {}, "criterion": {}, "first_token": {}, "bytes_per_s": rate}
+    kinds = dict.fromkeys([*((ROWS[n].shape, ROWS[n].weights) for n in chosen),
+                           *((shape, "") for shape in (*judged, first) if shape)])
+    for shape, weights in kinds:
+        rows = [n for n in chosen if (ROWS[n].shape, ROWS[n].weights) == (shape, weights)]
+        subject = None
         try:
-            row = measure(ROWS[name], args.device, args.rounds, args.row_seconds, args.compile,
-                          getattr(torch, args.dtype))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            row = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        if rate and "bytes" in row:
-            row["reading alone"] = row["bytes"] / rate * 1e6
-        found["rows"][name] = row
-        print(table({"rows": {name: row}}), flush=True)
+            subject = Subject(shape, weights, args.device, getattr(torch, args.dtype))
+            for name in rows:
+                row = measure(ROWS[name], subject, args.rounds, args.row_seconds, args.compile)
+                if rate:
+                    row["reading alone"] = row["bytes"] / rate * 1e6
+                found["rows"][name] = row
+                print(table({"rows": {name: row}}), flush=True)
+            label = f"{shape}{', ' * bool(weights)}{weights}"
+            if shape == first and not weights:
+                found["first_token"][shape] = first_token(subject, tuple(map(int, lengths)),
+                                                          args.rounds)
+                print(table({"rows": {}, "first_token": found["first_token"]}), flush=True)
+            if shape in judged:
+                found["criterion"][label] = criterion(
+                    subject.ours, subject.stock, subject.prompts(args.prompts, 32, 3),
+                    args.judge_steps)
+                print(table({"rows": {}, "criterion": found["criterion"]}), flush=True)
+        except (NotImplementedError, RuntimeError) as error:   # out of memory is one
+            for name in rows:
+                found["rows"].setdefault(name, {"failed": f"{type(error).__name__}: {error}"[:300]})
+            print(f"{shape} {weights}: {type(error).__name__}: {error}", flush=True)
+        del subject
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    if args.judge:
-        found["criterion"] = {shape: judge(shape, args.device, args.prompts, args.judge_steps,
-                                           getattr(torch, args.dtype))
-                              for shape in args.judge.split(",")}
-    if args.first_token:
-        shape, *lengths = args.first_token.split(",")
-        found["first_token"] = {shape: first_token(shape, args.device, tuple(map(int, lengths)),
-                                                   args.rounds, getattr(torch, args.dtype))}
     print(table(found))
     return found
 
@@ -331,7 +329,7 @@ def table(found: dict[str, Any]) -> str:
     """For people."""
     lines = [f"{'us a token':10}" + "".join(f"{c:>18}" for c in COLUMNS) + f"{'gen/step':>14}"]
     for name, row in found["rows"].items():
-        why = row.get("skipped") or row.get("failed")
+        why = row.get("failed")
         cells = "".join(f"{row[c]:18.0f}" if row.get(c) else f"{'-':>18}" for c in COLUMNS)
         ratios = " ".join(f"{r:.3f}" for r in row.get("generate / step", {}).values())
         lines.append(f"{name:10}" + (f"  {why}" if why else f"{cells}{ratios:>14}"))

@@ -157,6 +157,11 @@ class Fixed:
         self.length = length
 
     def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
+        """Logits in the model's precision, as it gives them."""
+        return self.logits(token, cache, length).to(self.parts.weights.dtype)
+
+    def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
+        """As precise as the step has them."""
         self._given.copy_(token)
         self.go_to(length)
         replay, out = self._graphs.get("step", (None, None))

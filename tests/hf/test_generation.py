@@ -256,3 +256,25 @@ def test_the_report_says_so(served):
     report = lz.accelerate(served)
     assert "chooses its tokens on the device" in str(report)
     assert report.to_json()["generated"] == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}, {
+    "do_sample": True, "top_k": 0, "top_p": 0.9}], ids=str)
+def test_in_a_cuda_graph(how):
+    """Greedy: every token is the likeliest of the step; a sample: the same for a seed."""
+    model, ids = build(dtype=torch.bfloat16).cuda(), prompt(2).cuda()
+    model.generation_config.eos_token_id = None
+    report = accelerate(model, measure=False, patch=False)
+    out = generate(model, ids, new=40, **how)
+    assert report.generated == DEVICE and report.served["captured"] == 39, str(report)
+    if how:
+        assert torch.equal(generate(model, ids, new=40, **how), out)
+        return
+    with torch.no_grad():
+        step, cache = report._step, model(ids, use_cache=True).past_key_values
+        assert not step.grow(cache)
+        for place in range(ids.shape[1], out.shape[1] - 1):
+            fixed = step._captured.hold(step.step(2), cache, place)
+            logits = fixed.logits(out[:, place:place + 1], cache, place)[:, -1]
+            assert torch.equal(logits.argmax(-1), out[:, place + 1])

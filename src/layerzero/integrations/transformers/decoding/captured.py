@@ -223,6 +223,7 @@ class CapturedSteps:
         self._parts = parts
         self._choosing = threading.Lock()
         self._fixed: dict[int, list[Fixed]] = {}               # batch -> those that can serve it
+        self.refused: dict[Hashable, str] = {}                 # what follows a step, and why not
 
     def forget(self, batch: int) -> None:
         self._fixed.pop(batch, None)

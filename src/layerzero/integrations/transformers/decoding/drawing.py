@@ -192,8 +192,8 @@ class Tail:
         for held, stage in zip(self._numbers, plan.stages):
             for number, value in zip(held, stage.numbers):
                 number.copy_(value)
-        for name, value in plan.by.items():
-            self._by[name].fill_(value)
+        for name, chosen in plan.by.items():
+            self._by[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
         """How many rows of the log are written after so many tokens in all."""

@@ -27,7 +27,7 @@ from ....machine import faults
 from ....operate import graphs
 from ..replacements import recipe_of
 from ..sampling import with_draw
-from .captured import Fixed
+from .captured import Fixed, Uncapturable
 from .drawing import Tail, plan_draw, seen_tokens
 from .families import NotRecognised
 from .reduction import ON_DEVICE
@@ -65,7 +65,8 @@ class Generation:
         return type(model).generate(twin, *args, **kwargs)
 
     def _make_twin(self) -> Any:
-        kind, model = type(self.model), self.model
+        kind: Any = type(self.model)
+        model = self.model
 
         def method(name: str) -> Callable[..., Any]:
             """The model's own, of the model."""
@@ -79,8 +80,9 @@ class Generation:
 
         loops = {name: method(name) for name in set(GENERATION_MODES_MAPPING.values())
                  if hasattr(kind, name)}
-        twin = object.__new__(type(kind)(kind.__name__, (kind,), {
-            **loops, "__module__": kind.__module__, "__qualname__": kind.__qualname__}))
+        ours: Any = type(kind)(kind.__name__, (kind,), {
+            **loops, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+        twin = object.__new__(ours)
         object.__setattr__(twin, "__dict__", vars(model))
         return twin
 
@@ -240,6 +242,8 @@ class _Loop:
                 tail = self._capture()
             except NotRecognised as why:
                 self.step.declined[f"served without a graph: {why}"] += 1
+                if isinstance(why, Uncapturable):              # nor will it be the next time
+                    captured.refused[self.plan.key] = str(why)
             except faults.OUT_OF_MEMORY as error:
                 self.step.declined[f"served without a graph: {type(error).__name__}"] += 1
         if tail is None:
@@ -250,7 +254,8 @@ class _Loop:
         self.tail = tail
 
     def _capture(self) -> Tail:
-        refused = self.step.grow(self.cache)
+        refused = (self.step._captured.refused.get(self.plan.key, "")
+                   or self.step.grow(self.cache))
         if refused:
             raise NotRecognised(refused)
         if self.shift and self.step.parts.positions is not None:

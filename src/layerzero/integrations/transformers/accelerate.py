@@ -224,7 +224,7 @@ def _attach_generation(report: Acceleration) -> None:
         report._generation = vars(model)["generate"] = Generation(model, step)
         seeds = (" (a seed gives other samples than in transformers)" if step.parts.weights.is_cuda
                  else "")
-        report.done.append(f"generate() that chooses its tokens on the device{seeds}")
+        report.done[-1] += f", and generate() that chooses its tokens on the device{seeds}"
     if recipe_of(model) is None and not (report._generation and step.parts.weights.is_cuda):
         report.left.append(STOCK_DRAW)
 

@@ -244,6 +244,14 @@ def test_a_draw_by_lz_sample_has_the_same_probabilities(stock, monkeypatch):
     assert "sample" in model._layerzero_acceleration.kernels["draw"]
 
 
+def test_scores_from_which_nothing_can_be_drawn_are_an_error(stock, monkeypatch):
+    monkeypatch.setattr(generation, "draws_without_sort", lambda like: True)
+    model = copy.deepcopy(stock)
+    accelerate(model, measure=False, patch=False, capture=True)
+    with pytest.raises(RuntimeError, match="no token can be drawn for row 0 after 7 tokens"):
+        generate(model, do_sample=True, suppress_tokens=list(range(96)))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_device_kernels_agree_in_the_interpreter():
     script = Path(__file__).parent / "interpreted_draw.py"

@@ -233,7 +233,7 @@ class Tail:
         if self.plan.pad is not None:
             token = torch.where(self.unfinished, token, self._pad)
         self.log.index_copy_(0, self._row, token[None])
-        self.given.copy_(token[:, None])
+        self.given.copy_(token.clamp(min=0)[:, None])          # -1: none could be drawn
         if self.plan.eos:
             self.unfinished.logical_and_(torch.isin(token, self._eos, invert=True))
         self.count.add_(1)

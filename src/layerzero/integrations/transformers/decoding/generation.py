@@ -25,6 +25,8 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from ....machine import faults
 from ....operate import graphs
+from ....spec.event import Fallback
+from ....world import events
 from ..replacements import recipe_of
 from ..sampling import with_draw
 from .captured import Fixed, Uncapturable
@@ -219,12 +221,24 @@ class _Loop:
         """The token that follows the prompt. It waits for no graph, and whoever streams gets it
         at once."""
         seen = seen_tokens(self.input_ids, self.vocab) if self.plan.penalized else None
-        self.tail = self._own_tail(1)
-        self.tail.start(self.plan, 0, None, seen)
-        self.tail(logits)
+        try:
+            self._draw_first(logits, seen)
+        except faults.FAULTS as error:         # of our kernels, where they do not compile
+            kind = faults.classify(error)
+            if (isinstance(error, faults.PASSED_ON) or kind in ("sticky", "memory")
+                    or not _kernels.pop("here", None)):
+                raise
+            events.emit(Fallback("draw", "layerzero", type(self.model).__name__,
+                                 faults.reason_of(error, kind)))
+            self._draw_first(logits, seen)
         self._send()
         if self.streamer is not None:
             self._look()
+
+    def _draw_first(self, logits: Tensor, seen: Tensor | None) -> None:
+        self.tail = self._own_tail(1)
+        self.tail.start(self.plan, 0, None, seen)
+        self.tail(logits)
 
     def _own_tail(self, room: int) -> Tail:
         """For steps that are not captured."""
@@ -334,6 +348,10 @@ class _Loop:
             arrived.synchronize()
         self.accepted += 1
         for row, token in enumerate(tokens.tolist()):
+            if token < 0:
+                raise RuntimeError(f"no token can be drawn for row {row} after "
+                                   f"{self.start + self.accepted - 1} tokens: its scores are all "
+                                   "-inf or NaN; look at the logits processors and the weights")
             if token in self.plan.eos:
                 self.running[row] = False
         if any(time.time() - c.initial_timestamp > c.max_time for c in self.times):
@@ -380,13 +398,20 @@ def draws_without_sort(like: Tensor) -> bool:
     return like.is_cuda
 
 
+_kernels: dict[str, Any] = {}                  # "here": those of triton_draw.py, or None
+
+
 def device_kernels() -> Any:
-    """The kernels of triton_draw.py; None where Triton is not installed."""
-    try:
-        from . import triton_draw
-    except ImportError:
-        return None
-    return triton_draw
+    """The kernels of triton_draw.py; None where Triton is not installed or does not compile them.
+    """
+    if not _kernels:
+        try:
+            from . import triton_draw
+            _kernels["here"] = triton_draw
+        except ImportError:
+            _kernels["here"] = None
+        _kernels["known"] = True
+    return _kernels.get("here")
 
 
 @functools.lru_cache(maxsize=16)

@@ -59,7 +59,7 @@ def _append_kernel(
         token = tl.where(running, token, tl.load(pad_ptr))
     at = tl.load(row_ptr)
     tl.store(log_ptr + at * batch + row, token, mask=here)
-    tl.store(given_ptr + row, token, mask=here)
+    tl.store(given_ptr + row, tl.maximum(token, 0), mask=here)         # -1: none could be drawn
     if EOS:
         number = tl.arange(0, EOS)
         eos = tl.load(eos_ptr + number, mask=number < eos_count, other=-1)

@@ -5,6 +5,8 @@ transformers as it is.
     python benchmarks/accelerated.py --model smollm2 --dtype bfloat16 --threads 1
     python benchmarks/accelerated.py --model smollm2 --threads 1 --sample
     python benchmarks/accelerated.py --architecture gemma3 --threads 1
+    python benchmarks/accelerated.py --record --rows 1b,8b --judge llama-3.2-1b \\
+        --first-token llama-3.2-1b,128,2048,8192
 
 One layer: seeded weights in the shape of the model's layers; a token after `--context` others, by
 transformers as it is, by torch.compile(mode="reduce-overhead") with a static cache, and by
@@ -12,7 +14,9 @@ lz.accelerate. In every round each decodes `--tokens` tokens, in an order that i
 is that of the host or of the device, whichever is longer. A whole model: prompt and decoding
 through `generate`, stock and accelerated in turns; with --sample by temperature, top-k and top-p,
 also with lz.sample for the draw. An architecture: the same, of a small model with seeded weights.
-Results are compared first. Prints a table, writes JSON (--out).
+Results are compared first. The record (record.py): whole models of several shapes through
+generate(), beside the step alone, the peers and the time to read. Prints a table, writes JSON
+(--out).
 """
 
 from __future__ import annotations
@@ -270,6 +274,14 @@ def main() -> int:
     what.add_argument("--layer", choices=LAYERS)
     what.add_argument("--model", choices=("smollm2",))
     what.add_argument("--architecture", choices=ARCHITECTURES)
+    what.add_argument("--record", action="store_true", help="the table of record.py")
+    parser.add_argument("--rows", default="", help="of the record, by name; all by default")
+    parser.add_argument("--row-seconds", type=float, default=90.0, help="for one row of the record")
+    parser.add_argument("--judge", default="", help="shapes to judge by criterion.py")
+    parser.add_argument("--prompts", type=int, default=8, help="of the criterion")
+    parser.add_argument("--judge-steps", type=int, default=127)
+    parser.add_argument("--first-token", default="",
+                        help="a shape and lengths of prompts: llama-3.2-1b,128,2048,8192")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=MOST_APART)
     parser.add_argument("--context", type=int, default=0,
@@ -284,17 +296,27 @@ def main() -> int:
                         help="draw tokens, where greedy is the default")
     parser.add_argument("--no-compile", dest="compile", action="store_false",
                         help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "local"
-                        / "accelerated.json")
+    parser.add_argument("--out", type=Path, help="default: results/local/accelerated.json, for the "
+                        "record results/record-DEVICE.json")
     args = parser.parse_args()
     args.context = args.context or (4096 if args.layer else 128)
     if args.threads:
         torch.set_num_threads(args.threads)
-    with torch.no_grad():
-        found = one_layer(args) if args.layer else whole_model(args)
+    if args.record:
+        from record import record
+
+        found = record(args)
+    else:
+        with torch.no_grad():
+            found = one_layer(args) if args.layer else whole_model(args)
     found["environment"] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()
                             if args.device == "cuda"
                             else "cpu", "python": sys.version.split()[0]}
+    if args.out is None:
+        place = Path(__file__).parent / "results"
+        device = found["environment"]["device"].lower().replace("nvidia ", "").replace(" ", "-")
+        args.out = (place / f"record-{device}.json" if args.record and device != "cpu" else
+                    place / "local" / ("record.json" if args.record else "accelerated.json"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"written to {args.out}")

@@ -351,10 +351,11 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
            bias: Tensor | None, format: str, group_size: int, chosen: Config | None = None,
-           programs: float = 1.0) -> Tensor:
-    """`format`: that of the codes, or "" for a weight of floats."""
+           programs: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    """`format`: that of the codes, or "" for a weight of floats; `dtype`: of the result, that of x
+    by default."""
     k, n = x.shape[-1], weight.shape[0]
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], n), dtype=dtype or x.dtype, device=x.device)
     flat = x.reshape(-1, k)
     rows = flat.shape[0]
     int4 = format == "int4"

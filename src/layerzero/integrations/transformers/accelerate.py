@@ -36,7 +36,7 @@ from ...tuning.harness import Race, Ratio, stopwatch
 from ...world import events
 from .decoding.decoders import decoders_in, recognise
 from .decoding.families import NotRecognised
-from .decoding.reduction import ACCELERATION, REDUCE, Reduce
+from .decoding.reduction import ACCELERATION, ON_DEVICE, REDUCE, Reduce
 from .patch import Changes
 from .patch import apply as apply_patch
 from .replacements import recipe_of
@@ -87,7 +87,8 @@ class Gain(Record):
 
 
 @dataclass(repr=False)
-class Acceleration(Displayed, Record, json="model done left error gains kernels served declined"):
+class Acceleration(Displayed, Record, 
+                   json="model done left error gains kernels served declined generated"):
     """What was done to a model. As a context manager it is undone at the end of the block."""
 
     model: str                                 # its class
@@ -99,6 +100,7 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     _model: Any = field(default=None, repr=False)
     # an Accelerated; its module needs transformers, which the name lz.accelerate does not
     _step: Any = field(default=None, repr=False)
+    _generation: Any = field(default=None, repr=False)         # a Generation, where there is one
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
     _speculation: Any = field(default=None, repr=False)        # a Speculation, likewise
     _assistant: Acceleration | None = field(default=None, repr=False)  # made for it
@@ -123,6 +125,12 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
         """What speculation did so far, in words; "" where there is none."""
         return "" if self._speculation is None else str(self._speculation.done)
 
+    @property
+    def generated(self) -> dict[str, int]:
+        """Calls of generate(): looped over tokens "on the device", or by transformers' own loop,
+        by reason."""
+        return {} if self._step is None else dict(self._step.generated)
+
     def undo(self) -> None:
         """Make the model what it was, and its assistant. Calling it again changes nothing."""
         if self._speculation is not None:
@@ -139,6 +147,8 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
         if self._step is not None:
             from .decoding.accelerated import detach
             detach(self._step)
+            if vars(self._model).get("generate") is self._generation is not None:
+                del vars(self._model)["generate"]
             self._step.undo()
             self._step = None
 
@@ -164,6 +174,8 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
             lines += [f"  {n} tokens by the model's own code: {why}"
                       for why, n in self.declined.items()]
+            lines += [f"  {n} generate() by transformers' own loop: {why}"
+                      for why, n in self.generated.items() if why != ON_DEVICE]
         if self._speculation is not None:
             lines.append(f"  speculation: {self.speculated}")
             lines += [f"  {n} texts without speculation: {why}"
@@ -213,13 +225,29 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         report.done.append(f"a decode step for {whose} {layers} layer{'s' * (layers > 1)}{inside}"
                            + (", in a CUDA graph" if graph else ""))
         report._step.served.clear()            # from here on the tokens are the user's
-        if callable(getattr(model, "generate", None)) and recipe_of(model) is None:
-            report.left.append(STOCK_DRAW)
+        _attach_generation(report)
     if assistant is not None:
         _speculate(report, assistant, capture)
     if report.done:
         vars(model).update({ACCELERATION: report, REDUCE: Reduce(model)})
     return report
+
+
+def _attach_generation(report: Acceleration) -> None:
+    """Let generate() loop over its tokens on the device (decoding/generation.py)."""
+    model, step = report._model, report._step
+    if not callable(getattr(model, "generate", None)):
+        return
+    if step.model is not model:
+        report.left.append("generate() without its host: the model around the decoder feeds it")
+    elif step.parts.head is not None and "generate" not in vars(model):
+        from .decoding.generation import Generation
+        report._generation = vars(model)["generate"] = Generation(model, step)
+        seeds = (" (a seed gives other samples than in transformers)" if step.parts.weights.is_cuda
+                 else "")
+        report.done[-1] += f", and generate() that chooses its tokens on the device{seeds}"
+    if recipe_of(model) is None and not (report._generation and step.parts.weights.is_cuda):
+        report.left.append(STOCK_DRAW)
 
 
 def _accelerate(report: Acceleration, patch: bool, capture: bool | None,

@@ -102,6 +102,7 @@ class Accelerated:
         self.layers: tuple[JoinedLayer, ...] = join_layers(whole, parts)
         self.served: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
+        self.generated: Counter[str] = Counter()   # generate(), by how its tokens were looped
         self.broken = ""                       # the fault that ended it
         self._steps: dict[int, DecodeStep] = {}
         self._captured = CapturedSteps(parts) if capture else None
@@ -156,15 +157,27 @@ class Accelerated:
         except NotRecognised as reason:
             self.declined[str(reason)] += 1
         except faults.FAULTS as error:
-            kind = faults.classify(error)
-            if isinstance(error, faults.PASSED_ON) or kind == "sticky":
-                raise
-            if kind != "memory":
-                self.broken = f"a fault of the step: {faults.reason_of(error, kind).message}"
-            events.emit(Fallback("decode step", "layerzero", type(self.model).__name__,
-                                 faults.reason_of(error, kind)))
-            self.declined[self.broken or "out of memory"] += 1
+            self.fault(error)
         return type(self.model).forward(self.model, *args, **kwargs)
+
+    def fault(self, error: BaseException) -> None:
+        """Leave the token to the model, and all others where the step itself is at fault; raise
+        what is the caller's or the device's."""
+        kind = faults.classify(error)
+        if isinstance(error, faults.PASSED_ON) or kind == "sticky":
+            raise error
+        if kind != "memory":
+            self.broken = f"a fault of the step: {faults.reason_of(error, kind).message}"
+        events.emit(Fallback("decode step", "layerzero", type(self.model).__name__,
+                             faults.reason_of(error, kind)))
+        self.declined[self.broken or "out of memory"] += 1
+
+    def grow(self, cache: Any) -> str:
+        """Let the cache append in place. What stands in the way, or nothing."""
+        length = cache.get_seq_length()
+        return growing(cache, self._windows) or (
+            "a cache whose layers hold different numbers of tokens"
+            if any(layer.get_seq_length() != length for layer in cache.layers) else "")
 
     def _one_token(self, input_ids: Tensor | None = None, attention_mask: Any = None,
                    position_ids: Any = None, past_key_values: Any = None,
@@ -176,12 +189,10 @@ class Accelerated:
         self._check(past_key_values, logits_to_keep, others)
         token = self._token(input_ids, inputs_embeds)
         batch = token.shape[0]
-        refused = growing(past_key_values, self._windows)
+        refused = self.grow(past_key_values)
         if refused:
             raise NotRecognised(refused)
         length = past_key_values.get_seq_length()
-        if any(layer.get_seq_length() != length for layer in past_key_values.layers):
-            raise NotRecognised("a cache whose layers hold different numbers of tokens")
         if past_key_values.layers[0].keys.shape[0] != batch:
             raise NotRecognised("a cache for another batch")
         masks = self._masks(attention_mask, batch, length)

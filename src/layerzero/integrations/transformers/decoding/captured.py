@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ class Fixed:
                                           "launch")
         self.length = -1                       # what the state says, as the host knows it
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
-        self._replay: Callable[[], None] | None = None
-        self._out: Tensor | None = None
+        # What was captured: the step alone, and with what follows it in a loop on the device
+        # (generation.py), by its key.
+        self._graphs: dict[Hashable, tuple[Callable[[], None], Tensor | None]] = {}
+        self.loops: dict[Hashable, Any] = {}
 
     def _tables(self, shift: int) -> list[Tensor]:
         places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
@@ -151,32 +153,72 @@ class Fixed:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
         return all(layer.is_in(keys) for layer, (keys, _) in zip(cache.layers, self.rooms))
 
-    def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
-        self._given.copy_(token)
+    @property
+    def given(self) -> Tensor:
+        """Where the step reads its token, (batch, 1)."""
+        return self._given
+
+    def go_to(self, length: int) -> None:
+        """Let the next token be the one after so many others."""
         if self.length != length:
             self._state.fill_(length + 1)
             self._position.fill_(length)
+        self.length = length
+
+    def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
+        """Logits in the model's precision, as it gives them."""
+        return self.logits(token, cache, length).to(self.parts.weights.dtype)
+
+    def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
+        """As precise as the step has them."""
+        self._given.copy_(token)
+        self.go_to(length)
+        replay, out = self._graphs.get("step", (None, None))
         self.length = -1                       # should it break
-        if self._replay is None:
+        if replay is None:
             out = self._run()
         else:
-            self._replay()
-            assert self._out is not None
-            out = self._out.clone()            # the next token overwrites it
+            replay()
+            assert out is not None
+            out = out.clone()                  # the next token overwrites it
         self.length = length + 1
         for layer in cache.layers:
             layer.show(length + 1)
         return out
 
-    def capture(self) -> None:
-        """Before a cache moves in: the warm-up writes to the first places of the buffers."""
-        if not self._given.is_cuda:
+    def step_then(self, key: Hashable, after: Callable[[Tensor], None]) -> Callable[[], None]:
+        """One step of the token in `given`, and `after` its logits (batch, vocab), as one graph;
+        made once for a key, by `capture`."""
+        def run() -> None:
+            after(self._run()[:, -1])
+
+        found = self._graphs.get(key)
+        replay = run if found is None else found[0]
+
+        def once() -> None:
+            length, self.length = self.length, -1              # should it break
+            replay()
+            self.length = length + 1
+
+        return once
+
+    def capture(self, key: Hashable = "step", after: Callable[[Tensor], None] | None = None,
+                length: int = 0) -> None:
+        """Capture the step, with what follows it. The warm-up writes to the places after `length`
+        tokens, which must be free."""
+        if not self._given.is_cuda or key in self._graphs:
             return
-        self._state.fill_(1)
-        found = graphs.attempt(self._run)
+        self.length = -1
+        self.go_to(length)
+        place = self._given.device
+        generator = torch.cuda.default_generators[place.index or 0]
+        before = generator.get_state()         # a seed gives the same tokens, captured or not
+        found = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]))
+        generator.set_state(before)
+        self.length = -1
         if found.problems:
             raise Uncapturable(f"the step cannot be captured: {found.problems[0]}")
-        self._out, self._replay, self.length = found.result, found.graph.replay, -1
+        self._graphs[key] = found.graph.replay, found.result
 
 
 def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
@@ -209,6 +251,7 @@ class CapturedSteps:
         self._parts = parts
         self._choosing = threading.Lock()
         self._fixed: dict[int, list[Fixed]] = {}               # batch -> those that can serve it
+        self.refused: dict[Hashable, str] = {}                 # what follows a step, and why not
 
     def forget(self, batch: int) -> None:
         self._fixed.pop(batch, None)
@@ -220,35 +263,51 @@ class CapturedSteps:
         return found(token, cache, length)
 
     def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
-             embeds: bool = False, room: int = 1) -> Fixed:
-        """Buffers that hold this cache and have room for more tokens after its own."""
-        end = length + room - 1
+             embeds: bool = False, room: int = 1, wanted: int = 0,
+             capture: Callable[[Fixed, int], None] | None = None) -> Fixed:
+        """Buffers that hold this cache and have room for more tokens after its own; new ones are
+        made with room for as many as are wanted. `capture` makes another graph than that of the
+        step alone, after the number of tokens that it is told."""
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size > end
+            found = next((f for f in known if f.owner() is cache and f.size >= length + room
                           and f.embeds == embeds), None)
             if found is None:
-                found = self._free(step, known, end, embeds)
+                found = self._free(step, known, length, embeds, room, wanted)
+                _capture(found, capture, 0)
                 found.take(cache)
-            elif not found.holds(cache):
-                found.take(cache)
+            else:
+                if not found.holds(cache):
+                    found.take(cache)
+                _capture(found, capture, length)
         found.turn_by(shift)
         return found
 
-    def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool) -> Fixed:
+    def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,
+              wanted: int) -> Fixed:
+        least = length + room
         if len(known) >= MOST_CACHES:          # those that are too small for it make room
-            known[:] = [f for f in known if f.owner() is not None or f.size > length]
-        found = next((f for f in known if f.owner() is None and f.size > length
+            known[:] = [f for f in known if f.owner() is not None or f.size >= least]
+        found = next((f for f in known if f.owner() is None and f.size >= least
                       and f.embeds == embeds), None)
         if found is None:
             if len(known) >= MOST_CACHES:
                 raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
             # the buffers outlive the caller's mode
             with torch.inference_mode(False), torch.no_grad():
+                size = bucket_top(length + max(wanted, LEAST_ROOM))
                 try:
-                    found = Fixed(step, self._parts, bucket_top(length + LEAST_ROOM), embeds)
+                    found = Fixed(step, self._parts, size, embeds)
                 except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
-                found.capture()
             known.append(found)
         return found
+
+
+def _capture(fixed: Fixed, capture: Callable[[Fixed, int], None] | None, length: int) -> None:
+    """After so many tokens: 0 where the buffers hold nothing that is needed."""
+    with torch.inference_mode(False), torch.no_grad():
+        if capture is not None:
+            capture(fixed, length)
+        elif fixed.size >= length + graphs.WARM_UPS + 1:       # for what the warm-up writes
+            fixed.capture(length=length)

@@ -150,6 +150,9 @@ class DecodeStep:
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
             "head", x, [parts.head.module.weight], parts.head.module.bias)
+        if self.fast is not None and self._head is not None and parts.head is not None:
+            self._head = self.fast.wide(self._head, self.bind.kernels["head"],
+                                        parts.head.module.weight, parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
         self.token = self._compiled_token()
 

@@ -9,15 +9,20 @@ of the cache where it lies on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....backends.triton import gemv
 from ....backends.triton.decode import launch
 from ....backends.triton.gated import gate
 
-__all__ = ["attend", "gate", "turn_and_keep"]
+__all__ = ["attend", "gate", "turn_and_keep", "wide"]
+Run = Callable[..., Any]
 
 
 @triton.jit
@@ -100,3 +105,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
            (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
            else -1, -1, True, lengths=lengths)
     return out
+
+
+def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
+    """The product that `run` is, without rounding its float32 sums, where it is of our kernel for
+    few rows: logits decide by less than half precision has."""
+    if not kernel.startswith("triton.linear_gemv"):
+        return run
+    return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

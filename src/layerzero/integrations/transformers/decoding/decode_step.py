@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from ....backends.native import build as native_build
 from ....backends.native.declaration import DTYPES
+from ....models.weight_codes import WeightCodes
 from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
+from ..quantized import codes_of
 from ..replacements import ROTATIONS
 from . import feed_forward
 from .decoders import Angles, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
-from .joined import Joined, check_movable
+from .joined import Joined, Weight, check_movable
 from .planning import Binder, Run, with_weights
 
 ANY = Span()
@@ -130,7 +132,8 @@ class DecodeStep:
         self.layers = tuple(self._bound(layers, i, after) for i, after in enumerate(following))
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
-            "head", x, [parts.head.module.weight], parts.head.module.bias)
+            "head", x, [codes_of(parts.head.module) or parts.head.module.weight],
+            parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
         self.token = self._compiled_token()
 
@@ -166,12 +169,24 @@ class DecodeStep:
         self.world = now if not changed else self.world
         return changed
 
-    def _linear(self, what: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Run:
+    def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None) -> Run:
         """Of the first of these weights; the others are those of the layers after it."""
-        alike = [w.detach() for w in weights if w.shape == weights[0].shape]
-        given = () if bias is None else (bias.detach(),)
+        first, given = weights[0], () if bias is None else (bias.detach(),)
+        if isinstance(first, WeightCodes):
+            return self._quantized_linear(what, x, weights, first, bias)
+        alike = [w.detach() for w in weights if isinstance(w, Tensor) and w.shape == first.shape]
         return with_weights(self.bind.fastest(what, "linear", *((x, w, *given) for w in alike)),
                             alike[0], *given)
+
+    def _quantized_linear(self, what: str, x: Tensor, weights: Sequence[Weight],
+                          first: WeightCodes, bias: Tensor | None) -> Run:
+        alike = [w for w in weights if isinstance(w, WeightCodes) and w.shape == first.shape
+                 and w.format == first.format]
+        given = None if bias is None else bias.detach()
+        calls = ((x, w.codes, w.scales, None, given) for w in alike)
+        run = self.bind.fastest(what, "quantized_linear", *calls, **first.options)
+        held = (first.codes, first.scales, given, first.global_scale)
+        return with_weights(run, *(t for t in held if t is not None))
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
         fixed = {"eps": norm.eps, **({"offset": norm.offset} if norm.offset else {})}

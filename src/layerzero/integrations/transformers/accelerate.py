@@ -5,6 +5,7 @@ one call.
     print(report)  # what was done, what was left and why, what it gains here
     model.generate(**inputs)                   # as before
     report.undo()                              # or lz.unaccelerate(model)
+    lz.accelerate(model, weights="int4")       # and linear layers with codes for weights
 
 First lz.patch. Then, for a decoder that is recognised (decoding/decoders.py), whether it is the
 model or the language model inside it, a decode step of its own: kernels chosen once, weights that
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ...machine import faults
+from ...models.weight_codes import WeightOnly
 from ...spec.codec import Record
 from ...spec.display import Displayed
 from ...spec.errors import ConfigError
@@ -39,8 +41,10 @@ from .decoding.families import NotRecognised
 from .decoding.reduction import ACCELERATION, REDUCE, Reduce
 from .patch import Changes
 from .patch import apply as apply_patch
+from .quantized import QuantizedLayers, quantize_layers
 from .replacements import recipe_of
 from .report import PatchReport
+from .weight_error import QuantizedWeights, Text, prediction_error, token_ids
 
 # How far results may be from those of the model as it was, relative, over all of them; and how much
 # farther than its own are from each other when it sees the tokens all at once. Where the best of
@@ -86,7 +90,8 @@ class Gain(Record):
 
 
 @dataclass(repr=False)
-class Acceleration(Displayed, Record, json="model done left error gains kernels served declined"):
+class Acceleration(Displayed, Record, 
+                   json="model done left error gains kernels served declined weights"):
     """What was done to a model. As a context manager it is undone at the end of the block."""
 
     model: str                                 # its class
@@ -95,10 +100,12 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     gains: dict[str, Gain] = field(default_factory=dict)       # prefill, decode
     error: float | None = None                 # of the decode step, relative to the model as it was
     patched: PatchReport | None = None
+    weights: QuantizedWeights | None = None    # where weights= asked for it
     _model: Any = field(default=None, repr=False)
     # an Accelerated; its module needs transformers, which the name lz.accelerate does not
     _step: Any = field(default=None, repr=False)
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
+    _layers: QuantizedLayers | None = field(default=None, repr=False)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -118,6 +125,9 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     def undo(self) -> None:
         """Make the model what it was. Calling it again changes nothing."""
         self._drop_step()
+        if self._layers is not None:
+            self._layers.undo()
+        self._layers = None
         self._drop_patch()
         for name in (ACCELERATION, REDUCE):
             vars(self._model).pop(name, None)
@@ -145,7 +155,12 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
     def __str__(self) -> str:
         lines = [f"{self.model}: " + ("nothing was changed" if not self.done
                                       else "; ".join(self.done))]
+        lines += [f"  {self.weights}"] * (self.weights is not None)
         lines += [f"  {name}: {gain}" for name, gain in self.gains.items()]
+        if self.weights is not None and "decode" in self.gains:
+            decode = self.gains["decode"]
+            lines.append(f"  tokens a second: {1e6 / decode.stock_us:.1f} -> "
+                         f"{1e6 / decode.ours_us:.1f}")
         lines += [f"  left: {text}" for text in self.left]
         if self._step is not None:
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
@@ -155,25 +170,32 @@ class Acceleration(Displayed, Record, json="model done left error gains kernels 
 
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
-               measure: bool = True,
-               seconds: float = 3.0) -> Acceleration:
+               measure: bool = True, seconds: float = 3.0, weights: WeightOnly | str | None = None,
+               text: Text | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
 
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower.
+    not slower. weights: hold the weights of linear layers in this format of lz.quantized_linear
+    ("int4", "int8", "fp8", "mxfp4", "nf4", "q4_k", "q8_0", ..., or an lz.quant.WeightOnly). The
+    report says how far the predictions are from the model's as it was, on `text`: a string, token
+    ids, or by default a text of ours.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
+    wanted = None if weights is None else WeightOnly.of(weights)
     before = vars(model).get(ACCELERATION)
     if before is not None:
+        if wanted is not None and (before._layers is None or before._layers.wanted != wanted):
+            raise ConfigError("lz.accelerate wants a model that is not accelerated to quantize its "
+                              "weights, got one that is: lz.unaccelerate(model) first")
         return before  # type: ignore[no-any-return]
     report = Acceleration(type(model).__name__, _model=model)
     try:
         with _evaluated(model):
-            _accelerate(report, patch, capture, seconds if measure else None)
+            _accelerate(report, patch, capture, seconds if measure else None, wanted, text)
     # an interrupt is passed on, like whatever must not be caught
     except BaseException as error:
         report.undo()
@@ -184,6 +206,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
                              faults.reason_of(error, faults.classify(error))))
         return Acceleration(type(model).__name__,
                             left=[f"everything: {type(error).__name__}: {error}"], _model=model)
+    if report._layers is not None:
+        report.done.append(f"{len(report._layers)} linear layers with codes for weights")
     if report._changes:
         report.done.append(f"{len(report._changes)} modules by lz.patch")
     if report._step is not None:
@@ -201,20 +225,25 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     return report
 
 
-def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
-                seconds: float | None) -> None:
+def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds: float | None,
+                weights: WeightOnly | None, text: Text | None) -> None:
     model = report._model
     decoder, *others = decoders_in(model)
-    trial = _Trial(model, decoder, report)
+    trial = _Trial(model, decoder, report, weights is not None)
     report.left += [f"no decode step for its {type(m).__name__}: a model gets one, for its largest "
                     "decoder" for m in others]
     if patch:
-        report.patched, report._changes = apply_patch(model)
+        # a patched MLP reads the weights of its layers, which then are codes
+        report.patched, report._changes = apply_patch(
+            model, skip=() if weights is None else ("linear", "mlp"))
+    parts = None
     try:
         parts = recognise(decoder)
         if trial.stock is None:
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
+        if weights is not None:
+            report._layers = quantize_layers(model, weights, parts)
         from .decoding.accelerated import Accelerated, attach
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
@@ -222,11 +251,15 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
                 decoder, parts, parts.weights.is_cuda if capture is None else capture, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
+    if weights is not None and report._layers is None:
+        report._layers = quantize_layers(model, weights, parts)
     if report._step is not None:
         attach(report._step)
         trial.fit()
         trial.prove()
-    if seconds is not None and (report._changes or report._step is not None):
+    if report._layers is not None:
+        trial.weigh(report._layers, text)
+    if seconds is not None and (report._changes or report._step is not None or report._layers):
         trial.time(seconds)
 
 
@@ -253,11 +286,23 @@ def unaccelerate(model: nn.Module) -> bool:
     return report is not None
 
 
+class _OwnForward:
+    """A decoder by its own code, whatever step it has got."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.get_input_embeddings = decoder, decoder.get_input_embeddings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._decoder).forward(self._decoder, *args, **kwargs)
+
+
 class _Trial:
     """The model as it was, with the same weights, to compare with; and the decoder in either, which
     is the model itself or a part that gets its tokens embedded."""
 
-    def __init__(self, model: Any, decoder: Any, report: Acceleration) -> None:
+    def __init__(self, model: Any, decoder: Any, report: Acceleration,
+                 apart: bool = False) -> None:
+        """`apart`: the weights will be put away, and the model as it was keeps them meanwhile."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
         config = getattr(decoder, "config", None)
@@ -272,6 +317,8 @@ class _Trial:
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+        if apart:
+            shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         self.stock = copy.deepcopy(model, shared)
         path = next(path for path, module in model.named_modules() if module is decoder)
         self.stock_decoder = self.stock.get_submodule(path)
@@ -306,20 +353,22 @@ class _Trial:
     def prove(self) -> None:
         """The decode step gives what the model gives, or it is not used."""
         ids, results = self.tokens(self.context + TOKENS), []
-        for decoder in (self.stock_decoder, self.decoder):
+        # what weights were rounded to is not the step's: with codes it is compared with their model
+        own = self.stock_decoder if self.report._layers is None else _OwnForward(self.decoder)
+        for decoder in (own, self.decoder):
             cache = self._call(decoder, ids[:, :self.context], use_cache=True).past_key_values
             cached = {"past_key_values": cache, "use_cache": True}
             out = [self._call(decoder, ids[:, i:i + 1], **cached)[0].float()
                    for i in range(self.context, self.context + TOKENS)]
             results.append(torch.cat(out))
         stock, ours = results
-        whole = self._call(self.stock_decoder, ids, use_cache=False)[0]
+        whole = self._call(own, ids, use_cache=False)[0]
         at_once = whole[0, self.context:, None].float()
-        self.report.error, own = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
-                                  for other in (ours, at_once))
+        self.report.error, spread = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
+                                     for other in (ours, at_once))
         step = self.report._step
         assert step is not None
-        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * own)
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:
             self.report.undo()
@@ -327,6 +376,19 @@ class _Trial:
                                     f"more than {limit:.0e}")
         elif not step.served:
             self._give_up("it served no token: " + "; ".join(step.declined))
+
+    def weigh(self, made: QuantizedLayers, text: Text | None) -> None:
+        """Says what the codes did to the predictions."""
+        error = None
+        if self.stock is not None and self.decoder is self.model:
+            place = next(self.decoder.parameters()).device
+            ids, name = token_ids(text, self.model, self.prefill, place, self.tokens)
+            error = prediction_error(lambda ids: self.stock(ids, use_cache=False)[0],
+                                     lambda ids: self.model(ids, use_cache=False)[0], ids, name)
+        elif text is not None:
+            self.report.left.append("the error of the weights was not measured: the model gives no "
+                                    "predictions for tokens alone")
+        self.report.weights = QuantizedWeights.of(made.wanted, made, error)
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()
@@ -340,18 +402,20 @@ class _Trial:
             what = "not measured" if report._step is None else "prompts were not measured"
             report.left.append(f"{what}: {unknown}; time it on your own inputs")
         place = next(self.model.parameters()).device.type
-        if report._changes and not unknown:
+        if (report._changes or report._layers) and not unknown:
             prefill = self._gain({"stock": self._prompt(self.stock),
                                   "ours": self._prompt(self.model)}, seconds, place)
             report.gains["prefill"] = prefill
-            if prefill.verdict == "slower":
+            # quantized weights were asked for: what they cost is not the patch's
+            if prefill.verdict == "slower" and report._layers is None:
                 report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
             ways = {"stock": self._decoding(self.stock_decoder),
                     "ours": self._decoding(self.decoder)}
             report.gains["decode"] = self._gain(ways, seconds, place)
-            if report.gains["decode"].verdict == "slower":
+            # quantized weights were asked for, and the step is the faster way to read them
+            if report.gains["decode"].verdict == "slower" and report._layers is None:
                 self._give_up("a token took longer with it")
 
     def _unknown_input(self) -> str:

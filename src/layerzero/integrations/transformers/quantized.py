@@ -14,7 +14,7 @@ weight, and each has its rows of the codes.
 
 from __future__ import annotations
 
-import copyreg
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ...models.packing import forget_packed
 from ...models.weight_codes import WeightCodes, WeightOnly, obstacle
 from ...ops.formulas.ggml import GGML_FORMATS
+from ...ops.formulas.quant import FORMATS
 from ...spec.errors import ConfigError
 from ..rewiring import public
 from .replacements import stock_of
@@ -88,9 +89,24 @@ def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
     if name == "int4" and weight.dtype == torch.bfloat16:
         # half the bytes to read; codes are those of the scales as they are stored
         codes, scales, *more = _quantize(weight, name, **layout, scales=scales.bfloat16())
-    group = 0 if by_row else -(-inputs // scales.shape[1]) if not size else size
-    group = {"int4": size or 128, "nf4": size or 64, "mxfp4": 32, "nvfp4": 16}.get(name, group)
+    group = 0 if by_row else size or FORMATS[name].block_size
     return WeightCodes(codes, scales, more[0] if more else None, name, group, "none", inputs)
+
+
+def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> QuantizedLayers:
+    """Quantizes the linear layers of a model; `parts` are its DecoderParts, which say what belongs
+    to one product, or None."""
+    groups: list[list[Any]] = []
+    for layer in () if parts is None else parts.layers:
+        into = getattr(layer.mlp, "into", None) or getattr(
+            getattr(layer.mlp, "shared", None), "into", ())
+        groups += [[one.module for one in group] for group in (layer.qkv, into) if len(group) > 1]
+    heads = [m.get_output_embeddings() for m in model.modules()
+             if callable(getattr(m, "get_output_embeddings", None))]
+    conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    made = QuantizedLayers(wanted)
+    made.apply(model, groups, () if conv is None else (conv,), heads)
+    return made
 
 
 class QuantizedLayers:
@@ -264,7 +280,7 @@ def quantized_class(stock: type) -> type:
         if weight.device != device:
             there = nn.Parameter(weight.detach().to(device), weight.requires_grad)
             state["_parameters"] = {**self._parameters, "weight": there}
-        return copyreg.__newobj__, (stock,), state  # type: ignore[attr-defined]
+        return _empty, (stock,), state
 
     def describe(self: Any) -> str:
         return f"{super(ours, self).extra_repr()}, weights={vars(self)[CODES].codes.format}"
@@ -275,6 +291,11 @@ def quantized_class(stock: type) -> type:
         "__module__": stock.__module__, "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__, "_layerzero_stock": stock})
     return ours  # type: ignore[no-any-return]
+
+
+def _empty(stock: Any) -> Any:
+    """A module of this class, as unpickling fills it."""
+    return stock.__new__(stock)
 
 
 def check_kept(module: Any, what: str) -> None:

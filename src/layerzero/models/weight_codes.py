@@ -19,6 +19,8 @@ ALIASES = {"fp8": "fp8_e4m3"}
 ON_CPU = {"int4": "q4_0", "int8": "q8_0"}
 # formats that lz.quantized_linear takes
 NAMES = tuple(n for n in (*FORMATS, *GGML_FORMATS) if n not in ("fp8_e5m2", "q8_1", "q8_k"))
+PROMPTS = {"int8": "int8", "fp8_e4m3": "fp8"}  # format -> what activations may be rounded to
+FEW_ROWS = 16                                  # of activations that are never rounded
 ORIGINALS = ("cpu", "device", "drop")
 # rows that are no whole blocks of 256, as llama.cpp holds them
 SMALLER_BLOCKS = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0",
@@ -32,7 +34,9 @@ class WeightOnly:
     group_size: inputs that share a scale, of int4, int8, fp8 and nf4; 0 is the format's own.
     originals: where the weights as they were are kept while the codes serve: in the memory of the
     CPU, on their device, or nowhere ("drop"). head: also the layer that gives the logits. skip:
-    patterns of names of modules that stay as they are, such as "*.down_proj".
+    patterns of names of modules that stay as they are, such as "*.down_proj". activations: what
+    the inputs of more than sixteen rows are rounded to, those of prompts: "int8" for int8, "fp8"
+    for fp8, so that tensor cores multiply codes with codes.
     """
 
     format: str
@@ -40,6 +44,7 @@ class WeightOnly:
     originals: Literal["cpu", "device", "drop"] = "cpu"
     head: bool = False
     skip: tuple[str, ...] = ()
+    activations: Literal["none", "int8", "fp8"] = "none"
 
     def __post_init__(self) -> None:
         name = ALIASES.get(self.format, self.format)
@@ -50,6 +55,11 @@ class WeightOnly:
         if self.originals not in ORIGINALS:
             raise ConfigError(f"originals wants one of {', '.join(ORIGINALS)}, got "
                               f"{self.originals!r}")
+        if self.activations not in ("none", PROMPTS.get(name)) or (
+                self.activations != "none" and self.group_size):
+            raise ConfigError("activations wants 'none', or with group_size 0 'int8' for int8 and "
+                              f"'fp8' for fp8, got {self.activations!r} for {name} and group_size "
+                              f"{self.group_size}")
         fixed = name in GGML_FORMATS or name in ("mxfp4", "nvfp4")
         if self.group_size < 0 or (self.group_size and fixed):
             raise ConfigError(f"group_size wants 0 for {name}, whose blocks have one size, or a "
@@ -84,6 +94,7 @@ class WeightCodes:
     group_size: int
     activations: str
     inputs: int
+    prompts: str = "none"                      # activations where there are more than FEW_ROWS
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,12 +104,12 @@ class WeightCodes:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, rows: int) -> dict[str, Any]:
         """What lz.quantized_linear is told beside the tensors."""
         whole = {} if self.global_scale is None else {"global_scale": self.global_scale}
-        return {"format": self.format, "group_size": self.group_size,
-                "activations": self.activations, **whole}
+        rounded = self.prompts if rows > FEW_ROWS and self.prompts != "none" else self.activations
+        return {"format": self.format, "group_size": self.group_size, "activations": rounded,
+                **whole}
 
     @property
     def nbytes(self) -> int:

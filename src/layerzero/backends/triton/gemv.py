@@ -4,9 +4,9 @@ One row: every thread reads 16 bytes of each of several rows of the weight, mult
 and the threads of a program reduce at the end. No shared memory, no tensor cores, and each thread
 has eight loads in flight.
 
-Two to sixteen rows of a weight of floats (quantized.py has those of codes): tensor cores, with the weight as the M side. If the weight has too few rows to
-occupy the device, several programs split the inputs (split-K); the last one to finish adds up their
-parts, always in the same order.
+Two to sixteen rows of a weight of floats (quantized.py has those of codes): tensor cores, with the
+weight as the M side. If the weight has too few rows to occupy the device, several programs split
+the inputs (split-K); the last one to finish adds up their parts, always in the same order.
 
 Four-bit codes are not converted one by one. In the mantissa of a float with a fixed exponent, code
 n reads as 256 + n or 16 + n, depending on the position of its bits in the word; the excess is

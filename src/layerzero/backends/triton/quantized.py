@@ -26,8 +26,9 @@ from ...ops.formulas.quant import code_values
 from .launch import Launcher
 from .machine import counters, device_size
 
-INT4, INT8, FP8, TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-KINDS = {"int4": 0, "int8": 1, "fp8_e4m3": 2, "nf4": 3, "mxfp4": 3, "nvfp4": 3}
+# four bits first
+INT4, TABLE, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+KINDS = {"int4": 0, "nf4": 1, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8_e4m3": 3}
 # how scales are stored: as floats of any kind, as a power of two, as fp8_e4m3
 SCALE_KINDS = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2}
 EXCESS = tl.constexpr(8388608.0)               # 2^23
@@ -106,7 +107,7 @@ def tiled_kernel(
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     source = tl.minimum(row, n - 1).to(tl.int64)           # rows past the end are not stored
     m = tl.arange(0, ROWS)
-    four: tl.constexpr = KIND == INT4 or KIND == TABLE
+    four: tl.constexpr = KIND <= TABLE
     width: tl.constexpr = K // 2 if four else K
     even: tl.constexpr = width % BLOCK_K == 0
     by_tile: tl.constexpr = GROUP == 0 or GROUP % BLOCK_K == 0
@@ -175,7 +176,7 @@ def decode_kernel(
 ):
     """Writes the weight in the dtype of `out`. Grid: blocks of rows, blocks of BLOCK_K bytes."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    four: tl.constexpr = KIND == INT4 or KIND == TABLE
+    four: tl.constexpr = KIND <= TABLE
     width: tl.constexpr = K // 2 if four else K
     column = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     inside = (row < n) & (column < width)
@@ -232,9 +233,9 @@ def read(weight: Tensor, scales: Tensor, zeros: Tensor | None, format: str, grou
           whole: Tensor | None, k: int) -> Codes:
     kind = KINDS[format]
     group = 0 if not group_size or group_size >= k else group_size
-    table = _table(format, weight.device) if kind == 3 else scales
+    table = _table(format, weight.device) if kind == 1 else scales
     stored = SCALE_KINDS.get(scales.dtype, 0)
-    options = {"K": k, "GROUP": group // 2 if kind in (0, 3) else group, "KIND": kind,
+    options = {"K": k, "GROUP": group // 2 if kind < 2 else group, "KIND": kind,
                "SCALES": stored, "ZEROS": zeros is not None, "WHOLE": whole is not None}
     return Codes(weight.view(torch.uint8), scales.view(torch.uint8) if stored else scales, zeros,
                   table, whole, options)

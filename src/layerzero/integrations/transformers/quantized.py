@@ -90,7 +90,8 @@ def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
         # half the bytes to read; codes are those of the scales as they are stored
         codes, scales, *more = _quantize(weight, name, **layout, scales=scales.bfloat16())
     group = 0 if by_row else size or FORMATS[name].block_size
-    return WeightCodes(codes, scales, more[0] if more else None, name, group, "none", inputs)
+    return WeightCodes(codes, scales, more[0] if more else None, name, group, "none", inputs,
+                       wanted.activations)
 
 
 def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> QuantizedLayers:
@@ -243,7 +244,8 @@ def quantized_class(stock: type) -> type:
             lowered = torch.get_autocast_dtype(input.device.type)
             input, bias = input.to(lowered), None if bias is None else bias.to(lowered)
         codes: WeightCodes = held.codes
-        out: Tensor = _linear(input, codes.codes, codes.scales, None, bias, **codes.options)
+        out: Tensor = _linear(input, codes.codes, codes.scales, None, bias,
+                              **codes.options(input.numel() // codes.inputs))
         return out
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:

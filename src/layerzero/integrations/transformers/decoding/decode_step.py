@@ -184,7 +184,7 @@ class DecodeStep:
                  and w.format == first.format]
         given = None if bias is None else bias.detach()
         calls = ((x, w.codes, w.scales, None, given) for w in alike)
-        run = self.bind.fastest(what, "quantized_linear", *calls, **first.options)
+        run = self.bind.fastest(what, "quantized_linear", *calls, **first.options(self.batch))
         held = (first.codes, first.scales, given, first.global_scale)
         return with_weights(run, *(t for t in held if t is not None))
 

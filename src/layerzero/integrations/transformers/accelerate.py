@@ -51,6 +51,8 @@ from .weight_error import QuantizedWeights, Text, prediction_error, token_ids
 # many experts is chosen by numbers that are rounded, that is far.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
+# where activations are rounded to eight bits: what lies between two codes falls to either side
+ROUNDED = 0.05
 # the latter where one call takes longer than all should
 LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
 STOCK_DRAW = (
@@ -368,7 +370,9 @@ class _Trial:
                                      for other in (ours, at_once))
         step = self.report._step
         assert step is not None
-        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread)
+        rounded = self.report._layers is not None and self.report._layers.rounds_activations
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread,
+                    ROUNDED * rounded)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:
             self.report.undo()

@@ -128,6 +128,12 @@ class QuantizedLayers:
         """Format -> layers."""
         return dict(Counter(vars(m)[CODES].codes.format for m in self.modules))
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Are the inputs of some layers rounded too?"""
+        held = [vars(m)[CODES].codes for m in self.modules]
+        return any((c.activations, c.prompts) != ("none", "none") for c in held)
+
     def __len__(self) -> int:
         return len(self.modules)
 

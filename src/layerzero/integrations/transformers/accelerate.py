@@ -44,7 +44,7 @@ from .patch import apply as apply_patch
 from .quantized import QuantizedLayers, quantize_layers
 from .replacements import recipe_of
 from .report import PatchReport
-from .weight_error import QuantizedWeights, Text, prediction_error, token_ids
+from .weight_error import QuantizedWeights, Text, default_ids, given_ids, prediction_error
 
 # How far results may be from those of the model as it was, relative, over all of them; and how much
 # farther than its own are from each other when it sees the tokens all at once. Where the best of
@@ -188,6 +188,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
     wanted = None if weights is None else WeightOnly.of(weights)
+    ids = None if text is None else given_ids(text, model)
     before = vars(model).get(ACCELERATION)
     if before is not None:
         if wanted is not None and (before._layers is None or before._layers.wanted != wanted):
@@ -197,7 +198,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     report = Acceleration(type(model).__name__, _model=model)
     try:
         with _evaluated(model):
-            _accelerate(report, patch, capture, seconds if measure else None, wanted, text)
+            _accelerate(report, patch, capture, seconds if measure else None, wanted, ids)
     # an interrupt is passed on, like whatever must not be caught
     except BaseException as error:
         report.undo()
@@ -228,7 +229,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
 
 
 def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds: float | None,
-                weights: WeightOnly | None, text: Text | None) -> None:
+                weights: WeightOnly | None, ids: Tensor | None) -> None:
     model = report._model
     decoder, *others = decoders_in(model)
     trial = _Trial(model, decoder, report, weights is not None)
@@ -260,7 +261,7 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
         trial.fit()
         trial.prove()
     if report._layers is not None:
-        trial.weigh(report._layers, text)
+        trial.weigh(report._layers, ids)
     if seconds is not None and (report._changes or report._step is not None or report._layers):
         trial.time(seconds)
 
@@ -381,15 +382,17 @@ class _Trial:
         elif not step.served:
             self._give_up("it served no token: " + "; ".join(step.declined))
 
-    def weigh(self, made: QuantizedLayers, text: Text | None) -> None:
+    def weigh(self, made: QuantizedLayers, ids: Tensor | None) -> None:
         """Says what the codes did to the predictions."""
         error = None
         if self.stock is not None and self.decoder is self.model:
-            place = next(self.decoder.parameters()).device
-            ids, name = token_ids(text, self.model, self.prefill, place, self.tokens)
+            name = "the given text"
+            if ids is None:
+                ids, name = default_ids(self.model, self.prefill, self.tokens)
+            ids = ids.to(next(self.decoder.parameters()).device)
             error = prediction_error(lambda ids: self.stock(ids, use_cache=False)[0],
                                      lambda ids: self.model(ids, use_cache=False)[0], ids, name)
-        elif text is not None:
+        elif ids is not None:
             self.report.left.append("the error of the weights was not measured: the model gives no "
                                     "predictions for tokens alone")
         self.report.weights = QuantizedWeights.of(made.wanted, made, error)

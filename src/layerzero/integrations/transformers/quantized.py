@@ -182,9 +182,7 @@ class QuantizedLayers:
         """Moves a weight as it was to where it is kept."""
         self._moved[parameter] = parameter.device
         if self.wanted.originals == "drop":
-            # a number that no one takes for a weight, in the shape that it had
-            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype,
-                                        device=parameter.device).expand(parameter.shape)
+            parameter.data = _nothing(parameter, parameter.dtype)
         elif self.wanted.originals == "cpu":
             parameter.data = parameter.detach().to("cpu")
 
@@ -256,20 +254,20 @@ def quantized_class(stock: type) -> type:
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """For `.to`: codes follow to a device, and the weight as it was takes the dtype."""
-        held = vars(self)[CODES]
-        weight = self._parameters.pop("weight")
-        try:
-            before = super(ours, self)._apply(fn, recurse)
-        finally:
-            self._parameters = {"weight": weight, **self._parameters}
+        held, weight = vars(self)[CODES], self.weight
         like = fn(torch.empty(0, dtype=weight.dtype, device=held.codes.codes.device))
-        with torch.no_grad():
-            if like.dtype != weight.dtype:
-                weight.data = weight.detach().to(like.dtype)
+
+        def convert(tensor: Tensor) -> Tensor:
+            if tensor is not weight:
+                return fn(tensor)  # type: ignore[no-any-return]
+            return (_nothing(weight, like.dtype) if held.dropped
+                    else weight.detach().to(like.dtype))
+
+        result = super(ours, self)._apply(convert, recurse)
         if like.device != held.codes.codes.device:
             moved = held.codes.to(like.device)
             vars(self)[CODES] = replace(held, codes=moved, whole=moved)
-        return before
+        return result
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
         check_kept(self, "a state dict of it")
@@ -299,6 +297,11 @@ def quantized_class(stock: type) -> type:
         "__module__": stock.__module__, "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__, "_layerzero_stock": stock})
     return ours  # type: ignore[no-any-return]
+
+
+def _nothing(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number that no one takes for a weight, in the shape of this one."""
+    return torch.full((), float("nan"), dtype=dtype, device=weight.device).expand(weight.shape)
 
 
 def _empty(stock: Any) -> Any:

@@ -76,28 +76,30 @@ class QuantizedWeights(Record):
         return "\n  ".join(lines)
 
 
-def token_ids(text: Text | None, model: Any, count: int, device: torch.device,
-              seeded: Callable[[int], Tensor]) -> tuple[Tensor, str]:
-    """The tokens, (1, n), on which the error is measured, and what they are called.
-
-    Text is tokenized by the tokenizer that lies beside the model's files. Without a text it is the
-    first `count` tokens of a default one, or, where there is no tokenizer, seeded tokens.
-    """
-    if text is not None and not isinstance(text, str):
-        ids = torch.as_tensor(text, device=device)
+def given_ids(text: Text, model: Any) -> Tensor:
+    """The tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer that
+    lies beside the model's files."""
+    if not isinstance(text, str):
+        ids = torch.as_tensor(text)
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.numel() < 2:
             raise ConfigError("text wants a string or at least two token ids, (n,) or (1, n), got "
                               f"{tuple(ids.shape)} of {str(ids.dtype)[6:]}")
-        return ids.long().reshape(1, -1), "the given text"
+        return ids.long().reshape(1, -1)
     tokenizer = _tokenizer(model)
-    if tokenizer is None and text is not None:
+    if tokenizer is None:
         raise ConfigError("text was given as a string, and no tokenizer lies beside the model "
                           f"({getattr(model, 'name_or_path', '') or 'it was not loaded from files'}"
                           "): give token ids, tokenizer(text).input_ids")
+    return torch.as_tensor(tokenizer(text).input_ids)[None]
+
+
+def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tuple[Tensor, str]:
+    """The first `count` tokens of a text of ours, and what it is called; seeded tokens where no
+    tokenizer lies beside the model's files."""
+    tokenizer = _tokenizer(model)
     if tokenizer is None:
         return seeded(count), "seeded numbers (give text= for real ones)"
-    ids = torch.as_tensor(tokenizer(text or DEFAULT_TEXT).input_ids, device=device)[None]
-    return (ids, "the given text") if text else (ids[:, :count], "the default text")
+    return torch.as_tensor(tokenizer(DEFAULT_TEXT).input_ids)[None, :count], "the default text"
 
 
 def _tokenizer(model: Any) -> Any:

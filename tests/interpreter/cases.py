@@ -61,6 +61,10 @@ OURS: dict[str, tuple[dict[str, Any], ...]] = {
         {"format": "nf4", "rows": (1,), "k": 256, "n": 20, "group": 64},
         {"format": "mxfp4", "rows": (5,), "k": 160, "n": 20, "group": 32},
         {"format": "nvfp4", "rows": (2,), "k": 128, "n": 20, "group": 16}),
+    "triton.int8_dynamic_linear": (
+        {"activations": "int8", "rows": (17,), "k": 96, "n": 40},
+        {"activations": "int8", "rows": (20,), "k": 64, "n": 8, "bias": True},
+        {"activations": "int8", "rows": (3, 7), "k": 64, "n": 16, "scale_dtype": "bfloat16"}),
     "triton.quantized_linear_decoded": (
         {"format": "int4", "rows": (17,), "k": 160, "n": 40, "group": 32, "symmetric": False},
         {"format": "int8", "rows": (20,), "k": 48, "n": 8, "bias": True},

@@ -12,7 +12,7 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate
-from layerzero.integrations.transformers.quantized import codes_of, joined_codes
+from layerzero.integrations.transformers.quantized import codes_of, joined_codes, quantize_layers
 from layerzero.integrations.transformers.weight_error import prediction_error
 from layerzero.models.weight_codes import WeightOnly
 from layerzero.spec.errors import ConfigError
@@ -119,14 +119,13 @@ def test_what_is_quantized_can_be_chosen():
 
 
 @torch.no_grad()
-def test_a_model_without_a_decode_step_gets_codes_too():
+def test_layers_that_belong_to_no_decoder():
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8)).eval()
     x = torch.randn(3, 64)
-    before, report = model(x), accelerate(model, weights="int8", measure=False)
-    assert report.weights.layers == {"q8_0": 1} and report.weights.error is None
-    assert report.weights.left == {"fewer than 32 inputs or outputs": 1}
+    before, made = model(x), quantize_layers(model, WeightOnly("int8"), None)
+    assert made.formats == {"q8_0": 1} and made.left == {"fewer than 32 inputs or outputs": 1}
     assert 0 < float((model(x) - before).abs().max()) < 0.05
-    report.undo()
+    made.undo()
     assert torch.equal(model(x), before)
 
 

@@ -99,11 +99,11 @@ def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> Quantiz
     to one product, or None."""
     groups: list[list[Any]] = []
     for layer in () if parts is None else parts.layers:
-        into = getattr(layer.mlp, "into", None) or getattr(
-            getattr(layer.mlp, "shared", None), "into", ())
+        plain: Any = layer.mlp if hasattr(layer.mlp, "into") else layer.mlp.shared
+        into = () if plain is None else plain.into
         groups += [[one.module for one in group] for group in (layer.qkv, into) if len(group) > 1]
-    heads = [m.get_output_embeddings() for m in model.modules()
-             if callable(getattr(m, "get_output_embeddings", None))]
+    holders: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    heads = [m.get_output_embeddings() for m in holders]
     conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     made = QuantizedLayers(wanted)
     made.apply(model, groups, () if conv is None else (conv,), heads)

@@ -256,7 +256,8 @@ class DecodeStep:
         q_norm, k_norm = self._norm("norm of heads", p.q_norm,
                                     query), self._norm("norm of heads", p.k_norm, key)
         shape = heads.shape if query.dim() == 4 else (*heads.shape[:2], -1)
-        q_gain, k_gain = [joined.weight.view(-1, dim) for joined in layer.gains] or (None, None)
+        gains = [joined.weight for joined in layer.gains]
+        q_gain, k_gain = [g.view(-1, dim) for g in gains if isinstance(g, Tensor)] or (None, None)
 
         def normed(heads: Tensor) -> Tensor:
             query, key, value = heads.reshape(shape).split(sizes, 2)

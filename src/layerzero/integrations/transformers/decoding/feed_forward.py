@@ -76,9 +76,10 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
 def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
     """Are both products done by kernels that lz compiled itself?"""
     sizes = [x, x.new_zeros((*x.shape[:-1], products[1].weight.shape[1]))]
-    return all(bind.kernel("linear", given, p.weight,
-                           *(() if p.bias is None else (p.bias,))).startswith(OURS)
-               for given, p in zip(sizes, products))
+    return all(isinstance(p.weight, Tensor) and bind.kernel(
+        "linear", given, p.weight,
+        *(() if p.bias is None else (p.bias,))).startswith(OURS) for given, p in
+        zip(sizes, products))
 
 
 def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product,

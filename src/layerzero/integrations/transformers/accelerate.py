@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...dispatch.background import compiling
 from ...machine import faults
 from ...models.weight_codes import WeightOnly
 from ...spec.codec import Record
@@ -62,6 +63,7 @@ STOCK_DRAW = (
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
 # tokens that tell how slow the model was; seconds for a prompt of it
 PROBE, PATIENCE = 4, 10.0
+COMPILE_SECONDS = 60                           # for the kernels of prompts with codes for weights
 
 
 @dataclass(frozen=True)
@@ -390,6 +392,10 @@ class _Trial:
             if ids is None:
                 ids, name = default_ids(self.model, self.prefill, self.tokens)
             ids = ids.to(next(self.decoder.parameters()).device)
+            if ids.is_cuda:                    # have its kernels compiled before they are judged
+                with torch.no_grad():
+                    self.model(ids, use_cache=False)
+                compiling.wait(COMPILE_SECONDS)
             error = prediction_error(lambda ids: self.stock(ids, use_cache=False)[0],
                                      lambda ids: self.model(ids, use_cache=False)[0], ids, name)
         elif ids is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....dispatch.background import compiling
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.grid import bucket_top
@@ -30,6 +31,7 @@ from .growing_cache import LEAST_ROOM
 
 MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
 PAGE = 64                  # the buffers are read as pages of so many tokens
+COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
 MOST_CACHES = 4            # in use at the same time; more are served without a graph
 
 
@@ -164,6 +166,7 @@ class Fixed:
         if not self._given.is_cuda:
             return
         self._state.fill_(1)
+        compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
         found = graphs.attempt(self._run)
         if found.problems:
             raise Uncapturable(f"the step cannot be captured: {found.problems[0]}")

@@ -22,6 +22,7 @@ from layerzero.backends.cuda import KERNELS, decode
 from layerzero.backends.triton import decode as triton_decode
 from layerzero.backends.triton import gemv as triton_gemv
 from layerzero.backends.triton import norm as triton_norm
+from layerzero.backends.triton import quantized as triton_quantized
 from layerzero.backends.triton import sampling as triton_sampling
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
@@ -115,7 +116,9 @@ def bench_gemv() -> None:
                                                              lambda a=given: gemv.launch(*a))]
             options += [(str(tuple(made)), lambda a=given, made=made: gemv.launch(*a, chosen=made))
                         for made in (gemv.Config(*c) for c in GEMV)]
-            others = [("triton", lambda a=given: triton_gemv.launch(*a)),
+            others = [("triton", (lambda a=given: triton_gemv.launch(*a)) if rows == 1 else
+                       lambda a=given: triton_quantized.quantized_linear(
+                           *a[:5], format=a[5], group_size=a[6])),
                       ("F.linear", lambda x=x, w=w: F.linear(x, w))]
             race(f"gemv {rows}x{k}->{n} {format}", options, others, want)
 

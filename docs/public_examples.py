@@ -191,6 +191,10 @@ EXAMPLES = {
                              '128, 64)\n'
                              'q, k = lz.rope(q, q, cos, sin, style="rotate_half")',
     "positions.xpos_tables": '(cos_q, sin_q), (cos_k, sin_k) = lz.positions.xpos_tables(64, 128)',
+    "quant.WeightOnly": LLAMA + 'wanted = lz.quant.WeightOnly("int4", group_size=64, '
+                                'skip=("*.down_proj",))\n'
+                                'report = lz.accelerate(model.eval(), weights=wanted, '
+                                'measure=False)',
     "quant.choose_format": 'choice = lz.quant.choose_format("cpu")',
     "quant.column_shard": 'shard = lz.quant.column_shard(torch.randn(64, 32), rank=0, world=2)',
     "quant.forget_packed": 'count = lz.quant.forget_packed()',

@@ -2135,7 +2135,7 @@ def quantized_linear(
     x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
     bias: Tensor | None = None, *,
     format: Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"],
-    group_size: int = 0, activations: Literal["none", "int8", "q8"] = "none",
+    group_size: int = 0, activations: Literal["none", "int8", "q8", "fp8"] = "none",
     global_scale: Tensor | None = None, backend: str | None = None,
     policy: Mapping[str, Any] | Layer | None = None,
 ) -> Tensor:
@@ -2149,7 +2149,7 @@ def quantized_linear(
         bias (Tensor | None): out_features
         format (Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_k", "iq4_nl", "iq4_xs"])
         group_size (int)
-        activations (Literal["none", "int8", "q8"])
+        activations (Literal["none", "int8", "q8", "fp8"])
         global_scale (Tensor | None): 1 1
         backend (str | None)
         policy (Mapping[str, Any] | Layer | None)

@@ -11,9 +11,11 @@ from torch import Tensor
 from .models.checkpoint_formats import QuantizedWeight
 from .models.packing import PackedState
 from .models.quantization import FormatChoice
+from .models.weight_codes import WeightOnly as WeightOnly
 from .spec.device import Device
 
 __all__ = [
+    "WeightOnly",
     "choose_format",
     "column_shard",
     "forget_packed",

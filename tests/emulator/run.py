@@ -85,6 +85,9 @@ class Kernel(compiler.CompiledCuda):
         self.emulated.launch(self.name, grid, self.threads, params, self.shared, self.cluster)
         return -1
 
+    def resident_clusters(self) -> int:
+        return 1 << 20
+
     def handle(self, device: int) -> tuple[int, int]:
         """Returns a launch function with the driver's signature that runs the emulator."""
         library = self.emulated.library

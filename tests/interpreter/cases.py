@@ -51,8 +51,25 @@ OURS: dict[str, tuple[dict[str, Any], ...]] = {
          "bias": True},
         {"format": "int8", "rows": (1,), "k": 2112, "n": 20},
         {"format": "fp8_e4m3", "rows": (1,), "k": 64, "n": 9},
-        {"format": "int8", "rows": (1,), "k": 256, "n": 20, "group": 32, "symmetric": False},
-        {"format": "int4", "rows": (9,), "k": 1024, "n": 40, "group": 32}),
+        {"format": "int8", "rows": (1,), "k": 256, "n": 20, "group": 32, "symmetric": False}),
+    "triton.quantized_linear_tiled": (
+        {"format": "int4", "rows": (9,), "k": 1024, "n": 40, "group": 32},
+        {"format": "int4", "rows": (3,), "k": 512, "n": 33, "group": 128, "symmetric": False,
+         "bias": True},
+        {"format": "int8", "rows": (2,), "k": 144, "n": 20, "group": 64, "symmetric": False},
+        {"format": "fp8_e4m3", "rows": (33,), "k": 96, "n": 9, "scale_dtype": "bfloat16"},
+        {"format": "nf4", "rows": (1,), "k": 256, "n": 20, "group": 64},
+        {"format": "mxfp4", "rows": (5,), "k": 160, "n": 20, "group": 32},
+        {"format": "nvfp4", "rows": (2,), "k": 128, "n": 20, "group": 16}),
+    "triton.int8_dynamic_linear": (
+        {"activations": "int8", "rows": (17,), "k": 96, "n": 40},
+        {"activations": "int8", "rows": (20,), "k": 64, "n": 8, "bias": True},
+        {"activations": "int8", "rows": (3, 7), "k": 64, "n": 16, "scale_dtype": "bfloat16"}),
+    "triton.quantized_linear_decoded": (
+        {"format": "int4", "rows": (17,), "k": 160, "n": 40, "group": 32, "symmetric": False},
+        {"format": "int8", "rows": (20,), "k": 48, "n": 8, "bias": True},
+        {"format": "fp8_e4m3", "rows": (17,), "k": 1040, "n": 9, "group": 128},
+        {"format": "nvfp4", "rows": (17,), "k": 96, "n": 11, "group": 16}),
 }
 
 
@@ -121,7 +138,7 @@ def configured() -> None:
                         for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
             ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits
                        for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
-            ("gemv", [gemv.config(1, 4096, 4096, 0, False, here, p).block_n
+            ("gemv", [gemv.config(1, 4096, 4096, False, here, p).block_n
                       for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
         say("configured", "passed" if found == rising else "failed",
             f"{text}: {found} instead of {rising}")

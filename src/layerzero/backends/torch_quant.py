@@ -310,6 +310,25 @@ def _int8_dynamic() -> Callable[..., Any]:
     return run
 
 
+def _fp8_dynamic() -> Callable[..., Any]:
+    product, fp8 = torch._scaled_mm, torch.float8_e4m3fn
+
+    def run(x: Tensor, weight_q: Tensor, scales: Tensor, bias: Tensor | None = None, *, format: str,
+            activations: str) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).float()
+        step = (flat.abs().amax(-1, keepdim=True) / 448.0).clamp_(min=TINY)
+        codes = (flat / step).clamp_(-448.0, 448.0).to(fp8)
+        if x.device.type == "cuda":
+            out = product(codes, weight_q.t(), step, scales.float().t(), out_dtype=x.dtype)
+            out = out if bias is None else out.add_(bias)
+        else:
+            out = F.linear(codes.float(), weight_q.float()).mul_(scales[:, 0].float()).mul_(step)
+            out = (out if bias is None else out.add_(bias.float())).to(x.dtype)
+        return out.view(*x.shape[:-1], len(weight_q))
+
+    return run
+
+
 WEIGHT_ONLY: tuple[r.Condition, ...] = (r.equals("activations", "none"),)
 ONE_SCALE_PER_ROW: tuple[r.Condition, ...] = (
     r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
@@ -367,4 +386,15 @@ KERNELS = (
                r.any_of(r.device("cpu"), r.at_least("rows", 17)),
                r.any_of(r.device("cpu"), r.multiple_of("in_features", 8)),
                r.any_of(r.device("cpu"), r.multiple_of("out_features", 8)))),
+    Kernel("torch.fp8_dynamic_linear", quantized_linear, _fp8_dynamic, prior=9.0, overhead_us=20.0,
+           differentiable=False, less_work="multiplies the codes as they are",
+           requires=(
+               r.device("cpu", "cuda"), r.one_of("activations", "fp8"), *ONE_SCALE_PER_ROW,
+               r.one_of("format", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
+               r.plain_tensors(), r.contiguous("weight_q"), r.dtypes("bfloat16", "float32"),
+               r.at_least("rows", 1, Code.EMPTY_INPUT),
+               *(r.any_of(r.device("cpu"), rule) for rule in (
+                   # what torch._scaled_mm takes with a scale for each row
+                   r.vendor("nvidia"), r.sm(at_least=90), r.dtypes("bfloat16"),
+                   r.multiple_of("in_features", 16), r.multiple_of("out_features", 16))))),
 )

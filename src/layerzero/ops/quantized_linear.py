@@ -9,7 +9,8 @@ is 32 for mxfp4 and 16 for nvfp4, whose `global_scale` multiplies all scales.
 
 The weight is dequantized in float32 and rounded to x's dtype. With activations="int8" each row of x
 is rounded to int8 too, symmetrically by its largest magnitude, and the products are summed exactly
-(int8 weights only).
+(int8 weights only). With activations="fp8" each row of x is rounded to fp8_e4m3 by its largest
+magnitude (fp8_e4m3 weights only).
 
 The formats of ggml (formulas/ggml.py) keep their scales among the codes: `weight_q` is
 (out_features, row_bytes), `scales` is None. With activations="q8" x is rounded in float32 to the
@@ -60,7 +61,8 @@ FormatName = Literal["int8", "int4", "fp8_e4m3", "nf4", "mxfp4", "nvfp4", GgmlNa
 def reference(
     x: Tensor, weight_q: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
     bias: Tensor | None = None, *, format: FormatName, group_size: int = 0,
-    activations: Literal["none", "int8", "q8"] = "none", global_scale: Tensor | None = None,
+    activations: Literal["none", "int8", "q8", "fp8"] = "none",
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """x @ dequantize(weight_q, scales, zeros).T + bias."""
     if scales is None:
@@ -69,10 +71,12 @@ def reference(
     rows_per_scale = out_features // max(scales.shape[0], 1)
     weight = dequantize_codes(weight_q, scales, zeros, FORMATS[format], in_features,
                               group_size or in_features, rows_per_scale, global_scale)
-    if activations == "int8":
-        wide = weight.dtype
-        step = (x.to(wide).abs().amax(-1, keepdim=True) / 127.0).clamp(min=TINY)
-        codes = (x.to(wide) / step).round().clamp(-127.0, 127.0)
+    if activations in ("int8", "fp8"):
+        wide, largest = weight.dtype, 127.0 if activations == "int8" else 448.0
+        step = (x.to(wide).abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
+        codes = (x.to(wide) / step).clamp(-largest, largest)
+        codes = (codes.round() if activations == "int8"
+                 else codes.float().to(torch.float8_e4m3fn).to(wide))
         out = codes @ weight.t() * step
         return (out if bias is None else out + bias.to(wide)).to(x.dtype)
     out = x @ weight.to(x.dtype).t()
@@ -139,6 +143,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"format": "int4", "group": 32, "stride": "padded"}, {"activations": "int8"},
     {"k": 33, "n": 7, "activations": "int8"},
     {"activations": "int8", "bias": True, "rows": (2, 20)}, {"activations": "int8", "rows": (0,)},
+    {"format": "fp8_e4m3", "activations": "fp8", "bias": True, "rows": (2, 20)},
     {"format": "nf4", "group": 64, "k": 128, "bias": True}, {"format": "nf4"},
     {"format": "mxfp4", "group": 32, "k": 100}, {"format": "nvfp4", "group": 16, "bias": True},
     *({"format": f, "k": 256, "n": 16, "rows": (3,), "activations": "q8", "bias": f in BIASED}
@@ -232,6 +237,7 @@ OP = Op(
                code=Code.SCALE_LAYOUT_MISMATCH),
         when(present("zeros.dtype"), one_of("format", "int8", "int4")),
         when(equals("activations", "int8"), one_of("format", "int8")),
+        when(equals("activations", "fp8"), one_of("format", "fp8_e4m3")),
         when(equals("activations", "q8"), one_of("format", *GGML_FORMATS)),
         any_of(equals("activations", "none"), absent("zeros.dtype")),
         any_of(equals("activations", "none"), equals("group_size", 0, Code.SCALE_LAYOUT_MISMATCH)),

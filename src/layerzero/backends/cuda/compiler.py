@@ -396,6 +396,16 @@ class CompiledCuda:
                        f"launching {self.source}:{self.name}, grid {grid}, {self.threads} threads, "
                        f"{self.shared} bytes of shared memory, clusters of {self.cluster}")
 
+    def resident_clusters(self) -> int:
+        """Returns how many clusters the current device runs at once. Parts of a device have
+        unequal numbers of multiprocessors, so it is fewer than these would make together."""
+        slot, found = self._slot(torch.cuda.current_device()), c_int()
+        slot.config.grid_x, slot.config.grid_y, slot.config.grid_z = self.cluster, 1, 1
+        code = driver().cuOccupancyMaxActiveClusters(byref(found), slot.function, slot.place)
+        if code:
+            raise failure(code, f"asking how many clusters of {self.source}:{self.name} fit")
+        return max(1, found.value)
+
     def _slot(self, device: int) -> _Slot:
         ensure_context(device)
         with self._loading:

@@ -171,6 +171,8 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
     run = compiler.kernel("gemv.cu", "gemv", macros, cfg.warps * 32, shape.shared(cfg), cfg.split)
     cluster_count = clusters(-(-shape.n // (16 * cfg.tall)), cfg.split, cfg.blocks,
                              machine.processors)
+    if cfg.split > 1:                                      # others would run after all of these
+        cluster_count = min(cluster_count, run.resident_clusters())
     return Launch(run, (cluster_count * cfg.split, 1, 1), shape.lines(cfg))
 
 

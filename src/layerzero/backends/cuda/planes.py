@@ -55,10 +55,7 @@ class Shape(NamedTuple):
 
 
 def clusters(tiles: int, split: int, blocks: int, processors: int) -> int:
-    """Returns the number of clusters, at most as many as run at once; large ones cannot fill a GPC
-    of 18."""
-    if split > 2:
-        processors = max(8, processors // 8 * 8)
+    """Returns the number of clusters, at most as many as there are multiprocessors for."""
     return max(1, min(tiles, blocks * processors // split))
 
 
@@ -102,8 +99,10 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
               ("COUNT", cfg.own), ("SPLIT", cfg.split), ("WHOLE", int(cfg.pairs * 256 == shape.k)),
               ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
     run = compiler.kernel("planes.cu", "planes", macros, cfg.warps * 32, cfg.shared, cfg.split)
-    return Launch(run, (clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors)
-                        * cfg.split, 1, 1))
+    count = clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors)
+    if cfg.split > 1:                                      # others would run after all of these
+        count = min(count, run.resident_clusters())
+    return Launch(run, (count * cfg.split, 1, 1))
 
 
 def launch(out: Tensor, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None,

@@ -72,6 +72,26 @@ def _quantized_linear() -> Callable[..., Any]:
     return quantized_linear
 
 
+def _quantized_tiled() -> Callable[..., Any]:
+    from .quantized import quantized_linear
+    return quantized_linear
+
+
+def _quantized_decoded() -> Callable[..., Any]:
+    from .quantized import decoded_linear
+    return decoded_linear
+
+
+def _int8_dynamic() -> Callable[..., Any]:
+    from .rounded import int8_linear
+    return int8_linear
+
+
+def _fp8_dynamic() -> Callable[..., Any]:
+    from .rounded import fp8_linear
+    return fp8_linear
+
+
 def _sample() -> Callable[..., Any]:
     from .sampling import sample
     return sample
@@ -188,6 +208,18 @@ NORM: tuple[r.Condition, ...] = (
 FEW_ROWS: tuple[r.Condition, ...] = (HALF, r.at_least("rows", 1, Code.EMPTY_INPUT),
                                      r.at_most("rows", 16), r.unit_stride("x"))
 
+CODES_ONLY = "reads the codes, and writes no dequantized weight"
+QUANTIZED: tuple[r.Condition, ...] = (         # how all of them read a weight
+    r.equals("activations", "none"), r.present("scales.dtype", Code.QUANT_FORMAT_UNSUPPORTED),
+    r.contiguous("weight_q"), r.contiguous("scales"), r.contiguous("zeros"),
+    r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH))
+
+ONE_ROUNDING = "rounds x in one pass, where torch runs a kernel for each step of the formula"
+ROUNDED: tuple[r.Condition, ...] = (           # of products of codes with codes
+    r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
+    r.one_of("group_size", 0), r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
+    r.unit_stride("x"), r.contiguous("weight_q"), r.contiguous("scales"), r.unit_stride("bias"))
+
 DEFAULTS = (
     _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"),
             *HEAD_RULES, POSITIVE_SCALE,
@@ -229,15 +261,40 @@ DEFAULTS = (
             note="for as few rows as a decode step has: reading the weight is all the time there "
                  "is"),
     _kernel("quantized_linear_gemv", quantized_linear, _quantized_linear, 8.0, 16.0, *FEW_ROWS,
-            r.one_of("format", "int8", "int4", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
-            r.equals("activations", "none"), r.contiguous("weight_q"), r.aligned("weight_q", 16),
-            r.contiguous("scales"),
-            r.contiguous("zeros"), r.multiple_of("in_features", 32),
-            r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
+            r.equals("rows", 1), r.one_of("format", "int8", "int4", "fp8_e4m3",
+                                          code=Code.QUANT_FORMAT_UNSUPPORTED),
+            *QUANTIZED, r.aligned("weight_q", 16), r.multiple_of("in_features", 32),
             r.one_of("group_size", 0, 32, 64, 128, 256, code=Code.SCALE_LAYOUT_MISMATCH),
             r.any_of(r.one_of("format", "int8", "int4"), r.sm(at_least=89)),
-            shared_memory=GEMV_SHARED, less_work="reads the codes, and writes no dequantized "
-                                                 "weight"),
+            shared_memory=GEMV_SHARED, less_work=CODES_ONLY),
+    _kernel("quantized_linear_tiled", quantized_linear, _quantized_tiled, 7.0, 18.0, HALF,
+            r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_most("rows", 64), r.unit_stride("x"),
+            *QUANTIZED, r.multiple_of("in_features", 16), r.unit_stride("bias"),
+            r.any_of(r.one_of("group_size", 0, 16, 32), r.multiple_of("group_size", 64)),
+            shared_memory="65536", less_work=CODES_ONLY,
+            note="codes are decoded on their way to the tensor cores"),
+    _kernel("quantized_linear_decoded", quantized_linear, _quantized_decoded, 4.0, 30.0, HALF,
+            r.at_least("rows", 17), *QUANTIZED, r.multiple_of("in_features", 16),
+            workspace="itemsize * in_features * out_features", shared_memory=SMALL_SHARED,
+            replayable=False,
+            less_work="writes the weight once, where torch runs a kernel for each step of the "
+                      "formula",
+            note="torch's matmul follows"),
+    _kernel("int8_dynamic_linear", quantized_linear, _int8_dynamic, 10.0, 20.0, HALF,
+            r.one_of("activations", "int8"),
+            r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED), *ROUNDED,
+            # what torch._int_mm takes
+            r.at_least("rows", 17), r.at_most("in_features", 1 << 15),
+            r.multiple_of("in_features", 8), r.multiple_of("out_features", 8),
+            shared_memory=SMALL_SHARED, replayable=False, less_work=ONE_ROUNDING),
+    _kernel("fp8_dynamic_linear", quantized_linear, _fp8_dynamic, 10.0, 20.0,
+            r.dtypes("bfloat16"), r.one_of("activations", "fp8"),
+            r.one_of("format", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED), *ROUNDED,
+            # what torch._scaled_mm takes with a scale for each row
+            r.sm(at_least=90), r.dtypes("float32", of="scales.dtype"),
+            r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_most("in_features", 1 << 15),
+            r.multiple_of("in_features", 16), r.multiple_of("out_features", 16),
+            shared_memory=SMALL_SHARED, replayable=False, less_work=ONE_ROUNDING),
     _kernel("sample", sample, _sample, 4.0, 90.0, FLOATS, r.unit_stride("logits"),
             r.at_most("vocab", 1 << 20), r.at_most("batch", MAX_GRID), r.at_most("top_k", 1024),
             r.absent("temperature_rows.dtype"), r.absent("top_k_rows.dtype"),

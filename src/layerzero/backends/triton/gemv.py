@@ -1,12 +1,12 @@
-"""Linear layers for few rows of x: the weight is read once, at memory bandwidth, in any format.
+"""Linear layers for few rows of x: the weight is read once, at memory bandwidth.
 
 One row: every thread reads 16 bytes of each of several rows of the weight, multiplies in float32,
 and the threads of a program reduce at the end. No shared memory, no tensor cores, and each thread
 has eight loads in flight.
 
-Two to sixteen rows: tensor cores, with the weight as the M side. If the weight has too few rows to
-occupy the device, several programs split the inputs (split-K); the last one to finish adds up their
-parts, always in the same order.
+Two to sixteen rows of a weight of floats (quantized.py has those of codes): tensor cores, with the
+weight as the M side. If the weight has too few rows to occupy the device, several programs split
+the inputs (split-K); the last one to finish adds up their parts, always in the same order.
 
 Four-bit codes are not converted one by one. In the mantissa of a float with a fixed exponent, code
 n reads as 256 + n or 16 + n, depending on the position of its bits in the word; the excess is
@@ -228,61 +228,28 @@ def one_row_int4_kernel(
                        GROUP == 0, BIAS)
 
 
-@triton.jit
-def _scaled_dot(w, x, acc, scale):
-    """Returns acc + w x^T times the scale of each row of w, with the codes of w in x's dtype."""
-    return acc + tl.dot(w.to(x.dtype), x) * scale[:, None]
-
-
 @triton.jit(do_not_specialize=["rows", "n", "splits"])
 def few_rows_kernel(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits,
-    x_row, w_row, scale_row,
-    K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    SCALED: tl.constexpr, INT4: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, part_ptr, count_ptr, rows, n, splits, x_row, w_row,
+    K: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """For four-bit codes BLOCK_K bytes at a time; low nibbles belong to even inputs, high ones to
-    odd."""
+    """For weights of floats; those of codes are in quantized.py."""
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     source = tl.minimum(row, n - 1).to(tl.int64)
     m = tl.arange(0, ROWS)
-    width: tl.constexpr = K // 2 if INT4 else K
-    inputs_per_column: tl.constexpr = 2 if INT4 else 1     # inputs per stored column
-    even: tl.constexpr = width % BLOCK_K == 0
-    split_width = tl.cdiv(tl.cdiv(width, BLOCK_K), splits) * BLOCK_K
+    even: tl.constexpr = K % BLOCK_K == 0
+    split_width = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for first in tl.range(split * split_width, tl.minimum((split + 1) * split_width, width),
+    for first in tl.range(split * split_width, tl.minimum((split + 1) * split_width, K),
                           BLOCK_K, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_K)
         w_ptrs = w_ptr + source[:, None] * w_row + column[None, :]
-        x_ptrs = x_ptr + m[None, :] * x_row + column[:, None] * inputs_per_column
-        x_mask = (m[None, :] < rows) & (column[:, None] < width)
-        w = tl.load(w_ptrs) if even else tl.load(w_ptrs, mask=column[None, :] < width, other=0)
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        scale = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if GROUP > 0:
-            scale = tl.load(scales_ptr + source * scale_row + first * inputs_per_column
-                            // GROUP).to(tl.float32)
-        if INT4:
-            zero = tl.full((BLOCK_N,), 8.0, tl.float32)
-        if ZEROS:
-            zero_offset = source * scale_row + (first * inputs_per_column // GROUP if GROUP > 0
-                                                else 0)
-            zero = tl.load(zeros_ptr + zero_offset).to(tl.float32)
-        if INT4:
-            x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0)
-            low, high = (w & 15).to(tl.float32) - zero[:, None], (w >> 4).to(tl.float32) - zero[
-                :, None]
-            acc = _scaled_dot(low.to(x.dtype), x, acc, scale)
-            acc = _scaled_dot(high.to(x.dtype), x_odd, acc, scale)
-        elif ZEROS:
-            acc = _scaled_dot((w.to(tl.float32) - zero[:, None]).to(x.dtype), x, acc, scale)
-        elif GROUP > 0:
-            acc = _scaled_dot(w, x, acc, scale)
-        else:
-            acc = tl.dot(w.to(x.dtype), x, acc)
+        x_ptrs = x_ptr + m[None, :] * x_row + column[:, None]
+        w = tl.load(w_ptrs) if even else tl.load(w_ptrs, mask=column[None, :] < K, other=0)
+        x = tl.load(x_ptrs, mask=(m[None, :] < rows) & (column[:, None] < K), other=0.0)
+        acc = tl.dot(w, x, acc)
     if splits > 1:
         part = (tl.program_id(0).to(tl.int64) * splits + split) * BLOCK_N * ROWS
         inner = tl.arange(0, BLOCK_N)[:, None] * ROWS + m[None, :]
@@ -296,19 +263,14 @@ def few_rows_kernel(
             for s in range(splits):
                 part = (tl.program_id(0).to(tl.int64) * splits + s) * BLOCK_N * ROWS
                 acc += tl.load(part_ptr + part + inner, cache_modifier=".cg")
-            _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED
-                        and GROUP == 0, BIAS)
+            _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
     else:
-        _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr, SCALED
-                    and GROUP == 0, BIAS)
+        _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
 
 
 @triton.jit
-def _store_tile(acc, row, m, rows, n, scales_ptr, scale_row, bias_ptr, out_ptr,
-                BY_ROW: tl.constexpr, BIAS: tl.constexpr):
+def _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS: tl.constexpr):
     inside = row < n
-    if BY_ROW:
-        acc *= tl.load(scales_ptr + row * scale_row, mask=inside, other=0.0).to(tl.float32)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + m[None, :].to(tl.int64) * n + row[:, None], acc.to(out_ptr.dtype.element_ty),
@@ -328,10 +290,9 @@ class Config(NamedTuple):
     splits: int = 1
 
 
-def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.device,
+def config(rows: int, n: int, width: int, int4: bool, device: torch.device,
            programs: float = 1.0) -> Config:
-    """Returns the launch configuration; `width`: elements in a row of the weight; `group`: elements
-    per scale, 0 for all.
+    """Returns the launch configuration; `width`: elements in a row of the weight.
 
     `programs` is a multiple of what was fastest on an H200, for tuning.
     """
@@ -344,7 +305,7 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
     if rows == 1:
         return Config(int((4 if n >= 4 * 4 * processors else 2) / programs), 128, 4, 1)
     block_n = 64 if n >= 64 * processors else 32
-    block_k = min(128, max(16, triton.next_power_of_2(width)), group or 128)
+    block_k = min(128, max(16, triton.next_power_of_2(width)))
     splits = max(1, min(int(2 * processors * programs) // -(-n // block_n), width // (4 * block_k)))
     return Config(block_n, block_k, 4, 4, splits)
 
@@ -352,8 +313,8 @@ def config(rows: int, n: int, width: int, group: int, int4: bool, device: torch.
 def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | None,
            bias: Tensor | None, format: str, group_size: int, chosen: Config | None = None,
            programs: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-    """`format`: that of the codes, or "" for a weight of floats; `dtype`: of the result, that of x
-    by default."""
+    """`format`: that of the codes, of which one row is multiplied, or "" for a weight of floats;
+    `dtype`: of the result, that of x by default."""
     k, n = x.shape[-1], weight.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=dtype or x.dtype, device=x.device)
     flat = x.reshape(-1, k)
@@ -365,8 +326,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
     scale_row = 0 if scales is None else scales.stride(0)
     if not out.numel():
         return out
-    cfg = (chosen or config(rows, n, weight.shape[1], group // 2 if int4 else group, int4, x.device,
-                            programs))
+    cfg = chosen or config(rows, n, weight.shape[1], int4, x.device, programs)
     options: dict[str, Any] = {"K": k, "GROUP": group, "ZEROS": zeros is not None,
                                "BIAS": bias is not None, "BLOCK_N": cfg.block_n,
                                "STAGES": cfg.stages, "num_warps": cfg.warps}
@@ -390,10 +350,10 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor | None, zeros: Tensor | Non
                                 device=x.device)
             count = counters(x.device, grid[0])
         _few_rows((grid[0], cfg.splits), (
-            flat, weight, *optional_args, out, parts, count, rows, n, cfg.splits, flat.stride(0),
-            weight.stride(0), scale_row), {
-            **options, "SCALED": scales is not None, "INT4": int4, "BLOCK_K": cfg.block_k,
-            "ROWS": MAX_ROWS})
+            flat, weight, optional_args[2], out, parts, count, rows, n, cfg.splits, flat.stride(0),
+            weight.stride(0)), {
+            "K": k, "BIAS": bias is not None, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k,
+            "ROWS": MAX_ROWS, "STAGES": cfg.stages, "num_warps": cfg.warps})
     return out
 
 

@@ -5,6 +5,7 @@ one call.
     print(report)  # what was done, what was left and why, what it gains here
     model.generate(**inputs)                   # as before
     report.undo()                              # or lz.unaccelerate(model)
+    lz.accelerate(model, weights="int4")       # and linear layers with codes for weights
 
 First lz.patch. Then, for a decoder that is recognised (decoding/decoders.py), whether it is the
 model or the language model inside it, a decode step of its own: kernels chosen once, weights that
@@ -27,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...dispatch.background import compiling
 from ...machine import faults
+from ...models.weight_codes import WeightOnly
 from ...spec.codec import Record
 from ...spec.display import Displayed
 from ...spec.errors import ConfigError
@@ -39,14 +42,18 @@ from .decoding.families import NotRecognised
 from .decoding.reduction import ACCELERATION, ON_DEVICE, REDUCE, Reduce
 from .patch import Changes
 from .patch import apply as apply_patch
+from .quantized import QuantizedLayers, quantize_layers
 from .replacements import recipe_of
 from .report import PatchReport
+from .weight_error import QuantizedWeights, Text, default_ids, given_ids, prediction_error
 
 # How far results may be from those of the model as it was, relative, over all of them; and how much
 # farther than its own are from each other when it sees the tokens all at once. Where the best of
 # many experts is chosen by numbers that are rounded, that is far.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
+# where activations are rounded to eight bits: what lies between two codes falls to either side
+ROUNDED = 0.05
 # the latter where one call takes longer than all should
 LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
 STOCK_DRAW = (
@@ -57,6 +64,7 @@ PREFILL, CONTEXT, TOKENS = 128, 64, 3
 ENCODED = 16                                   # states of an encoder in the trial
 # tokens that tell how slow the model was; seconds for a prompt of it
 PROBE, PATIENCE = 4, 10.0
+COMPILE_SECONDS = 60                           # for the kernels of prompts with codes for weights
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,9 @@ class Gain(Record):
 
 
 @dataclass(repr=False)
-class Acceleration(Displayed, Record, 
-                   json="model done left error gains kernels served declined generated"):
+class Acceleration(
+        Displayed, Record,
+        json="model done left error gains kernels served declined generated weights"):
     """What was done to a model. As a context manager it is undone at the end of the block."""
 
     model: str                                 # its class
@@ -97,6 +106,7 @@ class Acceleration(Displayed, Record,
     gains: dict[str, Gain] = field(default_factory=dict)       # prefill, decode
     error: float | None = None                 # of the decode step, relative to the model as it was
     patched: PatchReport | None = None
+    weights: QuantizedWeights | None = None    # where weights= asked for it
     _model: Any = field(default=None, repr=False)
     # an Accelerated; its module needs transformers, which the name lz.accelerate does not
     _step: Any = field(default=None, repr=False)
@@ -104,6 +114,7 @@ class Acceleration(Displayed, Record,
     _changes: Changes = field(default_factory=Changes, repr=False)     # by lz.patch
     _speculation: Any = field(default=None, repr=False)        # a Speculation, likewise
     _assistant: Acceleration | None = field(default=None, repr=False)  # made for it
+    _layers: QuantizedLayers | None = field(default=None, repr=False)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -139,6 +150,9 @@ class Acceleration(Displayed, Record,
             self._assistant.undo()
         self._speculation = self._assistant = None
         self._drop_step()
+        if self._layers is not None:
+            self._layers.undo()
+        self._layers = None
         self._drop_patch()
         for name in (ACCELERATION, REDUCE):
             vars(self._model).pop(name, None)
@@ -168,7 +182,12 @@ class Acceleration(Displayed, Record,
     def __str__(self) -> str:
         lines = [f"{self.model}: " + ("nothing was changed" if not self.done
                                       else "; ".join(self.done))]
+        lines += [f"  {self.weights}"] * (self.weights is not None)
         lines += [f"  {name}: {gain}" for name, gain in self.gains.items()]
+        if self.weights is not None and "decode" in self.gains:
+            decode = self.gains["decode"]
+            lines.append(f"  tokens a second: {1e6 / decode.stock_us:.1f} -> "
+                         f"{1e6 / decode.ours_us:.1f}")
         lines += [f"  left: {text}" for text in self.left]
         if self._step is not None:
             lines += [f"  {what}: {kernel}" for what, kernel in self.kernels.items()]
@@ -184,7 +203,8 @@ class Acceleration(Displayed, Record,
 
 
 def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = None,
-               measure: bool = True, seconds: float = 3.0,
+               measure: bool = True, seconds: float = 3.0, weights: WeightOnly | str | None = None,
+               text: Text | None = None,
                assistant: nn.Module | str | None = None) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
@@ -192,19 +212,27 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower. assistant: a smaller model of the same vocabulary, which is accelerated as well, or
-    "prompt_lookup": generate() then lets it propose tokens and verifies several at once, where it
-    is greedy and for one text; the tokens are the same.
+    not slower. weights: hold the weights of linear layers in this format of lz.quantized_linear
+    ("int4", "int8", "fp8", "mxfp4", "nf4", "q4_k", "q8_0", ..., or an lz.quant.WeightOnly). The
+    report says how far the predictions are from the model's as it was, on `text`: a string, token
+    ids, or by default a text of ours. assistant: a smaller model of the same vocabulary, which is
+    accelerated as well, or "prompt_lookup": generate() then lets it propose tokens and verifies
+    several at once, where it is greedy and for one text; the tokens are the same.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
+    wanted = None if weights is None else WeightOnly.of(weights)
+    ids = None if text is None else given_ids(text, model)
     before = vars(model).get(ACCELERATION)
     if before is not None:
+        if wanted is not None and (before._layers is None or before._layers.wanted != wanted):
+            raise ConfigError("lz.accelerate wants a model that is not accelerated to quantize its "
+                              "weights, got one that is: lz.unaccelerate(model) first")
         return before  # type: ignore[no-any-return]
     report = Acceleration(type(model).__name__, _model=model)
     try:
         with _evaluated(model):
-            _accelerate(report, patch, capture, seconds if measure else None)
+            _accelerate(report, patch, capture, seconds if measure else None, wanted, ids)
     # an interrupt is passed on, like whatever must not be caught
     except BaseException as error:
         report.undo()
@@ -215,6 +243,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
                              faults.reason_of(error, faults.classify(error))))
         return Acceleration(type(model).__name__,
                             left=[f"everything: {type(error).__name__}: {error}"], _model=model)
+    if report._layers is not None:
+        report.done.append(f"{len(report._layers)} linear layers with codes for weights")
     if report._changes:
         report.done.append(f"{len(report._changes)} modules by lz.patch")
     if report._step is not None:
@@ -250,20 +280,25 @@ def _attach_generation(report: Acceleration) -> None:
         report.left.append(STOCK_DRAW)
 
 
-def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
-                seconds: float | None) -> None:
+def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds: float | None,
+                weights: WeightOnly | None, ids: Tensor | None) -> None:
     model = report._model
     decoder, *others = decoders_in(model)
-    trial = _Trial(model, decoder, report)
+    trial = _Trial(model, decoder, report, weights is not None)
     report.left += [f"no decode step for its {type(m).__name__}: a model gets one, for its largest "
                     "decoder" for m in others]
     if patch:
-        report.patched, report._changes = apply_patch(model)
+        # a patched MLP reads the weights of its layers, which then are codes
+        report.patched, report._changes = apply_patch(
+            model, skip=() if weights is None else ("linear", "mlp"))
+    parts = None
     try:
         parts = recognise(decoder)
         if trial.stock is None:
             raise NotRecognised(
                 "it cannot be tried out: what the model takes as input is not known")
+        if weights is not None:
+            report._layers = quantize_layers(model, weights, parts)
         from .decoding.accelerated import Accelerated, attach
         from .decoding.encoder_decoder import AcceleratedAcross
         made = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
@@ -275,11 +310,15 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None,
             report._step = made(decoder, parts, graph and not parts.ungraphed, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
+    if weights is not None and report._layers is None:
+        report._layers = quantize_layers(model, weights, parts)
     if report._step is not None:
         attach(report._step)
         trial.fit()
         trial.prove()
-    if seconds is not None and (report._changes or report._step is not None):
+    if report._layers is not None:
+        trial.weigh(report._layers, ids)
+    if seconds is not None and (report._changes or report._step is not None or report._layers):
         trial.time(seconds)
 
 
@@ -336,11 +375,23 @@ def unaccelerate(model: nn.Module) -> bool:
     return report is not None
 
 
+class _OwnForward:
+    """A decoder by its own code, whatever step it has got."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.get_input_embeddings = decoder, decoder.get_input_embeddings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._decoder).forward(self._decoder, *args, **kwargs)
+
+
 class _Trial:
     """The model as it was, with the same weights, to compare with; and the decoder in either, which
     is the model itself or a part that gets its tokens embedded."""
 
-    def __init__(self, model: Any, decoder: Any, report: Acceleration) -> None:
+    def __init__(self, model: Any, decoder: Any, report: Acceleration,
+                 apart: bool = False) -> None:
+        """`apart`: the weights will be put away, and the model as it was keeps them meanwhile."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
         config = getattr(decoder, "config", None)
@@ -360,6 +411,8 @@ class _Trial:
         self.prefill = min(PREFILL, most)
         self.context = max(1, min(CONTEXT, most - TOKENS))
         shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+        if apart:
+            shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         self.stock = copy.deepcopy(model, shared)
         path = next(path for path, module in model.named_modules() if module is decoder)
         self.stock_decoder = self.stock.get_submodule(path)
@@ -403,20 +456,24 @@ class _Trial:
     def prove(self) -> None:
         """The decode step gives what the model gives, or it is not used."""
         ids, results = self.tokens(self.context + TOKENS), []
-        for decoder in (self.stock_decoder, self.decoder):
+        # what weights were rounded to is not the step's: with codes it is compared with their model
+        own = self.stock_decoder if self.report._layers is None else _OwnForward(self.decoder)
+        for decoder in (own, self.decoder):
             cache = self._call(decoder, ids[:, :self.context], use_cache=True).past_key_values
             cached = {"past_key_values": cache, "use_cache": True}
             out = [self._call(decoder, ids[:, i:i + 1], **cached)[0].float()
                    for i in range(self.context, self.context + TOKENS)]
             results.append(torch.cat(out))
         stock, ours = results
-        whole = self._call(self.stock_decoder, ids, use_cache=False)[0]
+        whole = self._call(own, ids, use_cache=False)[0]
         at_once = whole[0, self.context:, None].float()
-        self.report.error, own = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
-                                  for other in (ours, at_once))
+        self.report.error, spread = (float((other - stock).norm() / stock.norm().clamp_min(1e-30))
+                                     for other in (ours, at_once))
         step = self.report._step
         assert step is not None
-        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * own)
+        rounded = self.report._layers is not None and self.report._layers.rounds_activations
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread,
+                    ROUNDED * rounded)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:
             self.report.undo()
@@ -424,6 +481,25 @@ class _Trial:
                                     f"more than {limit:.0e}")
         elif not step.served:
             self._give_up("it served no token: " + "; ".join(step.declined))
+
+    def weigh(self, made: QuantizedLayers, ids: Tensor | None) -> None:
+        """Says what the codes did to the predictions."""
+        error = None
+        if self.stock is not None and self.decoder is self.model:
+            name = "the given text"
+            if ids is None:
+                ids, name = default_ids(self.model, self.prefill, self.tokens)
+            ids = ids.to(next(self.decoder.parameters()).device)
+            if ids.is_cuda:                    # have its kernels compiled before they are judged
+                with torch.no_grad():
+                    self.model(ids, use_cache=False)
+                compiling.wait(COMPILE_SECONDS)
+            error = prediction_error(lambda ids: self.stock(ids, use_cache=False)[0],
+                                     lambda ids: self.model(ids, use_cache=False)[0], ids, name)
+        elif ids is not None:
+            self.report.left.append("the error of the weights was not measured: the model gives no "
+                                    "predictions for tokens alone")
+        self.report.weights = QuantizedWeights.of(made.wanted, made, error)
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()
@@ -437,18 +513,20 @@ class _Trial:
             what = "not measured" if report._step is None else "prompts were not measured"
             report.left.append(f"{what}: {unknown}; time it on your own inputs")
         place = next(self.model.parameters()).device.type
-        if report._changes and not unknown:
+        if (report._changes or report._layers) and not unknown:
             prefill = self._gain({"stock": self._prompt(self.stock),
                                   "ours": self._prompt(self.model)}, seconds, place)
             report.gains["prefill"] = prefill
-            if prefill.verdict == "slower":
+            # quantized weights were asked for: what they cost is not the patch's
+            if prefill.verdict == "slower" and report._layers is None:
                 report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
             ways = {"stock": self._decoding(self.stock_decoder),
                     "ours": self._decoding(self.decoder)}
             report.gains["decode"] = self._gain(ways, seconds, place)
-            if report.gains["decode"].verdict == "slower":
+            # quantized weights were asked for, and the step is the faster way to read them
+            if report.gains["decode"].verdict == "slower" and report._layers is None:
                 self._give_up("a token took longer with it")
 
     def _unknown_input(self) -> str:

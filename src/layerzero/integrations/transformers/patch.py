@@ -33,6 +33,7 @@ from ...spec.names import suggest
 from . import NAME, register
 from .implementations import Implementations, asking, eager_name, is_configuration
 from .owned_config import OWNED, is_uncapped
+from .quantized import CODES
 from .recognise import NOWHERE, Recogniser
 from .replacements import KINDS, SAMPLING, Recipe, patched_class, recipe_of, restore, stock_of
 from .report import ModuleRow, PatchReport
@@ -205,6 +206,8 @@ def _patch_modules(
                 if any(p is not None for p in module._parameters.values()):
                     rows[ModuleRow(where, stock_of(module).__name__, "", 0,
                                    "nothing that lz computes here")] += 1
+            elif any(CODES in vars(m) for m in module.modules()):
+                rows[ModuleRow(where, verdict.kind, "", 0, "computed with codes for weights")] += 1
             else:
                 recipe = replace(verdict, kind="lm_head") if id(module) in heads else verdict
                 if recipe.kind not in kinds:

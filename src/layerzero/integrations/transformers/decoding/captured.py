@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....dispatch.background import compiling
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.grid import bucket_top
@@ -31,6 +32,7 @@ from .growing_cache import LEAST_ROOM
 
 MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
 PAGE = 64                  # the buffers are read as pages of so many tokens
+COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
 MOST_CACHES = 4            # in use at the same time; more are served without a graph
 
 
@@ -213,6 +215,7 @@ class Fixed:
         place = self._given.device
         generator = torch.cuda.default_generators[place.index or 0]
         before = generator.get_state()         # a seed gives the same tokens, captured or not
+        compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
         found = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]))
         generator.set_state(before)
         self.length = -1

@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from ....backends.native import build as native_build
 from ....backends.native.declaration import DTYPES
+from ....models.weight_codes import WeightCodes
 from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
+from ..quantized import codes_of
 from ..replacements import ROTATIONS
 from . import feed_forward, latent_attention
 from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
 from .feed_forward import JoinedFeedForward, plain_part
-from .joined import Joined, check_movable
+from .joined import Joined, Weight, check_movable
 from .parts import OWN
 from .planning import Binder, Run, with_weights
 
@@ -149,8 +151,10 @@ class DecodeStep:
         self.layers = tuple(self._bound(layers, i, after) for i, after in enumerate(following))
         self._softcap, self._logit_scale = parts.softcap, parts.logit_scale
         self._head = None if parts.head is None else self._linear(
-            "head", x, [parts.head.module.weight], parts.head.module.bias)
-        if self.fast is not None and self._head is not None and parts.head is not None:
+            "head", x, [codes_of(parts.head.module) or parts.head.module.weight],
+            parts.head.module.bias)
+        if (self.fast is not None and self._head is not None and parts.head is not None
+                and codes_of(parts.head.module) is None):
             self._head = self.fast.wide(self._head, self.bind.kernels["head"],
                                         parts.head.module.weight, parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
@@ -189,12 +193,24 @@ class DecodeStep:
         self.world = now if not changed else self.world
         return changed
 
-    def _linear(self, what: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Run:
+    def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None) -> Run:
         """Of the first of these weights; the others are those of the layers after it."""
-        alike = [w.detach() for w in weights if w.shape == weights[0].shape]
-        given = () if bias is None else (bias.detach(),)
+        first, given = weights[0], () if bias is None else (bias.detach(),)
+        if isinstance(first, WeightCodes):
+            return self._quantized_linear(what, x, weights, first, bias)
+        alike = [w.detach() for w in weights if isinstance(w, Tensor) and w.shape == first.shape]
         return with_weights(self.bind.fastest(what, "linear", *((x, w, *given) for w in alike)),
                             alike[0], *given)
+
+    def _quantized_linear(self, what: str, x: Tensor, weights: Sequence[Weight],
+                          first: WeightCodes, bias: Tensor | None) -> Run:
+        alike = [w for w in weights if isinstance(w, WeightCodes) and w.shape == first.shape
+                 and w.format == first.format]
+        given = None if bias is None else bias.detach()
+        calls = ((x, w.codes, w.scales, None, given) for w in alike)
+        run = self.bind.fastest(what, "quantized_linear", *calls, **first.options(self.batch))
+        held = (first.codes, first.scales, given, first.global_scale)
+        return with_weights(run, *(t for t in held if t is not None))
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:
         if norm.op == OWN:
@@ -308,7 +324,8 @@ class DecodeStep:
         q_norm, k_norm = self._norm("norm of heads", p.q_norm,
                                     query), self._norm("norm of heads", p.k_norm, key)
         shape = heads.shape if query.dim() == 4 else (*heads.shape[:2], -1)
-        q_gain, k_gain = [joined.weight.view(-1, dim) for joined in layer.gains] or (None, None)
+        gains = [joined.weight for joined in layer.gains]
+        q_gain, k_gain = [g.view(-1, dim) for g in gains if isinstance(g, Tensor)] or (None, None)
 
         def normed(heads: Tensor) -> Tensor:
             query, key, value = heads.reshape(shape).split(sizes, 2)

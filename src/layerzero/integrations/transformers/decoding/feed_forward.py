@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ....ops.formulas.moe import GATED, activate, activate_gated
-from .joined import Joined
+from ..quantized import codes_of
+from .joined import Joined, Weight
 from .parts import OWN, Experts, FeedForward, OwnPart
 from .planning import Binder, Run, with_weights
 
-Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
+Product = Callable[[str, Tensor, Sequence[Weight], Tensor | None], Run]
 OURS = "native."           # kernels whose products cost no more to call alone than as one mlp
 
 
@@ -60,7 +61,8 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
     into, down, kind = layers[0].into, layers[0].down, parts.activation
     assert into is not None and down is not None
     biases = {n: b for n, b in (("bias_in", into.bias), ("bias_down", down.bias)) if b is not None}
-    if fast is None and not parts.gate_last:
+    if (fast is None and not parts.gate_last and isinstance(into.weight, Tensor)
+            and isinstance(down.weight, Tensor)):
         run = bind("mlp", "mlp", x, into.weight, down.weight, activation=kind, **biases)
         if bind.kernels["mlp"].startswith(OURS) or not _ours(bind, x, into, down):
             return with_weights(run, into.weight, down.weight, *biases.values())
@@ -81,9 +83,10 @@ def _plain(layers: Sequence[JoinedFeedForward], parts: FeedForward, x: Tensor, b
 def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
     """Are both products done by kernels that lz compiled itself?"""
     sizes = [x, x.new_zeros((*x.shape[:-1], products[1].weight.shape[1]))]
-    return all(bind.kernel("linear", given, p.weight,
-                           *(() if p.bias is None else (p.bias,))).startswith(OURS)
-               for given, p in zip(sizes, products))
+    return all(isinstance(p.weight, Tensor) and bind.kernel(
+        "linear", given, p.weight,
+        *(() if p.bias is None else (p.bias,))).startswith(OURS) for given, p in
+        zip(sizes, products))
 
 
 def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, product: Product,
@@ -97,7 +100,8 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
     if parts.shared is not None and parts.shared_gate is not None:
         plain = _plain([layer], parts.shared, x, bind, product, fast)
         module = parts.shared_gate.module
-        alone = product("gate of the shared expert", x, [module.weight], module.bias)
+        alone = product("gate of the shared expert", x, [codes_of(module) or module.weight],
+                        module.bias)
 
         def shared(x: Tensor) -> Tensor:
             return torch.sigmoid(alone(x)) * plain(x)  # type: ignore[no-any-return]

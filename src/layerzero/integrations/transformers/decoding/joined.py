@@ -12,18 +12,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Union
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from ....models.weight_codes import WeightCodes
+from ..quantized import codes_of, joined_codes
 from .decoders import Linear
 from .families import NotRecognised
+
+Weight = Union[Tensor, WeightCodes]
 
 
 class Joined:
     """The weights of linear layers as one (outputs, inputs) tensor; of a single layer it is the
-    layer's own."""
+    layer's own. Those of quantized layers are codes already and side by side."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         # parameters that were moved, and their addresses
@@ -31,6 +36,13 @@ class Joined:
         weights = [layer.module.weight for layer in layers]
         biases = [bias for layer in layers
                   if (bias := getattr(layer.module, "bias", None)) is not None]
+        self.weight: Weight
+        codes = _codes(layers)
+        if codes is not None:
+            self.weight = codes
+            self.bias = (torch.cat([b.detach() for b in _with_zeros(layers, biases[0])])
+                         if biases else None)
+            return
         if len(layers) == 1:
             self.weight = weights[0].detach().t() if layers[0].transposed else weights[0].detach()
             self.bias = biases[0].detach() if biases else None
@@ -40,7 +52,7 @@ class Joined:
                 "its projections keep their weights as (in, out), which cannot lie side by side")
         self.weight = self._join(weights)
         try:
-            self.bias = self._join(_with_zeros(layers)) if biases else None
+            self.bias = self._join(_with_zeros(layers, biases[0])) if biases else None
         except BaseException:
             self.undo()
             raise
@@ -67,10 +79,19 @@ class Joined:
         self._placed.clear()
 
 
-def _with_zeros(layers: Sequence[Linear]) -> list[Tensor]:
+def _with_zeros(layers: Sequence[Linear], like: Tensor) -> list[Tensor]:
     """The biases of layers, some of which have none: zeros."""
-    return [layer.module.weight.new_zeros(layer.shape[0]) if layer.module.bias is None
-            else layer.module.bias for layer in layers]
+    return [like.new_zeros(layer.shape[0]) if layer.module.bias is None else layer.module.bias
+            for layer in layers]
+
+
+def _codes(layers: Sequence[Linear]) -> WeightCodes | None:
+    """Of layers that are quantized, all or none."""
+    modules = [layer.module for layer in layers]
+    found = joined_codes(modules)
+    if found is None and any(codes_of(module) is not None for module in modules):
+        raise NotRecognised("its projections of one product are not quantized together")
+    return found
 
 
 def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
@@ -78,7 +99,9 @@ def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:
     memory with another tensor or process, or are laid out in a way that they would lose."""
     tensors = {id(t): t for t in chain(model.parameters(), model.buffers())}.values()
     sharing = Counter(t.untyped_storage().data_ptr() for t in tensors)
-    layers = [layer.module for group in groups if len(group) > 1 for layer in group]
+    layers = [layer.module for group in groups
+              if len(group) > 1 and joined_codes([one.module for one in group]) is None
+              for layer in group]
     uses = Counter(id(p) for layer in layers for p in layer.parameters())
     for layer in layers:
         for name, parameter in layer.named_parameters():

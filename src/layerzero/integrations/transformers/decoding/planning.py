@@ -50,8 +50,7 @@ class Binder:
 
     def _once(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         key = (op, tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors),
-               tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v)
-                     for n, v in fixed.items()))
+               _settings(fixed))
         found = self._bound.get(key)
         if found is None:
             found = self._bound[key] = self._bind(op, tensors, fixed)
@@ -66,20 +65,23 @@ class Binder:
                                 (PolicyRule.of("deny", "torch.compiled*"),)):
             return bind(op, *tensors, **fixed)
 
-    def fastest(self, what: str, op: str, *calls: tuple[Tensor, ...], **fixed: Any) -> Run:
+    def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...],
+                **fixed: Any) -> Run:
         """The kernel for calls like these, as lz chooses it; where the step is captured, by a race
         over them all."""
         chosen = self(what, op, *calls[0], **fixed)
-        if not (self._captured and calls[0][0].is_cuda):
+        like = calls[0][0]
+        if not (self._captured and like is not None and like.is_cuda):
             return chosen
-        key = ("fastest", op, tuple((t.shape, t.dtype) for t in calls[0]), tuple(fixed.items()))
+        key = ("fastest", op, tuple(None if t is None else (t.shape, t.dtype) for t in calls[0]),
+               _settings(fixed))
         found = self._bound.get(key)
         if found is None:
             found = self._bound[key] = self._race(op, chosen, calls, fixed)
         self.kernels[what] = found.kernel  # type: ignore[attr-defined]
         return found
 
-    def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor, ...]],
+    def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor | None, ...]],
               fixed: dict[str, Any]) -> Run:
         dispatcher = dispatcher_of(op)
         facts = {**dispatcher.facts(dispatcher.order_arguments(calls[0], fixed)), "graph": True}
@@ -92,7 +94,10 @@ class Binder:
                     runs[step.kernel] = bind(op, *calls[0], backend=step.kernel, **fixed)
             except LayerZeroError:             # it cannot serve in a graph
                 continue
-        ring, race = _cold(calls), Race(stopwatch("cuda"), faults.FAULTS)
+        # a bound kernel is a function of the tensors alone
+        named = [t for t in fixed.values() if isinstance(t, Tensor)]
+        ring = _cold([tuple(t for t in (*call, *named) if t is not None) for call in calls])
+        race = Race(stopwatch("cuda"), faults.FAULTS)
         kept = []                              # the graphs live as long as they are timed
         for name, run in runs.items():
             tried = graphs.attempt(lambda run=run: [run(*call) for call in ring])  # type: ignore[misc]
@@ -102,6 +107,10 @@ class Binder:
         race.run(ROUNDS)
         timings = race.timings
         return runs[min(timings.rounds, key=timings.median)] if timings.rounds else chosen
+
+
+def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((n, (v.shape, v.dtype) if isinstance(v, Tensor) else v) for n, v in fixed.items())
 
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:

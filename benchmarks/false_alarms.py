@@ -83,7 +83,7 @@ def parse_seeds(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("log", type=Path)
-    parser.add_argument("--seeds", type=parse_seeds, default=parse_seeds("0-19"))
+    parser.add_argument("--seeds", type=parse_seeds, default=list(range(20)))
     parser.add_argument("--lane", default="quick")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)

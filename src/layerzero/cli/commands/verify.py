@@ -92,4 +92,5 @@ def _show_result(reports: Sequence[DefinitionReport], written: Sequence[Path],
         show.text(", ".join(f"{n} {status}" for status, n in counts.items()))
         for path in dict.fromkeys(written):
             show.text(f"wrote {path}")
-    return 1 if counts["failed"] or counts["disputed"] else 0
+    died = any(report.died for report in reports)
+    return 1 if counts["failed"] or counts["disputed"] or died else 0

@@ -22,9 +22,11 @@ from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .readings import small_numbers
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
+MOST_SEQUENCES = 1 << 20
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
 
@@ -139,11 +141,29 @@ class _Maker:
         for axis in self.d.var_axes:
             self.sizes.setdefault(axis, _FREE.get(axis, self.size.rows))
         self._solve()
+        self._refuse_huge()
         return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
 
     def _solve(self) -> None:
         free = [a for a in self.d.var_axes if a not in self.sizes]
         self.sizes |= solved(self.d.constraints, free, {**self.const, **self.sizes})
+
+    def _refuse_huge(self) -> None:
+        """Raises DataError for inputs that do not fit, before any of them is made."""
+        free = available_memory()
+        taken, largest, name = 0, 0, ""
+        for n, spec in self.d.inputs.items():
+            shape = self.d.shape_of(spec, self.sizes)
+            size = 4 * math.prod(shape)        # drawn in float32
+            if len(shape) > 2 and all(a in self.const for a in spec.shape or ()) and size > LARGE:
+                size = 4 * (math.prod(shape[1:]) + shape[0] * shape[-1])     # one buffer for all
+            taken += size
+            largest, name = max((largest, name), (size, n))
+        if free and taken > free // 2:
+            raise DataError(
+                f"{self.d.name}: its inputs take {taken / 2**30:.1f} GiB, {name} alone "
+                f"{largest / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free, of which half "
+                "may be used; choose smaller axes")
 
     # sizes of sequences
 
@@ -155,6 +175,8 @@ class _Maker:
         known = [self.sizes[a] for a in names if a in self.sizes]
         known += [self.sizes[length] - 1] if length in self.sizes else []
         n = max(known[0] if known else self.size.sequences, 0)
+        if n > MOST_SEQUENCES:
+            raise DataError(f"{self.d.name}: wanted at most {MOST_SEQUENCES} sequences, got {n}")
         for axis in names:
             self.sizes.setdefault(axis, n)
         for name in self.indptrs:
@@ -258,6 +280,8 @@ class _Maker:
                     "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
         if "eps" in low:
             return 1e-6
+        if re.search(r"(^|_)[kv]_?scale", low):
+            return 0.75 if "k" in low else 1.25
         if "routed_scaling" in low:
             return 2.5
         if "cap" in low or "theta" in low:
@@ -266,7 +290,7 @@ class _Maker:
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
                     if s.floating and s.shape and _QUERY.search(n)]
             return 1.0 / math.sqrt(sum(dims) or 1)
-        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.0)
+        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
 
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         low, dtype = name.lower(), spec.dtype
@@ -293,7 +317,16 @@ class _Maker:
         by = 1 / math.sqrt(max(shape[-1], 1)) if fixed and not dtype.startswith("float8") else 1.0
         if "topk_weights" in low or "routing_weights" in low:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
-        return self._weight(shape, getattr(torch, dtype), by, fixed)
+        drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
+        if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
+            drawn = drawn * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        return drawn.to(getattr(torch, dtype))
+
+    def _magnitudes(self, rows: int) -> Tensor:
+        """Of the rows of a norm: in some the mean square is near its epsilon, which is nothing
+        beside the others."""
+        small = math.sqrt(next(iter(small_numbers(self.d)), 1e-6))
+        return self._rows((rows,), (1.0, small, 8.0, 4 * small, 0.25))
 
     def _unit(self, low: str) -> float:
         """What keeps results near 1: the scale of a weight undoes the sum over its inputs."""
@@ -411,6 +444,16 @@ class _Maker:
             n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
             rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
         return rows.view(shape)
+
+
+def available_memory() -> int:
+    """Bytes that are free now; 0 where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    line = next((row for row in text.splitlines() if row.startswith("MemAvailable:")), "")
+    return int(line.split()[1]) * 1024 if line else 0
 
 
 def _is_alone(indptrs: list[str]) -> bool:

@@ -1,7 +1,8 @@
 """Tokens that were drawn cannot be compared one by one: their distribution can.
 
 The filters are computed again by torch, in float64. A drawn token must be one that they leave;
-where they leave one, it is that. And lz.sample, given evenly spaced random numbers, must draw each
+where they leave one, it is that. Every row is drawn from several times, and no token comes much
+more or less often than its probability says. And lz.sample, given evenly spaced random numbers, must draw each
 token as often as its probability says.
 """
 
@@ -16,6 +17,7 @@ from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
+REPEATS, MOST_NUMBERS = 64, 1 << 22            # of a row; of all rows together
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -58,6 +60,37 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
                for name in ("top_k", "top_p", "min_p", "temperature")}
     drawn_from = x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
+
+
+def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
+    """The inputs with every row several times, and how often: at most REPEATS."""
+    r, specs = answer.roles, answer.definition.inputs
+    times = max(1, min(REPEATS, MOST_NUMBERS // max(x[r["rows"]].numel(), 1)))
+    axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
+    return {n: v.repeat_interleave(times, 0) if isinstance(v, Tensor) and v.dim()
+            and (specs[n].shape or ("",))[0] == axis else v for n, v in x.items()}, times
+
+
+def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVerdict:
+    """Do tokens that were drawn `times` from each row come as often as they should? Judged by the
+    largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows."""
+    out, weights = answer.roles["out"], of(answer, x, 0.0)[::times]
+    order = weights.argsort(-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
+        order.shape[1]).expand_as(order))
+    drawn = ranks.gather(1, tokens.detach().cpu().long().view(-1, times).clamp(
+        0, order.shape[1] - 1))
+    counted = torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones(
+        drawn.shape, dtype=weights.dtype)).cumsum(-1) / times
+    exact = weights.gather(1, order).cumsum(-1) / weights.sum(-1, keepdim=True)
+    gaps = (counted - exact).abs().amax(-1)
+    worst, allowed = float(gaps.max()) if gaps.numel() else 0.0, 2.5 / times ** 0.5
+    at = int(gaps.argmax()) if gaps.numel() else 0
+    passed = worst <= allowed
+    return ComparisonVerdict(
+        out, "passed" if passed else "INCORRECT_NUMERICAL", Metrics(max_abs=worst),
+        f"{times} draws of each row, cumulative frequencies in row {at} are {worst:.3g} from the "
+        f"probabilities, allowed are {allowed:.3g}")
 
 
 def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:

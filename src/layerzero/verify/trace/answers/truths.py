@@ -163,10 +163,10 @@ def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
 
 def _gemm(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
-    weight = x[r["b"]].transpose(-1, -2) if r["transposed"] else x[r["b"]]
-    product = (x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3
-               else F.linear(x[r["a"]], weight))
-    return {r["out"]: product + x[r["bias"]] if r["bias"] else product}
+    a, b = x[r["a"]].float(), x[r["b"]].float()
+    weight = b.transpose(-1, -2) if r["transposed"] else b
+    product = a @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(a, weight)
+    return {r["out"]: product + x[r["bias"]].float() if r["bias"] else product}
 
 
 def _rope(answer: Answer, x: Inputs) -> Outputs:

@@ -22,11 +22,12 @@ from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
-from .readings import small_numbers
+from .readings import chunk_size, small_numbers
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
 MOST_SEQUENCES = 1 << 20
+MOST_CHUNK = 512                               # of queries, that a small input exceeds
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
 
@@ -187,6 +188,9 @@ class _Maker:
         total_k = self._total(by_key[0], "k") if by_key else ""
         queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
                    else [1] * n)
+        chunk = chunk_size(self.d)
+        if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MOST_CHUNK:
+            queries[0] = chunk + 3             # more than one of the reference's chunks
         paged = bool(self.page_ids or self.table)
         least = [math.ceil(q / self.page_size) if paged else q for q in queries]
         most = max(math.ceil(self.size.keys / self.page_size), 2) if paged else self.size.keys
@@ -299,7 +303,10 @@ class _Maker:
                 f"{self.d.name}: {name} is {dtype}, for which torch has no arithmetic; its codes "
                 "must come from a stored workload")
         if low == "probs" or low.endswith("_probs"):
-            return (self._random(shape) * 2).softmax(-1)
+            probs = (self._random(shape) * 2).softmax(-1)
+            if probs.shape[-1] > 1 and probs.numel():
+                probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
+            return probs / probs.sum(-1, keepdim=True)
         if "top_p" in low:
             return self._rows(shape, (0.0, 0.9, 0.5, 1.0, 0.3))
         if "min_p" in low or "temperature" in low:
@@ -361,6 +368,9 @@ class _Maker:
         line = torch.linspace(-reach, reach, shape[-1])
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
                 for _ in range(math.prod(shape[:-1]))]
+        for row, column in zip(rows, (-1, 0)):   # the last and the first come to be chosen too
+            top = int(row.argmax())
+            row[[top, column]] = row[[column, top]]
         return torch.stack(rows).view(shape) if rows else torch.empty(shape)
 
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
@@ -424,6 +434,9 @@ class _Maker:
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
         rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
                 for _ in range(math.prod(shape[:-1]))]
+        for row, expert in zip(rows, (experts - 1, 0)):
+            if expert not in row:
+                row[0] = expert
         ids = torch.stack(rows).view(shape) if rows else torch.empty(shape, dtype=torch.int64)
         if (any("weight" in n and "topk" in n for n in self.d.inputs)
             or self.d.inputs[name].dtype != "int32"):

@@ -100,7 +100,7 @@ def mutate(definition: Definition, references: References, most: int = 0, seed: 
         return MutationReport(definition.name, definition.op_type, skipped=why)
 
     used = definition
-    if too_large(definition, ENOUGH):
+    if too_large(definition, ENOUGH):          # a mutant costs as much as a reference
         try:
             used = scaled(definition)[0]
         except CannotScale as e:
@@ -117,7 +117,7 @@ def mutate(definition: Definition, references: References, most: int = 0, seed: 
         trials = [_trial(used, answer, references, size, seed + s) for s in DRAWN]
     except DataError as e:
         return skipped(str(e))
-    every = mutants(used.reference, most, seed)
+    every = mutants(used.reference, most, f"{definition.name} {seed}")
     alive: dict[int, str] = dict.fromkeys(range(len(every)), "")
     outcomes: dict[int, Outcome] = {}
     done = 0

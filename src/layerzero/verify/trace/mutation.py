@@ -48,7 +48,7 @@ class Mutant:
         return f"line {self.line}, {self.kind}: {self.change}"
 
 
-def mutants(code: str, most: int = 0, seed: int = 0) -> list[Mutant]:
+def mutants(code: str, most: int = 0, seed: str = "") -> list[Mutant]:
     """Return mutants of a reference; `most` of them if that is not 0, evenly of every kind."""
     tree = ast.parse(code)
     found: dict[str, Mutant] = {}
@@ -63,7 +63,7 @@ def mutants(code: str, most: int = 0, seed: int = 0) -> list[Mutant]:
     return every if not most or len(every) <= most else _evenly(every, most, seed)
 
 
-def _evenly(every: list[Mutant], most: int, seed: int) -> list[Mutant]:
+def _evenly(every: list[Mutant], most: int, seed: str) -> list[Mutant]:
     rng, by_kind = random.Random(seed), {}     # type: random.Random, dict[str, list[Mutant]]
     for m in every:
         by_kind.setdefault(m.kind, []).append(m)

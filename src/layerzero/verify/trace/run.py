@@ -268,9 +268,10 @@ def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[s
     if answer.kind != "sampling":
         return []
     out = answer.roles["out"]
-    comparisons = [Comparison("lz", "torch's filters",
-                              (draws.possible(answer, inputs, outputs[out]),
-                                                        draws.frequencies(answer, inputs)))]
+    step = run_length(inputs[answer.roles["picked"] or answer.roles["rows"]])
+    comparisons = [Comparison("lz", "torch's filters", (
+        draws.possible(answer, inputs, outputs[out]),
+        draws.frequencies(answer, inputs, step if not answer.roles["picked"] else 1)))]
     if ran.ok:
         zeros = torch.zeros_like(outputs[out].cpu()), torch.zeros_like(ran.outputs[out])
         shaped = compare(out, *zeros, ElementTolerance(0, 0))

@@ -24,6 +24,7 @@ ENOUGH = 1 << 30
 # one is no other
 SMALLER = (384, 256, 640)
 LEAST = 512                                    # smaller axes are not what makes a tensor large
+VOCABULARY = 1 << 14
 
 
 class CannotScale(Exception):
@@ -40,7 +41,10 @@ def too_large(definition: Definition, enough: int = ENOUGH) -> bool:
     known = definition.const_axes
     fixed = [s.shape for s in definition.inputs.values() if s.shape
              and all(a in known for a in s.shape)]
-    return 4 * sum(math.prod(known[a] for a in shape) for shape in fixed) > enough
+    rows = [known[a] for s in definition.inputs.values() for a in s.shape or ()
+            if known.get(a, 0) > VOCABULARY]   # of a tensor of which nothing else may be fixed
+    return 4 * max(sum(math.prod(known[a] for a in shape) for shape in fixed),
+                   64 * max(rows, default=0)) > enough
 
 
 def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int]]]:
@@ -88,8 +92,11 @@ def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
     known = definition.const_axes
     fixed = [s.shape for s in definition.inputs.values() if s.shape and len(s.shape) > 1
              and all(a in known for a in s.shape)]
-    large = dict.fromkeys(a for shape in fixed for a in shape[len(shape) > 2:]
-                          if known[a] >= LEAST)
+    large = dict.fromkeys([*(a for shape in fixed for a in shape[len(shape) > 2:]
+                             if known[a] >= LEAST),
+                           # a vocabulary
+                           *(a for s in definition.inputs.values() for a in s.shape or ()
+                             if known.get(a, 0) > VOCABULARY)])
     doubles = {axis: base for axis in large for base in known if _is_twice(definition, axis, base)}
     bases = [a for a in large if a not in doubles and a not in kept]
     if len(bases) > len(SMALLER):

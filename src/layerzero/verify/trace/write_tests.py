@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...spec.errors import DataError
-from ..comparison import tolerance_of
 from .answers.lookup import answers
 from .dataset import inside
 from .definition import UNPARSED, Definition, check_names
@@ -20,8 +19,14 @@ from .scaling import CannotScale, scaled, too_large
 
 _CONFTEST = '''"""Shared by the tests of this folder."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
+
+DEFINITIONS_DIR = Path(__file__).parent / "definitions"
 
 
 def pytest_configure(config):
@@ -32,6 +37,53 @@ def pytest_configure(config):
 def device():
     """CUDA if it is here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_definition(name):
+    """The definition of this name, as its JSON has it."""
+    found = sorted(DEFINITIONS_DIR.glob(f"*/{name}.json"))
+    if not found:
+        raise FileNotFoundError(f"definition {name} not found below {DEFINITIONS_DIR}")
+    return json.loads(found[0].read_text(encoding="utf-8"))
+
+
+def compile_reference(reference_code):
+    """run() of a reference. This runs its code."""
+    namespace = {"torch": torch, "math": math}
+    exec(compile(reference_code, "<reference>", "exec"), namespace)
+    return namespace["run"]
+
+
+def assert_close(actual, expected, rtol=1e-3, atol=1e-3):
+    """Tensors, or tuples or dicts of them, within a tolerance."""
+    if isinstance(actual, dict):
+        actual, expected = list(actual.values()), [expected[name] for name in actual]
+    if isinstance(actual, (tuple, list)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected):
+            assert_close(a, e, rtol, atol)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def compute_error_metrics(ref, gt, name="output"):
+    """Prints and returns absolute and relative differences; prints cosine similarity and MSE."""
+    ref, gt = ref.float(), gt.float()
+    absolute = (ref - gt).abs()
+    relative = absolute / (gt.abs() + 1e-8)
+    cosine = torch.nn.functional.cosine_similarity(ref.flatten(), gt.flatten(), dim=0).item()
+    print(f"{name}: abs {absolute.max().item():.6e} (mean {absolute.mean().item():.6e}), "
+          f"rel {relative.max().item():.6e} (mean {relative.mean().item():.6e}), "
+          f"cosine {cosine:.6f}, mse {(ref - gt).square().mean().item():.6e}")
+    return absolute, relative
+
+
+def check_hit_ratio(ref, gt, atol, rtol, required_percent=0.85):
+    """Do so many values agree? For quantized kernels."""
+    ref, gt = ref.float(), gt.float()
+    hits = ((ref - gt).abs() <= atol + rtol * gt.abs()).float().mean().item()
+    print(f"hit ratio {hits:.2%}, needed {required_percent:.2%}")
+    return hits >= required_percent
 '''
 
 _ABOUT = '''Tests of the definition {name}.
@@ -54,10 +106,11 @@ import torch
 
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answers
-from layerzero.verify.comparison import ElementTolerance, compare
+from layerzero.verify.comparison import compare
 from layerzero.verify.trace.definition import Definition
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.answers.truths import truths
+from layerzero.verify.trace.run import Limits
 
 FLASHINFER_AVAILABLE = importlib.util.find_spec("flashinfer") is not None and torch.cuda.is_available()
 SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.cuda.is_available()
@@ -67,7 +120,7 @@ SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.
 
 NAME = {name!r}
 DEFINITION = Definition.load(Path(__file__).parent / "definitions" / {op_type!r} / {file!r})
-TOLERANCE = ElementTolerance(atol={atol:g}, rtol={rtol:g}, hit_ratio={hit_ratio:g}, cosine={cosine:g})
+LIMITS = Limits(DEFINITION)                      # what its formats cost: comparison.error_budget
 SIZES = ["small", pytest.param("medium", marks=pytest.mark.slow)]
 READING = {reading}                                   # which of answers(): what the schema leaves open
 UNMAPPED = {unmapped!r}
@@ -116,9 +169,9 @@ def ground_truth(source, inputs):
     return truth(answer, inputs)
 
 
-def assert_close(got, want):
-    """Every output; prints the numbers, and where they differ most if they do."""
-    verdicts = [compare(name, got[name], want[name], TOLERANCE) for name in want if name in got]
+def assert_close(got, want, exact=False):
+    """Every output; prints the numbers, and where they differ most if they do. exact: both compute in float32."""
+    verdicts = [compare(name, got[name], want[name], LIMITS.of(name, exact)) for name in want if name in got]
     for verdict in verdicts:
         print(verdict)
     assert all(v.passed for v in verdicts), "\\n".join(str(v) for v in verdicts if not v.passed)
@@ -152,7 +205,7 @@ _TESTS = '''class Test{title}:
         inputs = generate_random_inputs(device=device)
         if RANDOM:
             pytest.skip("drawn tokens are compared by their distribution")
-        assert_close(reference_outputs(inputs), ground_truth("torch", inputs))
+        assert_close(reference_outputs(inputs), ground_truth("torch", inputs), exact=True)
 
     @pytest.mark.skipif(not FLASHINFER_AVAILABLE, reason="FlashInfer or a CUDA device is not here")
     def test_correctness_vs_flashinfer(self):
@@ -212,7 +265,6 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
         random, unmapped = answers(written)[reading].random, ""
     except Unmapped as e:
         unmapped, random = str(e), False
-    limits = tolerance_of(s.dtype for s in (*written.inputs.values(), *written.outputs.values()))
     constants = ("\n".join(f"{axis.upper()} = {value:d}"
                            for axis, value in written.const_axes.items()) or "# none")
     title = re.sub(r"[^0-9A-Za-z]", "", definition.name.title())
@@ -223,7 +275,6 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
     head = _HEAD.format(
         about=as_docstring(about), name=definition.name, constants=constants,
         op_type=written.op_type, file=f"{definition.name}.json",
-        atol=limits.atol, rtol=limits.rtol, hit_ratio=limits.hit_ratio, cosine=limits.cosine,
         unmapped=unmapped, reading=reading, random=random, reference=written.reference.strip()
         + "\n", parameters="".join(f"{axis}=None, " for axis in written.var_axes),
         axes=", ".join(f'"{axis}": {axis}' for axis in written.var_axes))

@@ -2,8 +2,8 @@
 
 The filters are computed again by torch, in float64. A drawn token must be one that they leave;
 where they leave one, it is that. Every row is drawn from several times, and no token comes much
-more or less often than its probability says. And lz.sample, given evenly spaced random numbers, must draw each
-token as often as its probability says.
+more or less often than its probability says. And lz.sample, given evenly spaced random numbers,
+must draw each token as often as its probability says.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVe
     """Do tokens that were drawn `times` from each row come as often as they should? Judged by the
     largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows."""
     out, weights = answer.roles["out"], of(answer, x, 0.0)[::times]
-    order = weights.argsort(-1, descending=True, stable=True)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
         order.shape[1]).expand_as(order))
     drawn = ranks.gather(1, tokens.detach().cpu().long().view(-1, times).clamp(
@@ -120,12 +120,12 @@ def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     )
 
 
-def frequencies(answer: Answer, x: Inputs) -> ComparisonVerdict:
-    """lz.sample over evenly spaced numbers, on the first columns of each row."""
+def frequencies(answer: Answer, x: Inputs, step: int = 1) -> ComparisonVerdict:
+    """lz.sample over evenly spaced numbers, on the first columns of every `step`-th row."""
     r = answer.roles
     rows = x[r["rows"]][:, :COLUMNS].contiguous()
     worst, at = 0.0, 0
-    for i in range(len(rows)):
+    for i in range(0, len(rows), step):
         filters = {name: torch.as_tensor(x[r[name]]).reshape(-1)[
             i % torch.as_tensor(x[r[name]]).numel()].item()
                    for name in ("top_k", "top_p", "min_p", "temperature") if name in r}

@@ -1,8 +1,8 @@
 """What was proved, when and on what: summaries of logged verdicts.
 
-`benchmarks/false_alarms.py` logs a line for each kernel and seed. A summary keeps, for each machine,
-how often each kernel was verified and everything that failed; docs/reference/proof.md is written
-from summaries and from the results of `lz verify definitions --mutate`.
+`benchmarks/false_alarms.py` logs a line for each kernel and seed. A summary keeps, for each
+machine, how often each kernel was verified and everything that failed; docs/reference/proof.md is
+written from summaries and from the results of `lz verify definitions --mutate`.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
             if outcome.status == "survived":
                 show.text(f"      survived: {outcome.mutant}")
     total = summary(reports)
-    data = {"kind": "mutants", **total, "seed": seed, "mutants_each": most or "all", "torch": torch.__version__,
-            "machine": hardware.probe("cpu").name,
+    data = {"kind": "mutants", **total, "seed": seed, "mutants_each": most or "all",
+            "torch": torch.__version__, "machine": hardware.probe("cpu").name,
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "reports": [r.to_json() for r in reports]}
     if out is not None:

@@ -17,7 +17,8 @@ from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
-REPEATS, MOST_NUMBERS = 64, 1 << 22            # of a row; of all rows together
+REPEATS, MOST_NUMBERS = 128, 1 << 22           # of a row; of all rows together
+EXPECTED = 12.0                                # draws of a token that comes at least once, surely
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -73,17 +74,25 @@ def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
 
 def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVerdict:
     """Do tokens that were drawn `times` from each row come as often as they should? Judged by the
-    largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows."""
+    largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows, and by
+    likely tokens that never come."""
     out, weights = answer.roles["out"], of(answer, x, 0.0)[::times]
     order = weights.argsort(dim=-1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
         order.shape[1]).expand_as(order))
     drawn = ranks.gather(1, tokens.detach().cpu().long().view(-1, times).clamp(
         0, order.shape[1] - 1))
-    counted = torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones(
-        drawn.shape, dtype=weights.dtype)).cumsum(-1) / times
-    exact = weights.gather(1, order).cumsum(-1) / weights.sum(-1, keepdim=True)
-    gaps = (counted - exact).abs().amax(-1)
+    counts = torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones(
+        drawn.shape, dtype=weights.dtype))
+    shares = weights.gather(1, order) / weights.sum(-1, keepdim=True)
+    missing = ((counts == 0) & (shares * times > EXPECTED)).nonzero()
+    if len(missing):
+        row, rank = missing[0].tolist()
+        return ComparisonVerdict(
+            out, "INCORRECT_NUMERICAL", Metrics(max_abs=float(shares[row, rank])),
+            f"token {int(order[row, rank])} of row {row} has the probability "
+            f"{float(shares[row, rank]):.3g} and never came in {times} draws")
+    gaps = (counts.cumsum(-1) / times - shares.cumsum(-1)).abs().amax(-1)
     worst, allowed = float(gaps.max()) if gaps.numel() else 0.0, 2.5 / times ** 0.5
     at = int(gaps.argmax()) if gaps.numel() else 0
     passed = worst <= allowed

@@ -213,7 +213,7 @@ def _verify_answer(
                                 detail=f"lz raised {type(e).__name__}: {e}")
     others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
     absent: dict[str, str] = {}
-    for truth in truths(answer, device) if not answer.random else ():
+    for truth in truths(answer, device) if not answer.random or answer.kind == "sampling" else ():
         if truth.compute is None:
             absent[truth.source] = truth.why_not
             continue
@@ -223,6 +223,9 @@ def _verify_answer(
             absent[truth.source] = f"raised {type(e).__name__}: {e}"
     if answer.random:
         comparisons = _compare_draws(answer, inputs, outputs, ran)
+        comparisons += [Comparison(name, "torch's filters", judge_draws(
+            answer, inputs, others[name][answer.roles["out"]])) for name in others
+            if name != "reference" and answer.kind == "sampling"]
     else:
         comparisons = [compare_outputs("lz", outputs, name, other, limits)
                        for name, other in others.items()]

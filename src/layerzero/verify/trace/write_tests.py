@@ -1,11 +1,13 @@
-"""Readable pytest files for definitions: constants, the reference as plain code, inputs, and one
-check per question.
+"""Readable pytest files for definitions: one test file for each type of operation, which collects
+a class for each definition. The class has a file of its own below `cases/`: constants, the
+reference as plain code, inputs, and one check per question.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -119,7 +121,7 @@ SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.
 {constants}
 
 NAME = {name!r}
-DEFINITION = Definition.load(Path(__file__).parent / "definitions" / {op_type!r} / {file!r})
+DEFINITION = Definition.load(Path(__file__).parents[2] / "definitions" / {op_type!r} / {file!r})
 LIMITS = Limits(DEFINITION)                      # what its formats cost: comparison.error_budget
 SIZES = ["small", pytest.param("medium", marks=pytest.mark.slow)]
 READING = {reading}                                   # which of answers(): what the schema leaves open
@@ -302,14 +304,14 @@ def as_docstring(text: str) -> str:
 def write_tests(folder: str | Path, definitions: Iterable[Definition],
                 readings: Mapping[str, int] | None = None, *,
                 overwrite: bool = False) -> list[Path]:
-    """One file for each definition, with the definition beside it. A file that is there stays,
-    unless overwrite.
+    """One file for each definition below cases/, with the definition in definitions/, and a test
+    file for each type that collects them. A file that is there stays, unless overwrite.
 
     readings: which of answers() a definition means, by its name, where that is known from a report.
     """
     root, written = Path(folder), []
     root.mkdir(parents=True, exist_ok=True)
-    if not (root / "conftest.py").exists():
+    if overwrite or not (root / "conftest.py").exists():
         (root / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
     for definition in definitions:
         used, note = definition, ""
@@ -321,14 +323,34 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition],
                 note = f"Smaller than defined: {told}."
             except CannotScale as e:
                 note = f"As large as it is defined: {e}."
-        path = root / f"test_{re.sub(r'[^0-9A-Za-z_]', '_', definition.name)}.py"
-        if path.exists() and not overwrite:
+        path = Path("cases", _module(definition.op_type), f"{_module(definition.name)}.py")
+        if (root / path).exists() and not overwrite:
             continue
         text = test_file(definition, used, note, (readings or {}).get(definition.name, 0))
-        place = Path("definitions", definition.op_type, f"{definition.name}.json")
-        beside = inside(root, place)
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(used.to_json(), indent=2) + "\n", encoding="utf-8")
-        inside(root, path.name).write_text(text, encoding="utf-8")
-        written.append(path)
+        beside = Path("definitions", definition.op_type, f"{definition.name}.json")
+        for place, content in ((beside, json.dumps(used.to_json(), indent=2) + "\n"),
+                               (path, text)):
+            target = inside(root, place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(content, encoding="utf-8")
+        written.append(root / path)
+    for kind in sorted({path.parent.name for path in written}):
+        inside(root, f"test_{kind}.py").write_text(_collected(root, kind), encoding="utf-8")
     return written
+
+
+def _collected(root: Path, kind: str) -> str:
+    """The test file of a type: the classes of its cases, small sizes and, marked slow, medium."""
+    lines = [f'"""Tests of the definitions of the type {kind}."""', ""]
+    for path in sorted((root / "cases" / kind).glob("*.py")):
+        tests = re.search(r"^class (Test\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if tests is not None:
+            lines.append(f"from cases.{kind}.{path.stem} import {tests[1]} as "
+                         f"Test_{path.stem}  # noqa: F401")
+    return "\n".join(lines) + "\n"
+
+
+def _module(name: str) -> str:
+    """The name as that of a module."""
+    text = re.sub(r"[^0-9A-Za-z_]", "_", name)
+    return text if text.isidentifier() and not keyword.iskeyword(text) else f"d_{text}"

@@ -83,7 +83,7 @@ def error_budget(dtypes: Iterable[str], output: str, *, exact: bool) -> ElementT
                                 rms=2 * rounding + _FLOAT32, factor=rounding / 16 + _FLOAT32)
     unit = max(work, rounding)
     return ElementTolerance(1e-7, max(4 * rounding, _FLOAT32), row=16 * unit + _FLOAT32,
-                            rms=4 * unit + _FLOAT32, factor=2 * unit + _FLOAT32)
+                            rms=6 * unit + _FLOAT32, factor=2 * unit + _FLOAT32)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.plan import Transform
 from ...spec.reason import Reason
-from .error_budget import rounding_budget
+from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
 from .process_state import COMPILING, process_state, put_back
 from .results import Complaint, find_aliasing, find_foreign_memory, find_wrong_shapes
@@ -213,10 +213,10 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
                 for i, parts in enumerate(zip(first, second, exact, eager))]
 
     judgements = judge([None] * len(first))
-    if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype != "float64":
+    if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype in UNITS:
         with torch.no_grad():
             judgements = judge(rounding_budget(lambda v: formula(op, v), values, upcast(values),
-                                               exact))
+                                               exact, dtype))
     if kernel.deterministic:
         complaints += _nondeterminism(outcome.results)
     complaints += [c for j in judgements for c in j.complaints]
@@ -375,7 +375,7 @@ class Judgement:
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
                  eager: Tensor, even: bool = True, budget: Tensor | None = None) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
-    tolerance. `budget`: how far a rounding of the inputs moves each element."""
+    tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element."""
     if not first.numel():
         return Judgement(0.0, 0.0, 0.0)
     first, second, eager = map(_as_codes, (first, second, eager))
@@ -396,8 +396,8 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
         bound = max(bound, (atol + rtol * size) / 4)
     if dtype == "float64":
         bound = atol + rtol * size
-    if budget is not None:
-        bound += ROUNDINGS * _largest(budget[finite])
+    if budget is not None:                     # of all together: as kernels compute, in float32
+        bound += ROUNDINGS * _largest(budget[finite]) * UNITS["float32"] / UNITS[dtype]
     error = max(_error(first, truth, finite), _error(second, truth, finite))
     complaints, notes = [], []
     for out, when in ((first, ""), (second, " over poisoned memory")):
@@ -414,7 +414,7 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager "
             f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     ratio = error / bound if bound else float(error > 0)
-    spare = 0.0 if budget is None else ROUNDINGS * budget
+    spare = 0.0 if budget is None else budget * (ROUNDINGS if dtype == "float32" else 1.0)
     outside = _outside(first, truth, finite, rtol, atol, spare)
     if not complaints and even and outside > 1:
         eager_outside = _outside(eager, truth, finite, rtol, atol, spare)

@@ -4,7 +4,9 @@ for.
 The error of the eager formula is one draw among many. Where the formula is badly conditioned, as a
 softmax over scores of which one is very large, that draw may be lucky: another order of the same
 sum is then far outside without being wrong. The formula itself, in float64, tells how much one
-rounding of float32 in each input matters, and a kernel may be off by a few of those.
+rounding of float32 in each input matters, and a kernel may be off by a few of those. Where the
+call is in 16 bits a kernel may round intermediate values to them, as the eager formula does: one
+element may be off by what one such rounding moves it, however lucky the eager one is there.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from torch import Tensor
 from ...machine.faults import FAULTS
 
 DRAWS = 6                                      # of signs
-UNIT = 2.0 ** -24                              # a rounding in float32, which kernels compute in
+UNITS = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 
 def rounding_budget(compute: Callable[[Mapping[str, Any]], tuple[Any, ...]],
                     values: Mapping[str, Any], wide: Mapping[str, Any],
-                    exact: tuple[Any, ...]) -> list[Tensor | None]:
-    """Returns for each result how far a rounding of every input moves each of its elements, at
-    most over a few draws; None where that says nothing. `wide`: the values in float64."""
+                    exact: tuple[Any, ...], dtype: str = "float32") -> list[Tensor | None]:
+    """Returns for each result how far a rounding of every input to the dtype moves each of its
+    elements, at most over a few draws; None where that says nothing. `wide`: the values in
+    float64."""
     names = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()
              and v.dtype.itemsize in (2, 4)]
     moved: list[Tensor | None] = [None] * len(exact)
     for draw in range(DRAWS if names else 0):
         gen = torch.Generator().manual_seed(draw // 2)
-        unit = UNIT if draw % 2 else -UNIT     # in pairs of opposites: one is towards the cliff
+        # in pairs of opposites: one is towards the cliff
+        unit = UNITS[dtype] * (1 if draw % 2 else -1)
         rounded = {n: wide[n] * (1 + unit * (torch.randint(
             0, 2, wide[n].shape, generator=gen) * 2 - 1).to(wide[n].device)) for n in names}
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,16 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
     are not noticed."""
     reports: list[MutationReport] = []
     for definition in definitions:
-        with nullcontext(None) if as_json else show.progress(
-                TextColumn(definition.name), BarColumn(), MofNCompleteColumn()) as bar:
-            report = run_mutants(definition, references, most, seed, progress=(
-                None if bar is None else lambda n, of, bar=bar: bar(completed=n, total=of)))
+        columns = TextColumn(definition.name, markup=False), BarColumn(), MofNCompleteColumn()
+        with show.progress(*columns) as bar:
+            def advance(done: int, total: int, bar: Callable[..., None] = bar) -> None:
+                bar(completed=done, total=total)
+
+            report = run_mutants(definition, references, most, seed, progress=advance)
         reports.append(report)
+        if out is not None:                    # after each: a run may be ended at any time
+            data = _mutation_data(reports, most, seed)
+            out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if as_json:
             continue
         counts = report.counts
@@ -88,20 +92,21 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
         for outcome in report.outcomes:
             if outcome.status == "survived":
                 show.text(f"      survived: {outcome.mutant}")
-    total = summary(reports)
-    data = {"kind": "mutants", **total, "seed": seed, "mutants_each": most or "all",
+    data = _mutation_data(reports, most, seed)
+    if as_json:
+        show.as_json(data)
+    elif data["rate"] is not None:
+        show.text(f"{data['definitions']} definitions, {data['killed']} mutants killed, "
+                  f"{data['survived']} survived, {data['equivalent']} equivalent: "
+                  f"{data['rate']:.2%} killed")
+    return 0 if data["rate"] is not None and data["rate"] >= GOAL else 1
+
+
+def _mutation_data(reports: Sequence[MutationReport], most: int, seed: int) -> dict[str, Any]:
+    return {"kind": "mutants", **summary(reports), "seed": seed, "mutants_each": most or "all",
             "torch": torch.__version__, "machine": hardware.probe("cpu").name,
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "reports": [r.to_json() for r in reports]}
-    if out is not None:
-        out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        show.as_json(data)
-    elif total["rate"] is not None:
-        show.text(f"{total['definitions']} definitions, {total['killed']} mutants killed, "
-                  f"{total['survived']} survived, {total['equivalent']} equivalent: "
-                  f"{total['rate']:.2%} killed")
-    return 0 if total["rate"] is not None and total["rate"] >= GOAL else 1
 
 
 def _verify_all(definitions: Sequence[Definition], references: References, sizes: Sequence[str],

@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 # One for the other, in calls and methods.
@@ -124,7 +125,8 @@ Alter = Callable[[Any], "ast.AST | None"]
 
 def _copy_with(tree: ast.Module, site: ast.AST, alter: Alter) -> ast.Module | None:
     """Return the tree with `alter` applied to the twin of `site`; None where it has no effect."""
-    twin = copy.deepcopy(tree, memo := {})
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(tree, memo)
     target = memo[id(site)]
     altered = alter(target)
     if altered is None:
@@ -167,7 +169,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str, Alter]]:
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) \
             and len(node.targets[0].elts) == 2:
         yield ("swapped", f"{ast.unparse(node.targets[0])} the other way",
-               lambda n: _swap(n.targets[0].elts) and n)
+               lambda n: _swap(n, n.targets[0].elts))
 
 
 def _of_operator(node: ast.BinOp) -> Iterator[tuple[str, str, Alter]]:
@@ -200,7 +202,7 @@ def _of_constant(node: ast.Constant) -> Iterator[tuple[str, str, Alter]]:
 def _of_call(node: ast.Call) -> Iterator[tuple[str, str, Alter]]:
     method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     for other in _FUNCTIONS.get(method, ()):
-        yield "function", f"{other} instead of {method}", lambda n, to=other: _rename(n, to)
+        yield "function", f"{other} instead of {method}", partial(_rename, other)
     inner = node.func.value if isinstance(node.func, ast.Attribute) else None
     of_module = isinstance(inner, ast.Name) and inner.id in ("torch", "F", "math")
     if method in _DROPPED and inner is not None and "functional" not in ast.unparse(inner):
@@ -209,7 +211,7 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, str, Alter]]:
         elif len(node.args) >= 1:
             yield "dropped term", f"{method}()", lambda n: n.args[0]
     if len(node.args) == 2 and method not in ("view", "reshape", "zeros", "full", "transpose"):
-        yield "swapped", f"the arguments of {ast.unparse(node)}", lambda n: _swap(n.args) and n
+        yield "swapped", f"the arguments of {ast.unparse(node)}", lambda n: _swap(n, n.args)
     for i, keyword in enumerate(node.keywords):
         if keyword.arg in _AXES and isinstance(keyword.value, (ast.Constant, ast.UnaryOp)):
             other_axis = 0 if ast.unparse(keyword.value) != "0" else -1
@@ -254,12 +256,12 @@ def _negate(node: ast.If) -> ast.If:
     return node
 
 
-def _rename(node: ast.Call, to: str) -> ast.Call:
+def _rename(to: str, node: ast.Call) -> ast.Call:
     assert isinstance(node.func, ast.Attribute)
     node.func.attr = to
     return node
 
 
-def _swap(items: list[Any]) -> bool:
+def _swap(node: ast.AST, items: list[Any]) -> ast.AST:
     items[0], items[1] = items[1], items[0]
-    return True
+    return node

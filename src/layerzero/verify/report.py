@@ -75,7 +75,8 @@ def _summary(about: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[s
 # The page.
 
 def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the page about what was proved, in Markdown."""
+    """Returns the page about what was proved, in Markdown. A summary may have `notes`, which say
+    what its alarms were found to be."""
     parts = ["# Proof\n",
              "What was verified, when and on what, written from the logs in `benchmarks/results`. "
              "A sound kernel that fails is a false alarm of the verifier or a mistake of the "
@@ -89,9 +90,10 @@ def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str
         parts.append(f"Sources {s['sources']}, Python {s['python']}, {s['arch']}.\n")
         parts += [f"- {a['kernel']}, seed {a['seed']}: {a['class']}: {_cell(a['says'])[:300]}"
                   for a in s["alarms"]] + ([""] if s["alarms"] else [])
+        parts += [f"{note}\n" for note in s.get("notes", ())]
         parts.append(_table(
-            ("kernel", "op", "seeds passed", "failed", "cases", "worst of what is allowed"),
-            [(f"`{name}`", k["op"], _ranges(k["passed"]), _ranges(k["failed"]) or "0",
+            ("kernel", "op", "seeds passed", "seeds failed", "cases", "worst of what is allowed"),
+            [(f"`{name}`", k["op"], _ranges(k["passed"]), _ranges(k["failed"]) or "none",
               f"{k['cases']:,}", f"{k['worst']:.2f}")
              for name, k in s["kernels"].items() if k["passed"] or k["failed"]]))
         refused: dict[str, list[str]] = {}

@@ -43,6 +43,7 @@ from layerzero.spec.kernel import Kernel  # noqa: E402
 from layerzero.spec.op import CALL_FACTS, DEVICE_FACTS, TENSOR_FACTS, Op  # noqa: E402
 from layerzero.spec.reason import Category, Code  # noqa: E402
 from layerzero.spec.rules import AnyOf, Condition, When  # noqa: E402
+from layerzero.verify import report as verify_report  # noqa: E402
 from layerzero.world.catalog import builtin_ops  # noqa: E402
 from layerzero.world.config import VARIABLES  # noqa: E402
 
@@ -358,10 +359,18 @@ def notebook(text: str) -> str:
                        "nbformat_minor": 4}, indent=1, ensure_ascii=False) + "\n"
 
 
+def proof() -> str:
+    """The logged verdicts and mutants of benchmarks/results."""
+    logged = [json.loads(path.read_text("utf-8"))
+              for path in sorted((figures.RESULTS).glob("proof-*.json"))]
+    summaries = [s for data in logged if data["kind"] == "kernels" for s in data["summaries"]]
+    return verify_report.page(summaries, [d for d in logged if d["kind"] == "mutants"])
+
+
 def pages() -> dict[Path, str]:
     """Every generated file with the text it should have."""
     reference = {"api": api, "reason-codes": reason_codes, "capabilities": capabilities, "ops": ops,
-                 "settings": settings, "events": events, "commands": commands.page}
+                 "settings": settings, "events": events, "commands": commands.page, "proof": proof}
     texts = {DOCS / "reference" / f"{name}.md": NOTE + make().rstrip() + "\n"
              for name, make in reference.items()}
     for name, (place, make_block) in BLOCKS.items():

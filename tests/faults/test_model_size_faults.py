@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from model_size_faults import SIZE_FAULTS
 
 import layerzero as lz
 from layerzero.machine import hardware
+from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.calls import check_non_finite
 from layerzero.verify.kernel.certify import certify, certify_all, failure_of, publish
+from layerzero.verify.kernel.circumstances import UnusualValues
 from layerzero.verify.kernel.contract import check_case
 from layerzero.verify.kernel.diagnosis import CLASSES, diagnose
 from layerzero.verify.kernel.gradients import check_gradients
@@ -33,6 +37,7 @@ __all__ = ["world"]
 FEW = ("flushes_denormals", "onethreadoneveryoddcall", "returns_a_parameter",
        "returns_an_inference_tensor", "keepseveryresult", "byte_offsets_in_32_bits",
        "weight_read_as_if_contiguous")
+LOUD = {"sq": 8, "sk": 90, "hkv": 2, "causal": True, "align": "bottom_right"}
 
 
 def test_every_fault_is_another_and_has_a_class() -> None:
@@ -203,3 +208,36 @@ def test_what_is_wrong_in_a_few_last_rows_is_told_so() -> None:
     results = [check_case(kernel, {"rows": (n,)}, "float32") for n in (5, 6, 9)]
     told = diagnose(kernel, results)
     assert told is not None and told.kind == "last rows" and "0.0 times" not in str(told)
+
+
+@pytest.mark.parametrize("name", ["page_count_in_8_bits", "page_ids_in_15_bits",
+                                  "latent_pages_in_15_bits"])
+def test_pages_beyond_small_integers_are_a_matter_of_size(name: str) -> None:
+    kernel = next(f for f in SIZE_FAULTS if f.name == name).kernel()
+    cases = (*kernel.op.cases[:3], *kernel.op.stress[:3])
+    results = [check_case(kernel, case, "float32", seed=1) for case in cases]
+    diagnosis = diagnose(kernel, results)
+    assert diagnosis is not None and diagnosis.kind == "sizes", str(diagnosis)
+
+
+@pytest.mark.parametrize(("roundings", "draw", "status"), [
+    *((2.0, draw, "passed") for draw in range(6)), (300.0, 1, "failed")])
+def test_a_loud_number_costs_what_its_roundings_cost(roundings: float, draw: int,
+                                                     status: str) -> None:
+    """With these numbers a rounding of the keys moves the exact result by far more than the eager
+    formula happens to be off."""
+    right = ATTENTION.reference
+
+    @functools.wraps(right)
+    def rounded(query: torch.Tensor, key: torch.Tensor, *args: Any, **rest: Any) -> Any:
+        gen = torch.Generator().manual_seed(draw)
+        signs = torch.randint(0, 2, key.shape, generator=gen) * 2 - 1
+        wide = [t.double() if isinstance(t, torch.Tensor) else t for t in args]
+        key = key.double() * (1 + signs * roundings * 2.0 ** -24)
+        return right(query.double(), key, *wide, **rest).to(query.dtype)
+
+    kernel = Kernel("fake.rounds_the_keys", ATTENTION, lambda: rounded,
+                    variants=tuple(ATTENTION.patterns))
+    result = check_case(kernel, LOUD, "float32", seed=2,
+                        circumstance=UnusualValues("one loud number"))
+    assert result.status == status, str(result)

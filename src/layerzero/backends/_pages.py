@@ -35,12 +35,20 @@ HALF_OFF_CPU = r.any_of(r.device("cpu"), r.dtypes("float16", "bfloat16"))
 
 
 def cpu_flash() -> Callable[..., Any]:
+    """Torch's flash attention of the CPU. It takes every row as contiguous, and torch's own choice
+    passes it over for others: those are copied."""
     flash: Callable[..., Any] | None = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu",
                                                None)
     if flash is None:
         raise ImportError(
             f"torch._scaled_dot_product_flash_attention_for_cpu (torch {torch.__version__})")
-    return flash
+    entry = flash
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *args: Any, **rest: Any) -> Any:
+        rows = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        return entry(*rows, *args, **rest)
+
+    return run
 
 
 def empty_result(query: Tensor, dim: int) -> Part:

@@ -114,7 +114,7 @@ OP = Op(
     alterations=ALTERATIONS,
     # Twice the tolerance of a linear layer: these are two in sequence.
     batch_dims=("rows",),
-    tolerance=Tolerance({"float16": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2), "float32": (2e-5, 2e-5),
+    tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),
                          "float64": (1e-10, 1e-10)}),
     shapes={"x": "*rows hidden", "weight_in": "wide hidden", "weight_down": "out inner",
             "weight_up": "inner hidden", "bias_in": "wide", "bias_up": "inner", "bias_down": "out"},

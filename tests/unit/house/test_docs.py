@@ -49,7 +49,8 @@ def test_check_names_what_is_stale_and_writes_nothing(generate, tmp_path, monkey
     monkeypatch.setattr(generate, "DOCS", tmp_path / "docs")
     assert generate.main(["--check"]) == 1
     told = capsys.readouterr().out
-    names = ("api", "reason-codes", "capabilities", "ops", "settings", "events", "commands")
+    names = ("api", "reason-codes", "capabilities", "ops", "settings", "events", "commands",
+             "proof")
     assert [line.split()[0] for line in told.splitlines()] == [f"docs/reference/{name}.md"
                                                                for name in names]
     assert not (tmp_path / "docs" / "reference").exists()

@@ -709,6 +709,13 @@ def test_written_tests_are_readable(tmp_path):
         assert all(f"{axis.upper()} = {value}" in text
                    for axis, value in definition.const_axes.items())
         assert write_tests(tmp_path, [definition]) == []                    # what is there stays
+        assert write_tests(tmp_path, [definition], overwrite=True) == [path]
+    assert {p.name for p in tmp_path.glob("test_*.py")} == {
+        f"test_{d.op_type}.py" for d in ALL.values()}
+    helpers = (tmp_path / "conftest.py").read_text()
+    for name in ("load_definition", "compile_reference", "assert_close", "compute_error_metrics",
+                 "check_hit_ratio"):
+        assert f"def {name}(" in helpers
 
 
 def test_written_tests_pass_and_can_fail(tmp_path):
@@ -719,8 +726,9 @@ def test_written_tests_pass_and_can_fail(tmp_path):
                            "--rootdir", str(tmp_path), "-rf", "-m", "not slow", str(tmp_path)],
                           capture_output=True, text=True, timeout=240,
                           cwd=tmp_path)
-    failed = {line.split("::")[0] for line in done.stdout.splitlines() if line.startswith("FAILED")}
-    assert failed == {"FAILED test_wrong.py"}, done.stdout
+    failed = {line.partition("::test_")[0] for line in done.stdout.splitlines()
+              if line.startswith("FAILED")}
+    assert failed == {"FAILED test_rmsnorm.py::Test_wrong"}, done.stdout
     assert "INCORRECT_NUMERICAL" in done.stdout
 
 
@@ -764,10 +772,15 @@ def test_the_command_fails_where_lz_disagrees(run, tmp_path):
 def test_the_command_writes_tests_and_names_what_is_wrong(run, tmp_path):
     code, out = run(NORM.name, "--dir", FOLDER, "--write-tests", tmp_path)
     assert code == 0
-    assert out.split() == [str(tmp_path / "test_norm_h48_one_plus.py")]
+    written = tmp_path / "cases" / "rmsnorm" / "norm_h48_one_plus.py"
+    assert out.split() == [str(written)]
+    code, out = run(NORM.name, "--dir", FOLDER, "--write-tests", tmp_path)
+    assert code == 0 and "--force writes them again" in out
+    code, out = run(NORM.name, "--dir", FOLDER, "--write-tests", tmp_path, "--force")
+    assert code == 0 and out.split() == [str(written)]
     run("--op-type", "rope", "--dir", FOLDER, "--trust", FOLDER, "--write-tests", tmp_path)
     # as the reference computes
-    assert "READING = 1 " in (tmp_path / "test_rope_pairs_d16_r8.py").read_text()
+    assert "READING = 1 " in (tmp_path / "cases" / "rope" / "rope_pairs_d16_r8.py").read_text()
     for words, said in (
             ((NORM.name, "--size", "tiny"), "--size must be one of"),
             ((NORM.name, "nucleus_v30", "--dir", FOLDER), "no definition 'nucleus_v30' among"),

@@ -188,9 +188,17 @@ def definitions(
     write_tests: Annotated[Path | None, typer.Option(
         "--write-tests", metavar="DIR", help="write a pytest file for each definition "
                                              "instead")] = None,
+    force: Annotated[bool, typer.Option(
+        "--force", help="of --write-tests: also where there is one")] = False,
+    mutate: Annotated[int | None, typer.Option(
+        "--mutate", metavar="N", min=0, help="change each reference in N ways, 0: in all, and tell "
+                                             "which changes are not noticed")] = None,
+    out: Annotated[Path | None, typer.Option(
+        "--out", metavar="FILE", help="of --mutate: write the result there too")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Definitions of others, in the FlashInfer-Trace schema, against lz."""
+    o.check_out("--out", out)
     unknown = [s for s in size or () if s not in SIZES]
     if unknown:
         raise ConfigError(f"--size must be one of {', '.join(SIZES)}, got {unknown[0]!r}")
@@ -198,7 +206,26 @@ def definitions(
     raise typer.Exit(run(names or (), folder, op_type=op_type or "", sizes=size or ("small",),
                          workloads=workloads, trust=trust or (), timeout=timeout,
                          tolerance=tolerance, as_is=as_is, seed=seed, device=device, traces=traces,
-                         write_tests=write_tests, as_json=as_json))
+                         write_tests=write_tests, force=force, mutate=mutate, out=out,
+                         as_json=as_json))
+
+
+@declare("", "lz verify report false-alarms.jsonl --out proof-x86.json", to=verify,
+         short="What was verified, when and on what.")
+def report(
+    logs: Annotated[list[Path], typer.Argument(
+        metavar="LOG", help="what benchmarks/false_alarms.py wrote")],
+    out: Annotated[Path | None, typer.Option(
+        "--out", metavar="FILE", help="write the summary there too, as docs/generate.py reads "
+                                      "it")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Logged verdicts, summarised for each machine. Exit code 1 if one of them failed."""
+    for path in logs:
+        o.check_file("LOG", path, "benchmarks/false_alarms.py writes one")
+    o.check_out("--out", out)
+    from ..commands.verify import verify_report as run
+    raise typer.Exit(run(logs, out, as_json))
 
 
 @declare(PANEL, "lz gate --quick --out report",

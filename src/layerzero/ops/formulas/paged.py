@@ -222,6 +222,8 @@ def random_table(gen: torch.Generator, context: tuple[int, ...], page_size: int,
     counts = [-(-n // page_size) for n in context]
     pages = sum(counts) + spare
     ids = torch.arange(pages) if order == "neighbours" else torch.randperm(pages, generator=gen)
+    if spare > sum(counts):                    # of a large pool the last pages are always used
+        ids = torch.cat((ids[ids >= pages - 8], ids[ids < pages - 8]))
     table = torch.full((len(context), max(counts, default=0) + 1), -1, dtype=torch.int64)
     used = torch.zeros(pages, page_size, dtype=torch.bool)
     taken = 0

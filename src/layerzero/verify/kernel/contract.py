@@ -7,7 +7,8 @@ A kernel passes a case when, for every result:
 - its error is at most `times_eager` x the error of the eager formula at the same dtype, plus a
   few roundings; in float32, and where a result is wider than the inputs, a quarter of the op's
   tolerance is always allowed (in float64 the whole tolerance decides: there the reference is no
-  more exact than the kernel);
+  more exact than the kernel); where that is exceeded, a few times as much is added as one
+  rounding of each input moves the exact result (error_budget.py);
 - its error is within the op's tolerance (rtol, atol), unless the eager formula's is not, or only
   just;
 - a second run gives the same, over fresh memory full of NaN and with NaN on both sides of every
@@ -45,6 +46,7 @@ from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.plan import Transform
 from ...spec.reason import Reason
+from .error_budget import UNITS, rounding_budget
 from .guarded import find_changes, guarded, poisoned_memory, snapshot
 from .process_state import COMPILING, process_state, put_back
 from .results import Complaint, find_aliasing, find_foreign_memory, find_wrong_shapes
@@ -205,9 +207,16 @@ def check_case(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str 
     complaints += [*find_wrong_shapes(first, declared), *find_aliasing(outcome.results, values)]
     if any(c.kind != "global state" for c in complaints):
         return result("failed", complaints=complaints)
-    judgements = [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
-                               even=circumstance.even)
-                  for i, parts in enumerate(zip(first, second, exact, eager))]
+    def judge(budget: Sequence[Tensor | None]) -> list[Judgement]:
+        return [judge_result(op, dtype, f"result {i}" if len(first) > 1 else "result", *parts,
+                             even=circumstance.even, budget=budget[i])
+                for i, parts in enumerate(zip(first, second, exact, eager))]
+
+    judgements = judge([None] * len(first))
+    if any(c.kind == "error" for j in judgements for c in j.complaints) and dtype in UNITS:
+        with torch.no_grad():
+            judgements = judge(rounding_budget(lambda v: formula(op, v), values, upcast(values),
+                                               exact, dtype))
     if kernel.deterministic:
         complaints += _nondeterminism(outcome.results)
     complaints += [c for j in judgements for c in j.complaints]
@@ -364,10 +373,9 @@ class Judgement:
 
 
 def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, truth: Tensor,
-                 eager: Tensor,
-                 even: bool = True) -> Judgement:
+                 eager: Tensor, even: bool = True, budget: Tensor | None = None) -> Judgement:
     """Judges one result. `even`: its elements have similar size, so each is held to the op's
-    tolerance."""
+    tolerance. `budget`: how far a rounding of the inputs to the dtype moves each element."""
     if not first.numel():
         return Judgement(0.0, 0.0, 0.0)
     first, second, eager = map(_as_codes, (first, second, eager))
@@ -388,6 +396,8 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
         bound = max(bound, (atol + rtol * size) / 4)
     if dtype == "float64":
         bound = atol + rtol * size
+    if budget is not None:                     # of all together: as kernels compute, in float32
+        bound += ROUNDINGS * _largest(budget[finite]) * UNITS["float32"] / UNITS[dtype]
     error = max(_error(first, truth, finite), _error(second, truth, finite))
     complaints, notes = [], []
     for out, when in ((first, ""), (second, " over poisoned memory")):
@@ -404,9 +414,10 @@ def judge_result(op: Op, dtype: str, name: str, first: Tensor, second: Tensor, t
             f"{name}: error {error:.3g} exceeds {op.tolerance.times_eager:g} x eager "
             f"{eager_error:.3g} + rounding = {bound:.3g}, worst at {worst_indices(first, truth)}"))
     ratio = error / bound if bound else float(error > 0)
-    outside = _outside(first, truth, finite, rtol, atol)
+    spare = 0.0 if budget is None else budget * (ROUNDINGS if dtype == "float32" else 1.0)
+    outside = _outside(first, truth, finite, rtol, atol, spare)
     if not complaints and even and outside > 1:
-        eager_outside = _outside(eager, truth, finite, rtol, atol)
+        eager_outside = _outside(eager, truth, finite, rtol, atol, spare)
         if eager_outside > 1 or outside <= op.tolerance.times_eager * eager_outside:
             notes.append(
                 f"{name}: outside rtol {rtol:g}, atol {atol:g}, as is or nearly is the eager "
@@ -424,9 +435,10 @@ def _error(out: Tensor, truth: Tensor, finite: Tensor) -> float:
     return math.inf if gap.isnan().any() else _largest(gap)
 
 
-def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float) -> float:
-    """Returns the worst element's error over rtol and atol."""
-    gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs())[finite]
+def _outside(out: Tensor, truth: Tensor, finite: Tensor, rtol: float, atol: float,
+             spare: Tensor | float) -> float:
+    """Returns the worst element's error over rtol, atol and what is allowed beside them."""
+    gap, limit = (out.double() - truth).abs()[finite], (atol + rtol * truth.abs() + spare)[finite]
     return _largest(torch.where(gap == 0, 0.0, gap / limit))
 
 

@@ -209,7 +209,7 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     right_when_wide = ("float32" not in dtypes
                        and any(r.passed and r.dtype == "float32" for r in results))
     ratios = [r.ratio for r in forward if "error" in r.kinds]
-    if ratios and min(ratios) > 1 and (right_when_wide or all(r.error < 0.05 for r in forward)):
+    if ratios and min(ratios) > 1 and (right_when_wide or _is_slight(kernel, forward, device)):
         excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
                   else "other codes")
         return "precision", (f"close, but {excess}, in "
@@ -259,6 +259,25 @@ def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
                               formula(op, upcast(values)))
     except FAULTS:                             # the call makes no sense without the argument
         return False
+
+
+def _is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is every error small, also beside the row that it is in? An average over many keys is
+    itself small."""
+    if not all(r.error < 0.05 for r in failed):
+        return False
+    for r in _sample([r for r in failed if not r.circumstance], 2):
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        with torch.no_grad():
+            results = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+        for got, want in results:
+            if not isinstance(want, Tensor) or not want.is_floating_point() or want.dim() < 2:
+                continue
+            norms = want.norm(dim=-1)
+            errors = (got.double() - want).norm(dim=-1)[norms > 1e-3 * norms.max()]
+            if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
+                return False
+    return True
 
 
 def _explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],

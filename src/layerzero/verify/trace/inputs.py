@@ -22,9 +22,12 @@ from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .readings import chunk_size, small_numbers
 
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
+MOST_SEQUENCES = 1 << 20
+MOST_CHUNK = 512                               # of queries, that a small input exceeds
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
 
@@ -139,11 +142,29 @@ class _Maker:
         for axis in self.d.var_axes:
             self.sizes.setdefault(axis, _FREE.get(axis, self.size.rows))
         self._solve()
+        self._refuse_huge()
         return {name: self._value(name, spec, plan) for name, spec in self.d.inputs.items()}
 
     def _solve(self) -> None:
         free = [a for a in self.d.var_axes if a not in self.sizes]
         self.sizes |= solved(self.d.constraints, free, {**self.const, **self.sizes})
+
+    def _refuse_huge(self) -> None:
+        """Raises DataError for inputs that do not fit, before any of them is made."""
+        free = available_memory()
+        taken, largest, name = 0, 0, ""
+        for n, spec in self.d.inputs.items():
+            shape = self.d.shape_of(spec, self.sizes)
+            size = 4 * math.prod(shape)        # drawn in float32
+            if len(shape) > 2 and all(a in self.const for a in spec.shape or ()) and size > LARGE:
+                size = 4 * (math.prod(shape[1:]) + shape[0] * shape[-1])     # one buffer for all
+            taken += size
+            largest, name = max((largest, name), (size, n))
+        if free and taken > free // 2:
+            raise DataError(
+                f"{self.d.name}: its inputs take {taken / 2**30:.1f} GiB, {name} alone "
+                f"{largest / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free, of which half "
+                "may be used; choose smaller axes")
 
     # sizes of sequences
 
@@ -155,6 +176,8 @@ class _Maker:
         known = [self.sizes[a] for a in names if a in self.sizes]
         known += [self.sizes[length] - 1] if length in self.sizes else []
         n = max(known[0] if known else self.size.sequences, 0)
+        if n > MOST_SEQUENCES:
+            raise DataError(f"{self.d.name}: wanted at most {MOST_SEQUENCES} sequences, got {n}")
         for axis in names:
             self.sizes.setdefault(axis, n)
         for name in self.indptrs:
@@ -165,6 +188,9 @@ class _Maker:
         total_k = self._total(by_key[0], "k") if by_key else ""
         queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
                    else [1] * n)
+        chunk = chunk_size(self.d)
+        if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MOST_CHUNK:
+            queries[0] = chunk + 3             # more than one of the reference's chunks
         paged = bool(self.page_ids or self.table)
         least = [math.ceil(q / self.page_size) if paged else q for q in queries]
         most = max(math.ceil(self.size.keys / self.page_size), 2) if paged else self.size.keys
@@ -258,6 +284,8 @@ class _Maker:
                     "top_k": self.const.get("top_k", 2)}.get(low, self.const.get(low, 1))
         if "eps" in low:
             return 1e-6
+        if re.search(r"(^|_)[kv]_?scale", low):
+            return 0.75 if "k" in low else 1.25
         if "routed_scaling" in low:
             return 2.5
         if "cap" in low or "theta" in low:
@@ -266,7 +294,7 @@ class _Maker:
             dims = [self.d.shape_of(s, self.sizes)[-1] for n, s in self.d.inputs.items()
                     if s.floating and s.shape and _QUERY.search(n)]
             return 1.0 / math.sqrt(sum(dims) or 1)
-        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.0)
+        return {"top_p": 0.8, "min_p": 0.05, "temperature": 0.7}.get(low, 1.5)
 
     def _floats(self, name: str, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         low, dtype = name.lower(), spec.dtype
@@ -275,7 +303,10 @@ class _Maker:
                 f"{self.d.name}: {name} is {dtype}, for which torch has no arithmetic; its codes "
                 "must come from a stored workload")
         if low == "probs" or low.endswith("_probs"):
-            return (self._random(shape) * 2).softmax(-1)
+            probs = (self._random(shape) * 2).softmax(-1)
+            if probs.shape[-1] > 1 and probs.numel():
+                probs[-1:, ..., 0] = 0.0       # a token that was never written is 0
+            return probs / probs.sum(-1, keepdim=True)
         if "top_p" in low:
             return self._rows(shape, (0.0, 0.9, 0.5, 1.0, 0.3))
         if "min_p" in low or "temperature" in low:
@@ -293,7 +324,16 @@ class _Maker:
         by = 1 / math.sqrt(max(shape[-1], 1)) if fixed and not dtype.startswith("float8") else 1.0
         if "topk_weights" in low or "routing_weights" in low:
             return torch.rand(shape, generator=self.gen).to(getattr(torch, dtype))
-        return self._weight(shape, getattr(torch, dtype), by, fixed)
+        drawn = self._weight(shape, getattr(torch, dtype), by, fixed)
+        if not fixed and "norm" in self.d.op_type.lower() and len(shape) > 1:
+            drawn = drawn * self._magnitudes(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        return drawn.to(getattr(torch, dtype))
+
+    def _magnitudes(self, rows: int) -> Tensor:
+        """Of the rows of a norm: in some the mean square is near its epsilon, which is nothing
+        beside the others."""
+        small = math.sqrt(next(iter(small_numbers(self.d)), 1e-6))
+        return self._rows((rows,), (1.0, small, 8.0, 4 * small, 0.25))
 
     def _unit(self, low: str) -> float:
         """What keeps results near 1: the scale of a weight undoes the sum over its inputs."""
@@ -328,6 +368,9 @@ class _Maker:
         line = torch.linspace(-reach, reach, shape[-1])
         rows = [line[torch.randperm(shape[-1], generator=self.gen)]
                 for _ in range(math.prod(shape[:-1]))]
+        for row, column in zip(rows, (-1, 0)):   # the last and the first come to be chosen too
+            top = int(row.argmax())
+            row[[top, column]] = row[[column, top]]
         return torch.stack(rows).view(shape) if rows else torch.empty(shape)
 
     def _rows(self, shape: tuple[int, ...], values: tuple[float, ...]) -> Tensor:
@@ -391,6 +434,9 @@ class _Maker:
         experts = self._bound(("num_experts", "num_local_experts", "num_experts_global"), 8)
         rows = [torch.randperm(experts, generator=self.gen)[:shape[-1]]
                 for _ in range(math.prod(shape[:-1]))]
+        for row, expert in zip(rows, (experts - 1, 0)):
+            if expert not in row:
+                row[0] = expert
         ids = torch.stack(rows).view(shape) if rows else torch.empty(shape, dtype=torch.int64)
         if (any("weight" in n and "topk" in n for n in self.d.inputs)
             or self.d.inputs[name].dtype != "int32"):
@@ -411,6 +457,16 @@ class _Maker:
             n = int(torch.randint(1, min(shape[-1], pool) + 1, (), generator=self.gen))
             rows[i, :n] = torch.randperm(pool, generator=self.gen)[:n]
         return rows.view(shape)
+
+
+def available_memory() -> int:
+    """Bytes that are free now; 0 where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    line = next((row for row in text.splitlines() if row.startswith("MemAvailable:")), "")
+    return int(line.split()[1]) * 1024 if line else 0
 
 
 def _is_alone(indptrs: list[str]) -> bool:

@@ -154,6 +154,16 @@ def _numbers(node: ast.AST | None) -> list[float]:
     return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
+def chunk_size(definition: Definition) -> int:
+    """The largest number that the reference gives a name such as CHUNK_Q or tile; 0 if none."""
+    sizes = [node.value.value for node in ast.walk(ast.parse(definition.reference))
+             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+             and type(node.value.value) is int
+             and any(isinstance(t, ast.Name) and re.search(r"chunk|tile", t.id.lower())
+                     for t in node.targets)]
+    return max(sizes, default=0)
+
+
 def constant(definition: Definition, pattern: str) -> int | None:
     """The whole number that the reference gives a name such as TOP_K, or a const axis of that name.
     """

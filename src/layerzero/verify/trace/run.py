@@ -19,7 +19,14 @@ from ...machine.faults import FAULTS
 from ...spec.codec import encode
 from ...spec.display import Displayed
 from ...spec.errors import DataError
-from ..comparison import ComparisonVerdict, ElementTolerance, compare, overall, tolerance_of
+from ..comparison import (
+    ComparisonVerdict,
+    ElementTolerance,
+    compare,
+    error_budget,
+    overall,
+    tolerance_of,
+)
 from .answers import draws
 from .answers.answer import Answer, serving
 from .answers.lookup import answers
@@ -60,8 +67,8 @@ class DefinitionReport(Displayed):
     """What came of one definition at one size.
 
     passed: lz agrees with all that ran. failed: it disagrees, or raised. disputed: it agrees with
-    the reference, but another answer does not. unproven: nothing ran to compare it with. unmapped:
-    no lz call answers it.
+    the reference, but another answer does not. unproven: nothing ran to compare it with, or its
+    reference was to run and did not end well. unmapped: no lz call answers it.
     """
 
     definition: Definition
@@ -76,6 +83,7 @@ class DefinitionReport(Displayed):
     reading: int = 0                           # which of answers() it is
     latency_ms: float = 0.0
     reference_ms: float = 0.0
+    died: bool = False                         # its reference was to run and did not end well
 
     @property
     def passed(self) -> bool:
@@ -103,6 +111,25 @@ class DefinitionReport(Displayed):
                 "latency_ms": self.latency_ms, "reference_ms": self.reference_ms}
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the outputs of a definition may differ by."""
+
+    definition: Definition
+    override: float | None = None              # atol and rtol, instead of the error budget
+    # in a workload of others: a sequence without keys is NaN for some references
+    may_be_nan: bool = False
+
+    def of(self, output: str, exact: bool) -> ElementTolerance:
+        """Return what is allowed in one output. `exact`: both sides compute in float32, as a
+        reference does and torch's own functions are asked to."""
+        specs = (*self.definition.inputs.values(), *self.definition.outputs.values())
+        dtypes = [s.dtype for s in specs]
+        if self.override is not None:
+            return tolerance_of(dtypes, self.override)
+        return error_budget(dtypes, self.definition.outputs[output].dtype, exact=exact)
+
+
 def verify(definition: Definition, references: References, size: str = "small", *,
            device: str = "cpu", seed: int = 0, tolerance: float | None = None,
            workload: Workload | None = None, as_is: bool = False) -> DefinitionReport:
@@ -128,14 +155,18 @@ def verify(definition: Definition, references: References, size: str = "small", 
     except DataError as e:
         return DefinitionReport(definition, "unproven", answer=str(candidates[0]), detail=str(e),
                                 absent=absent)
+    if candidates[0].random and candidates[0].kind == "sampling":
+        inputs, _ = draws.repeated(candidates[0], inputs)
     ran = references.run(used, inputs, device)
     if not ran.ok:
         absent["reference"] = ran.why
-    limits = tolerance_of((s.dtype for s in (*used.inputs.values(), *used.outputs.values())),
-                          tolerance)
+    limits = Limits(used, tolerance, workload is not None)
     report = _judge(definition, candidates, inputs, ran, limits, device)
     case = workload or workload_of(used, inputs, seed, size)
-    return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent})
+    if ran.died and not report.detail:
+        report = replace(report, detail=ran.why)
+    return replace(report, workload=case, scaled=changes, absent={**absent, **report.absent},
+                   died=ran.died)
 
 
 def workload_of(definition: Definition, inputs: Mapping[str, Any], seed: int,
@@ -154,7 +185,7 @@ def _judge(
     candidates: Sequence[Answer],
     inputs: Mapping[str, Any],
     ran: Ran,
-    limits: ElementTolerance,
+    limits: Limits,
     device: str,
 ) -> DefinitionReport:
     first: DefinitionReport | None = None
@@ -171,7 +202,7 @@ def _judge(
 
 def _verify_answer(
     definition: Definition, answer: Answer, inputs: Mapping[str, Any], ran: Ran,
-    limits: ElementTolerance, device: str
+    limits: Limits, device: str
 ) -> DefinitionReport:
     try:
         with serving() as kernels:
@@ -182,7 +213,7 @@ def _verify_answer(
                                 detail=f"lz raised {type(e).__name__}: {e}")
     others: dict[str, Mapping[str, Tensor]] = {"reference": ran.outputs} if ran.ok else {}
     absent: dict[str, str] = {}
-    for truth in truths(answer, device) if not answer.random else ():
+    for truth in truths(answer, device) if not answer.random or answer.kind == "sampling" else ():
         if truth.compute is None:
             absent[truth.source] = truth.why_not
             continue
@@ -192,14 +223,18 @@ def _verify_answer(
             absent[truth.source] = f"raised {type(e).__name__}: {e}"
     if answer.random:
         comparisons = _compare_draws(answer, inputs, outputs, ran)
+        comparisons += [Comparison(name, "torch's filters", judge_draws(
+            answer, inputs, others[name][answer.roles["out"]])) for name in others
+            if name != "reference" and answer.kind == "sampling"]
     else:
-        comparisons = [_compare_outputs("lz", outputs, name, other, limits)
+        comparisons = [compare_outputs("lz", outputs, name, other, limits)
                        for name, other in others.items()]
         names = list(others)
-        comparisons += [_compare_outputs(a, others[a], b, others[b], limits)
+        comparisons += [compare_outputs(a, others[a], b, others[b], limits)
                         for i, b in enumerate(names) for a in names[i + 1:]]
     ours = [c for c in comparisons if c.got == "lz"]
-    status = ("unproven" if not ours else "failed" if not all(c.passed for c in ours)
+    status = ("failed" if not all(c.passed for c in ours)
+              else "unproven" if not ours or ran.died
               else "passed" if all(c.passed for c in comparisons) else "disputed")
     return DefinitionReport(
         definition,
@@ -213,10 +248,21 @@ def _verify_answer(
     )
 
 
-def _compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
-                     limits: ElementTolerance) -> Comparison:
-    shared = [output for output in want if output in got]
-    return Comparison(name, against, tuple(compare(o, got[o], want[o], limits) for o in shared))
+def compare_outputs(name: str, got: Mapping[str, Tensor], against: str, want: Mapping[str, Tensor],
+                     limits: Limits) -> Comparison:
+    exact = name != "lz" and {name, against} <= {"reference", "torch"}
+    verdicts = [compare(o, got[o], want[o], limits.of(o, exact)) for o in want if o in got]
+    return Comparison(name, against, tuple(
+        v if limits.may_be_nan or not v.passed or not v.metrics.undefined
+        else _refuse_nan(v, got[v.output], against) for v in verdicts))
+
+
+def _refuse_nan(verdict: ComparisonVerdict, got: Tensor, against: str) -> ComparisonVerdict:
+    """A NaN on both sides is agreement, on one it is none."""
+    extra = verdict.metrics.undefined - int(got.isnan().sum())
+    return verdict if extra <= 0 else replace(
+        verdict, status="INCORRECT_NUMERICAL",
+        detail=f"{extra} values of the {against} are NaN and finite here")
 
 
 def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor],
@@ -225,16 +271,34 @@ def _compare_draws(answer: Answer, inputs: Mapping[str, Any], outputs: Mapping[s
     if answer.kind != "sampling":
         return []
     out = answer.roles["out"]
-    comparisons = [Comparison("lz", "torch's filters",
-                              (draws.possible(answer, inputs, outputs[out]),
-                                                        draws.frequencies(answer, inputs)))]
+    step = run_length(inputs[answer.roles["picked"] or answer.roles["rows"]])
+    comparisons = [Comparison("lz", "torch's filters", (
+        draws.possible(answer, inputs, outputs[out]),
+        draws.frequencies(answer, inputs, step if not answer.roles["picked"] else 1)))]
     if ran.ok:
         zeros = torch.zeros_like(outputs[out].cpu()), torch.zeros_like(ran.outputs[out])
         shaped = compare(out, *zeros, ElementTolerance(0, 0))
         comparisons.append(Comparison("lz", "reference (shape and dtype)", (shaped,)))
-        possible = draws.possible(answer, inputs, ran.outputs[out])
-        comparisons.append(Comparison("reference", "torch's filters", (possible,)))
+        comparisons.append(Comparison("reference", "torch's filters", judge_draws(
+            answer, inputs, ran.outputs[out])))
     return comparisons
+
+
+def judge_draws(answer: Answer, inputs: Mapping[str, Any],
+                tokens: Tensor) -> tuple[ComparisonVerdict, ...]:
+    """Judge tokens that a reference drew: possible ones, and as often as they should come."""
+    possible = draws.possible(answer, inputs, tokens)
+    times = run_length(inputs[answer.roles["picked"] or answer.roles["rows"]])
+    if not possible.passed or times < draws.REPEATS // 4:
+        return (possible,)
+    return possible, draws.often(answer, inputs, tokens, times)
+
+
+def run_length(rows: Tensor) -> int:
+    """Return how often each row comes, where every row comes equally often in succession."""
+    equal = (rows[1:] == rows[:-1]).reshape(max(len(rows) - 1, 0), -1).all(-1)
+    first = int((~equal).nonzero()[0]) + 1 if bool((~equal).any()) else len(rows)
+    return first if first and len(rows) % first == 0 else 1
 
 
 def timed(answer: Answer, inputs: Mapping[str, Any]) -> float:

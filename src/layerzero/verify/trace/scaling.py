@@ -20,9 +20,11 @@ from .definition import Axis, Definition
 
 # bytes, as float32, up to which constants are left alone
 ENOUGH = 1 << 30
-# multiples of every usual block; what follows from one is no other
-SMALLER = (384, 128, 256)
+# two blocks of every usual size and more, so that an index of a block matters; what follows from
+# one is no other
+SMALLER = (384, 256, 640)
 LEAST = 512                                    # smaller axes are not what makes a tensor large
+VOCABULARY = 1 << 14
 
 
 class CannotScale(Exception):
@@ -34,12 +36,15 @@ class CannotScale(Exception):
         self.axis = axis
 
 
-def too_large(definition: Definition) -> bool:
+def too_large(definition: Definition, enough: int = ENOUGH) -> bool:
     """By what its fixed inputs take in float32, which is what references compute in."""
     known = definition.const_axes
     fixed = [s.shape for s in definition.inputs.values() if s.shape
              and all(a in known for a in s.shape)]
-    return 4 * sum(math.prod(known[a] for a in shape) for shape in fixed) > ENOUGH
+    rows = [known[a] for s in definition.inputs.values() for a in s.shape or ()
+            if known.get(a, 0) > VOCABULARY]   # of a tensor of which nothing else may be fixed
+    return 4 * max(sum(math.prod(known[a] for a in shape) for shape in fixed),
+                   64 * max(rows, default=0)) > enough
 
 
 def scaled(definition: Definition) -> tuple[Definition, dict[str, tuple[int, int]]]:
@@ -82,10 +87,16 @@ def _of_blocks(axis: str, new: dict[str, int]) -> str:
 
 
 def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
-    """Large axes of fixed inputs of three dimensions and more, and those that follow from them."""
+    """Large axes of fixed inputs and those that follow from them; the first axis of three and more
+    dimensions counts experts, which stay."""
     known = definition.const_axes
-    large = dict.fromkeys(a for s in definition.inputs.values() if s.shape and len(s.shape) > 2
-                          for a in s.shape[1:] if known.get(a, 0) >= LEAST)
+    fixed = [s.shape for s in definition.inputs.values() if s.shape and len(s.shape) > 1
+             and all(a in known for a in s.shape)]
+    large = dict.fromkeys([*(a for shape in fixed for a in shape[len(shape) > 2:]
+                             if known[a] >= LEAST),
+                           # a vocabulary
+                           *(a for s in definition.inputs.values() for a in s.shape or ()
+                             if known.get(a, 0) > VOCABULARY)])
     doubles = {axis: base for axis in large for base in known if _is_twice(definition, axis, base)}
     bases = [a for a in large if a not in doubles and a not in kept]
     if len(bases) > len(SMALLER):

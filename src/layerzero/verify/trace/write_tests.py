@@ -1,17 +1,18 @@
-"""Readable pytest files for definitions: constants, the reference as plain code, inputs, and one
-check per question.
+"""Readable pytest files for definitions: one test file for each type of operation, which collects
+a class for each definition. The class has a file of its own below `cases/`: constants, the
+reference as plain code, inputs, and one check per question.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...spec.errors import DataError
-from ..comparison import tolerance_of
 from .answers.lookup import answers
 from .dataset import inside
 from .definition import UNPARSED, Definition, check_names
@@ -20,8 +21,14 @@ from .scaling import CannotScale, scaled, too_large
 
 _CONFTEST = '''"""Shared by the tests of this folder."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
+
+DEFINITIONS_DIR = Path(__file__).parent / "definitions"
 
 
 def pytest_configure(config):
@@ -32,6 +39,53 @@ def pytest_configure(config):
 def device():
     """CUDA if it is here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_definition(name):
+    """The definition of this name, as its JSON has it."""
+    found = sorted(DEFINITIONS_DIR.glob(f"*/{name}.json"))
+    if not found:
+        raise FileNotFoundError(f"definition {name} not found below {DEFINITIONS_DIR}")
+    return json.loads(found[0].read_text(encoding="utf-8"))
+
+
+def compile_reference(reference_code):
+    """run() of a reference. This runs its code."""
+    namespace = {"torch": torch, "math": math}
+    exec(compile(reference_code, "<reference>", "exec"), namespace)
+    return namespace["run"]
+
+
+def assert_close(actual, expected, rtol=1e-3, atol=1e-3):
+    """Tensors, or tuples or dicts of them, within a tolerance."""
+    if isinstance(actual, dict):
+        actual, expected = list(actual.values()), [expected[name] for name in actual]
+    if isinstance(actual, (tuple, list)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected):
+            assert_close(a, e, rtol, atol)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def compute_error_metrics(ref, gt, name="output"):
+    """Prints and returns absolute and relative differences; prints cosine similarity and MSE."""
+    ref, gt = ref.float(), gt.float()
+    absolute = (ref - gt).abs()
+    relative = absolute / (gt.abs() + 1e-8)
+    cosine = torch.nn.functional.cosine_similarity(ref.flatten(), gt.flatten(), dim=0).item()
+    print(f"{name}: abs {absolute.max().item():.6e} (mean {absolute.mean().item():.6e}), "
+          f"rel {relative.max().item():.6e} (mean {relative.mean().item():.6e}), "
+          f"cosine {cosine:.6f}, mse {(ref - gt).square().mean().item():.6e}")
+    return absolute, relative
+
+
+def check_hit_ratio(ref, gt, atol, rtol, required_percent=0.85):
+    """Do so many values agree? For quantized kernels."""
+    ref, gt = ref.float(), gt.float()
+    hits = ((ref - gt).abs() <= atol + rtol * gt.abs()).float().mean().item()
+    print(f"hit ratio {hits:.2%}, needed {required_percent:.2%}")
+    return hits >= required_percent
 '''
 
 _ABOUT = '''Tests of the definition {name}.
@@ -54,10 +108,11 @@ import torch
 
 from layerzero.verify.trace.answers import draws
 from layerzero.verify.trace.answers.lookup import answers
-from layerzero.verify.comparison import ElementTolerance, compare
+from layerzero.verify.comparison import compare
 from layerzero.verify.trace.definition import Definition
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.answers.truths import truths
+from layerzero.verify.trace.run import Limits
 
 FLASHINFER_AVAILABLE = importlib.util.find_spec("flashinfer") is not None and torch.cuda.is_available()
 SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.cuda.is_available()
@@ -66,8 +121,8 @@ SGLANG_AVAILABLE = importlib.util.find_spec("sgl_kernel") is not None and torch.
 {constants}
 
 NAME = {name!r}
-DEFINITION = Definition.load(Path(__file__).parent / "definitions" / {op_type!r} / {file!r})
-TOLERANCE = ElementTolerance(atol={atol:g}, rtol={rtol:g}, hit_ratio={hit_ratio:g}, cosine={cosine:g})
+DEFINITION = Definition.load(Path(__file__).parents[2] / "definitions" / {op_type!r} / {file!r})
+LIMITS = Limits(DEFINITION)                      # what its formats cost: comparison.error_budget
 SIZES = ["small", pytest.param("medium", marks=pytest.mark.slow)]
 READING = {reading}                                   # which of answers(): what the schema leaves open
 UNMAPPED = {unmapped!r}
@@ -116,9 +171,9 @@ def ground_truth(source, inputs):
     return truth(answer, inputs)
 
 
-def assert_close(got, want):
-    """Every output; prints the numbers, and where they differ most if they do."""
-    verdicts = [compare(name, got[name], want[name], TOLERANCE) for name in want if name in got]
+def assert_close(got, want, exact=False):
+    """Every output; prints the numbers, and where they differ most if they do. exact: both compute in float32."""
+    verdicts = [compare(name, got[name], want[name], LIMITS.of(name, exact)) for name in want if name in got]
     for verdict in verdicts:
         print(verdict)
     assert all(v.passed for v in verdicts), "\\n".join(str(v) for v in verdicts if not v.passed)
@@ -152,7 +207,7 @@ _TESTS = '''class Test{title}:
         inputs = generate_random_inputs(device=device)
         if RANDOM:
             pytest.skip("drawn tokens are compared by their distribution")
-        assert_close(reference_outputs(inputs), ground_truth("torch", inputs))
+        assert_close(reference_outputs(inputs), ground_truth("torch", inputs), exact=True)
 
     @pytest.mark.skipif(not FLASHINFER_AVAILABLE, reason="FlashInfer or a CUDA device is not here")
     def test_correctness_vs_flashinfer(self):
@@ -212,7 +267,6 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
         random, unmapped = answers(written)[reading].random, ""
     except Unmapped as e:
         unmapped, random = str(e), False
-    limits = tolerance_of(s.dtype for s in (*written.inputs.values(), *written.outputs.values()))
     constants = ("\n".join(f"{axis.upper()} = {value:d}"
                            for axis, value in written.const_axes.items()) or "# none")
     title = re.sub(r"[^0-9A-Za-z]", "", definition.name.title())
@@ -223,7 +277,6 @@ def test_file(definition: Definition, written: Definition, note: str = "", readi
     head = _HEAD.format(
         about=as_docstring(about), name=definition.name, constants=constants,
         op_type=written.op_type, file=f"{definition.name}.json",
-        atol=limits.atol, rtol=limits.rtol, hit_ratio=limits.hit_ratio, cosine=limits.cosine,
         unmapped=unmapped, reading=reading, random=random, reference=written.reference.strip()
         + "\n", parameters="".join(f"{axis}=None, " for axis in written.var_axes),
         axes=", ".join(f'"{axis}": {axis}' for axis in written.var_axes))
@@ -251,14 +304,14 @@ def as_docstring(text: str) -> str:
 def write_tests(folder: str | Path, definitions: Iterable[Definition],
                 readings: Mapping[str, int] | None = None, *,
                 overwrite: bool = False) -> list[Path]:
-    """One file for each definition, with the definition beside it. A file that is there stays,
-    unless overwrite.
+    """One file for each definition below cases/, with the definition in definitions/, and a test
+    file for each type that collects them. A file that is there stays, unless overwrite.
 
     readings: which of answers() a definition means, by its name, where that is known from a report.
     """
     root, written = Path(folder), []
     root.mkdir(parents=True, exist_ok=True)
-    if not (root / "conftest.py").exists():
+    if overwrite or not (root / "conftest.py").exists():
         (root / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
     for definition in definitions:
         used, note = definition, ""
@@ -270,14 +323,34 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition],
                 note = f"Smaller than defined: {told}."
             except CannotScale as e:
                 note = f"As large as it is defined: {e}."
-        path = root / f"test_{re.sub(r'[^0-9A-Za-z_]', '_', definition.name)}.py"
-        if path.exists() and not overwrite:
+        path = Path("cases", _module(definition.op_type), f"{_module(definition.name)}.py")
+        if (root / path).exists() and not overwrite:
             continue
         text = test_file(definition, used, note, (readings or {}).get(definition.name, 0))
-        place = Path("definitions", definition.op_type, f"{definition.name}.json")
-        beside = inside(root, place)
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(used.to_json(), indent=2) + "\n", encoding="utf-8")
-        inside(root, path.name).write_text(text, encoding="utf-8")
-        written.append(path)
+        beside = Path("definitions", definition.op_type, f"{definition.name}.json")
+        for place, content in ((beside, json.dumps(used.to_json(), indent=2) + "\n"),
+                               (path, text)):
+            target = inside(root, place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(content, encoding="utf-8")
+        written.append(root / path)
+    for kind in sorted({path.parent.name for path in written}):
+        inside(root, f"test_{kind}.py").write_text(_collected(root, kind), encoding="utf-8")
     return written
+
+
+def _collected(root: Path, kind: str) -> str:
+    """The test file of a type: the classes of its cases, small sizes and, marked slow, medium."""
+    lines = [f'"""Tests of the definitions of the type {kind}."""', ""]
+    for path in sorted((root / "cases" / kind).glob("*.py")):
+        tests = re.search(r"^class (Test\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if tests is not None:
+            lines.append(f"from cases.{kind}.{path.stem} import {tests[1]} as "
+                         f"Test_{path.stem}  # noqa: F401")
+    return "\n".join(lines) + "\n"
+
+
+def _module(name: str) -> str:
+    """The name as that of a module."""
+    text = re.sub(r"[^0-9A-Za-z_]", "_", name)
+    return text if text.isidentifier() and not keyword.iskeyword(text) else f"d_{text}"

@@ -1,8 +1,9 @@
 """Tokens that were drawn cannot be compared one by one: their distribution can.
 
 The filters are computed again by torch, in float64. A drawn token must be one that they leave;
-where they leave one, it is that. And lz.sample, given evenly spaced random numbers, must draw each
-token as often as its probability says.
+where they leave one, it is that. Every row is drawn from several times, and no token comes much
+more or less often than its probability says. And lz.sample, given evenly spaced random numbers,
+must draw each token as often as its probability says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ...comparison import ComparisonVerdict, ElementDifference, Metrics
 from .answer import Answer, Inputs, lz
 
 DRAWS = 64                                     # evenly spaced numbers for one row
+REPEATS, MOST_NUMBERS = 128, 1 << 22           # of a row; of all rows together
+EXPECTED = 12.0                                # draws of a token that comes at least once, surely
 COLUMNS = 1024                                 # of the vocabulary, for the frequencies
 # of the mass: whether a token on the edge of top-p stays is rounding
 ROUNDING = 1e-5
@@ -60,6 +63,45 @@ def of(answer: Answer, x: Inputs, slack: float) -> Tensor:
     return filtered(drawn_from, probs=r["probs"], slack=slack, **filters)
 
 
+def repeated(answer: Answer, x: Inputs) -> tuple[dict[str, Any], int]:
+    """The inputs with every row several times, and how often: at most REPEATS."""
+    r, specs = answer.roles, answer.definition.inputs
+    times = max(1, min(REPEATS, MOST_NUMBERS // max(x[r["rows"]].numel(), 1)))
+    axis = (specs[r["picked"] or r["rows"]].shape or ("",))[0]
+    return {n: v.repeat_interleave(times, 0) if isinstance(v, Tensor) and v.dim()
+            and (specs[n].shape or ("",))[0] == axis else v for n, v in x.items()}, times
+
+
+def often(answer: Answer, x: Inputs, tokens: Tensor, times: int) -> ComparisonVerdict:
+    """Do tokens that were drawn `times` from each row come as often as they should? Judged by the
+    largest distance of cumulative frequencies, which chance exceeds once in 100,000 rows, and by
+    likely tokens that never come."""
+    out, weights = answer.roles["out"], of(answer, x, 0.0)[::times]
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(
+        order.shape[1]).expand_as(order))
+    drawn = ranks.gather(1, tokens.detach().cpu().long().view(-1, times).clamp(
+        0, order.shape[1] - 1))
+    counts = torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones(
+        drawn.shape, dtype=weights.dtype))
+    shares = weights.gather(1, order) / weights.sum(-1, keepdim=True)
+    missing = ((counts == 0) & (shares * times > EXPECTED)).nonzero()
+    if len(missing):
+        row, rank = missing[0].tolist()
+        return ComparisonVerdict(
+            out, "INCORRECT_NUMERICAL", Metrics(max_abs=float(shares[row, rank])),
+            f"token {int(order[row, rank])} of row {row} has the probability "
+            f"{float(shares[row, rank]):.3g} and never came in {times} draws")
+    gaps = (counts.cumsum(-1) / times - shares.cumsum(-1)).abs().amax(-1)
+    worst, allowed = float(gaps.max()) if gaps.numel() else 0.0, 2.5 / times ** 0.5
+    at = int(gaps.argmax()) if gaps.numel() else 0
+    passed = worst <= allowed
+    return ComparisonVerdict(
+        out, "passed" if passed else "INCORRECT_NUMERICAL", Metrics(max_abs=worst),
+        f"{times} draws of each row, cumulative frequencies in row {at} are {worst:.3g} from the "
+        f"probabilities, allowed are {allowed:.3g}")
+
+
 def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     """Is every token one that the filters leave?"""
     out = answer.roles["out"]
@@ -87,12 +129,12 @@ def possible(answer: Answer, x: Inputs, tokens: Tensor) -> ComparisonVerdict:
     )
 
 
-def frequencies(answer: Answer, x: Inputs) -> ComparisonVerdict:
-    """lz.sample over evenly spaced numbers, on the first columns of each row."""
+def frequencies(answer: Answer, x: Inputs, step: int = 1) -> ComparisonVerdict:
+    """lz.sample over evenly spaced numbers, on the first columns of every `step`-th row."""
     r = answer.roles
     rows = x[r["rows"]][:, :COLUMNS].contiguous()
     worst, at = 0.0, 0
-    for i in range(len(rows)):
+    for i in range(0, len(rows), step):
         filters = {name: torch.as_tensor(x[r[name]]).reshape(-1)[
             i % torch.as_tensor(x[r[name]]).numel()].item()
                    for name in ("top_k", "top_p", "min_p", "temperature") if name in r}

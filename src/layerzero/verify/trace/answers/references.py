@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ....machine.faults import says_out_of_memory
 from ..definition import Definition
+from ..inputs import available_memory
 
 WORKER = Path(__file__).with_name("reference_worker.py")
 START_S = 120.0                                # importing torch on a slow disk
@@ -44,6 +45,11 @@ class Ran:
     def ok(self) -> bool:
         return self.status == "ran"
 
+    @property
+    def died(self) -> bool:
+        """Was it to run, and did not end well?"""
+        return self.status not in ("ran", "untrusted")
+
 
 class References:
     """A process that runs references; killed and replaced when one takes too long.
@@ -55,7 +61,7 @@ class References:
                  memory: int | None = None) -> None:
         self.trusted = tuple(Path(folder).resolve() for folder in trusted)
         self.timeout_s = timeout_s
-        self.memory = _available() if memory is None else memory
+        self.memory = available_memory() * 9 // 10 if memory is None else memory
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._folder = tempfile.TemporaryDirectory(prefix="lz-references-")
@@ -83,18 +89,29 @@ class References:
                 f"name it (--trust {home.parent}) if you have read what it does")
 
     def run(self, definition: Definition, inputs: Mapping[str, Any], device: str = "cpu") -> Ran:
+        return next(self.run_all(definition, (definition.reference,), inputs, device))
+
+    def run_all(self, definition: Definition, codes: Iterable[str], inputs: Mapping[str, Any],
+                device: str = "cpu", timed: bool = True) -> Iterator[Ran]:
+        """Run several codes in place of the reference on the same inputs, one after the other."""
         refused = self.refusal(definition)
-        if refused:
-            return Ran(status="untrusted", why=refused)
-        input_file, output_file = (Path(self._folder.name) / name
-                                   for name in ("inputs.pt", "outputs.pt"))
-        torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()},
-                   input_file)
-        job = {"reference": definition.reference, "inputs": str(input_file), "to": str(output_file),
-               "device": device,
-               "outputs": list(definition.outputs)}
+        input_file = Path(self._folder.name) / "inputs.pt"
+        if not refused:
+            torch.save({n: v.cpu() if isinstance(v, Tensor) else v for n, v in inputs.items()},
+                       input_file)
+        try:
+            for code in codes:
+                yield (Ran(status="untrusted", why=refused) if refused
+                       else self._run_code(definition, code, input_file, device, timed))
+        finally:
+            input_file.unlink(missing_ok=True)
+
+    def _run_code(self, definition: Definition, code: str, input_file: Path, device: str,
+                  timed: bool) -> Ran:
+        output_file = Path(self._folder.name) / "outputs.pt"
+        job = {"reference": code, "inputs": str(input_file), "to": str(output_file),
+               "device": device, "outputs": list(definition.outputs), "timed": timed}
         answer = self._ask(json.dumps(job), device)
-        input_file.unlink(missing_ok=True)
         if isinstance(answer, Ran):
             return answer
         if not answer["ok"]:
@@ -108,15 +125,17 @@ class References:
         return Ran(outputs, answer["ms"])
 
     def _ask(self, line: str, device: str) -> Any:
-        fresh = self._process is None
         if self._process is None:
             self._start(device)
+            with suppress(queue.Empty):        # it says when torch is imported
+                if self._lines.get(timeout=START_S) is None:
+                    self._lines.put(None)      # it ended instead
         process = self._process
         assert process is not None and process.stdin is not None
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-            reply = self._lines.get(timeout=self.timeout_s + (START_S if fresh else 0.0))
+            reply = self._lines.get(timeout=self.timeout_s)
         except queue.Empty:
             self._stop()
             return Ran(status="timeout",
@@ -163,13 +182,3 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
         for line in process.stdout:
             lines.put(line)
     lines.put(None)
-
-
-def _available() -> int:
-    """Nine tenths of the memory that is free now; 0 where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return 0
-    line = next((row for row in text.splitlines() if row.startswith("MemAvailable:")), "")
-    return int(line.split()[1]) * 1024 * 9 // 10 if line else 0

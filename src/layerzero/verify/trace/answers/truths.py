@@ -7,6 +7,7 @@ need their library and its hardware. What one of them cannot do, or is not here 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def truths(answer: Answer, device: str = "cpu") -> tuple[Truth, ...]:
                       "its inputs have a form that torch's own functions are not asked in here")
     else:
         first = Truth("torch", own)
-    return (first, flashinfer(answer, device), sglang(answer, device))
+    return (first, flashinfer(answer, device), sglang(answer, device, _sglang_moe))
 
 
 # Attention, one sequence at a time.
@@ -163,10 +164,10 @@ def _rms_norm(answer: Answer, x: Inputs) -> Outputs:
 
 def _gemm(answer: Answer, x: Inputs) -> Outputs:
     r = answer.roles
-    weight = x[r["b"]].transpose(-1, -2) if r["transposed"] else x[r["b"]]
-    product = (x[r["a"]] @ weight.transpose(-1, -2) if weight.dim() == 3
-               else F.linear(x[r["a"]], weight))
-    return {r["out"]: product + x[r["bias"]] if r["bias"] else product}
+    a, b = x[r["a"]].float(), x[r["b"]].float()
+    weight = b.transpose(-1, -2) if r["transposed"] else b
+    product = a @ weight.transpose(-1, -2) if weight.dim() == 3 else F.linear(a, weight)
+    return {r["out"]: product + x[r["bias"]].float() if r["bias"] else product}
 
 
 def _rope(answer: Answer, x: Inputs) -> Outputs:
@@ -269,6 +270,39 @@ def _values(stored: Tensor, scales: Tensor | None) -> Tensor:
     for axis, size in enumerate(values.shape):
         by = by.repeat_interleave(size // by.shape[axis], axis)
     return values * by
+
+
+def _sglang_moe(answer: Answer, x: Inputs) -> Outputs:
+    """SGLang's fused experts in 16 bits, given the routing and the dequantized weights."""
+    fused = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.fused_moe")
+    runner = importlib.import_module("sglang.srt.layers.moe.moe_runner")
+    routing = importlib.import_module("sglang.srt.layers.moe.topk")
+    r, reading = answer.roles, answer.reading
+    if reading["weight_on"] == "input" or r["up_scale"] or r["out_scale"]:
+        raise NotImplementedError("sglang is asked for neither weights on the input nor scales of "
+                                  "results")
+    ids, weights = _chosen(r, reading, x)
+    first, count = int(x[r["offset"]]) if r["offset"] else 0, len(x[r["second"]])
+    local = ids - first
+    mine = (local >= 0) & (local < count)
+    tokens = _values(x[r["x"]], x[r["x_scale"]].T if r["x_transposed"] else x.get(r["x_scale"]))
+    up_and_gate = []
+    for expert in range(count):
+        both = _weights(r, x, r["first"], r["first_scale"], expert)
+        gate = _weights(r, x, r["gate"], "", expert) if r["gate"] else None
+        a, b = (gate, both) if gate is not None else both.chunk(2)
+        up_and_gate.append(torch.cat((a, b) if gate is not None or reading["gate_first"]
+                                     else (b, a)))
+    w1 = torch.stack(up_and_gate).bfloat16()
+    w2 = torch.stack([_weights(r, x, r["second"], r["second_scale"], e)
+                      for e in range(count)]).bfloat16()
+    topk = routing.StandardTopKOutput(
+        torch.where(mine, weights, 0.0).float().contiguous(),
+        torch.where(mine, local, 0).int().contiguous(), torch.zeros(
+            len(ids), count, device=tokens.device))
+    out = fused.fused_experts(tokens.bfloat16().contiguous(), w1, w2, topk,
+                              runner.MoeRunnerConfig(inplace=False))
+    return {r["out"]: out}
 
 
 _TORCH: Mapping[str, Compute] = {"paged": _paged, "mla": _mla, "sparse": _sparse, "ragged": _ragged,

@@ -23,9 +23,11 @@ def flashinfer(answer: Answer, device: str) -> Truth:
     return _truth("flashinfer", "flashinfer", _FLASHINFER, answer, device)
 
 
-def sglang(answer: Answer, device: str) -> Truth:
-    """Its kernels are a package of their own, which does not start a server."""
-    return _truth("sglang", "sgl_kernel", _SGLANG, answer, device)
+def sglang(answer: Answer, device: str, moe: Compute) -> Truth:
+    """Its kernels are a package of their own, which does not start a server; its mixture of
+    experts is in the server's."""
+    package = "sglang" if answer.kind == "moe" else "sgl_kernel"
+    return _truth("sglang", package, {**_SGLANG, "moe": moe}, answer, device)
 
 
 def _truth(source: str, package: str, table: Mapping[str, Compute], answer: Answer,
@@ -91,15 +93,24 @@ def _csr(x: Inputs, table: Any, page_size: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _paged(answer: Answer, x: Inputs) -> Outputs:
-    """The prefill wrapper serves decoding too, as prefills of one token."""
+    """Decoding has a wrapper of its own; groups of heads that it has no kernel for use tensor
+    cores."""
     import flashinfer
     r, q = answer.roles, x[answer.roles["query"]]
     cache = x[r["both"]] if r["both"] else (x[r["key"]], x[r["value"]])
     k = x[r["both"]][:, 0] if r["both"] else x[r["key"]]
     page, heads = (1, 2) if r["layout"] == "NHD" else (2, 1)
     indptr, indices, last = _csr(x, r["table"], k.shape[page])
-    run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device), r["layout"])
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=q.device)
+    if not r["starts"]:
+        group = q.shape[1] // k.shape[heads]
+        run = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, r["layout"], use_tensor_cores=group not in (1, 2, 4, 8))
+        run.plan(indptr, indices, last, q.shape[1], k.shape[heads], q.shape[2], k.shape[page],
+                 sm_scale=_scale(x, r), q_data_type=q.dtype, kv_data_type=k.dtype)
+        out, lse = run.run(q, cache, return_lse=True)
+        return {r["out"]: out, r["lse"]: _logs(lse, answer.reading.get("lse_base"))}
+    run = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, r["layout"])
     run.plan(_starts(x, r["starts"], len(q), q.device), indptr, indices, last, q.shape[1],
              k.shape[heads], q.shape[2], k.shape[page],
              causal=answer.reading.get("is_causal", True), sm_scale=_scale(x, r),
@@ -157,7 +168,29 @@ def _rope(answer: Answer, x: Inputs) -> Outputs:
             **({r["k_out"]: rotated[1].view_as(k)} if r["k"] else {})}
 
 
-_FLASHINFER: Mapping[str, Compute] = {"rms_norm": _norm_of(_flashinfer_norms), "paged": _paged,
-                                      "ragged": _ragged,
-                                      "mla": _mla, "rope": _rope}
+def _sampling(answer: Answer, x: Inputs) -> Outputs:
+    """Tokens of its own draw, which are judged by their distribution."""
+    import flashinfer.sampling as sampling
+    r = answer.roles
+    rows = x[r["rows"]][x[r["picked"]].long()] if r["picked"] else x[r["rows"]]
+    if not r["probs"]:
+        rows = (rows.float() / (x[r["temperature"]].reshape(-1, 1) if "temperature" in r
+                                else 1.0)).softmax(-1)
+    names = tuple(name for name in ("top_k", "top_p", "min_p") if name in r)
+    by = [x[r[name]].to(rows.device) if isinstance(x[r[name]], Tensor) else x[r[name]]
+          for name in names]
+    run = {(): "sampling_from_probs", ("top_k",): "top_k_sampling_from_probs",
+           ("top_p",): "top_p_sampling_from_probs", ("min_p",): "min_p_sampling_from_probs",
+           ("top_k", "top_p"): "top_k_top_p_sampling_from_probs"}.get(names)
+    if run is None:
+        raise NotImplementedError(f"flashinfer has no sampling by {', '.join(names)} together")
+    if "top_k" in names:                       # it has no number for all of them
+        top_k = torch.as_tensor(by[0], device=rows.device)
+        by[0] = torch.where((top_k > 0) & (top_k < rows.shape[1]), top_k, rows.shape[1]).int()
+    return {r["out"]: getattr(sampling, run)(rows.float().contiguous(), *by)}
+
+
+_FLASHINFER: Mapping[str, Compute] = {
+    "rms_norm": _norm_of(_flashinfer_norms), "paged": _paged, "ragged": _ragged, "mla": _mla,
+    "rope": _rope, "sampling": _sampling}
 _SGLANG: Mapping[str, Compute] = {"rms_norm": _norm_of(_sglang_norms)}

@@ -1,0 +1,165 @@
+"""What was proved, when and on what: summaries of logged verdicts.
+
+`benchmarks/false_alarms.py` logs a line for each kernel and seed. A summary keeps, for each
+machine, how often each kernel was verified and everything that failed; docs/reference/proof.md is
+written from summaries and from the results of `lz verify definitions --mutate`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..spec.errors import DataError
+
+# What a verdict of a kernel depends on.
+_ROOMS = ("ops", "backends", "dispatch", "verify/kernel")
+_SUFFIXES = (".py", ".cpp", ".h", ".cu")
+_SAME = ("machine", "arch", "device", "torch", "python", "lane", "sources")
+
+
+def sources_digest() -> str:
+    """Returns a digest of the contracts, the kernels, the call and the checks: verdicts with the
+    same one are about the same code."""
+    home, digest = Path(__file__).parents[1], hashlib.sha256()
+    for room in _ROOMS:
+        for path in sorted(p for p in (home / room).rglob("*") if p.suffix in _SUFFIXES):
+            digest.update(f"{path.relative_to(home).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a log; the last one may be cut where a run was ended."""
+    rows, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for i, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            if i + 1 < len(lines):
+                raise DataError(f"{path}: line {i + 1}: wanted JSON, got {line[:80]!r}") from e
+    return rows
+
+
+def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a summary for each machine, version and digest of the sources, the newest last."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in _SAME), []).append(row)
+    summaries = [_summary(dict(zip(_SAME, key)), group) for key, group in groups.items()]
+    return sorted(summaries, key=lambda s: str(s["last"]))
+
+
+def _summary(about: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        k = kernels.setdefault(row["kernel"], {
+            "op": row["op"], "passed": [], "failed": [], "skipped": [], "cases": 0, "worst": 0.0,
+            "cpu_seconds": 0.0, "why_skipped": ""})
+        k[row["status"]] = sorted({*k[row["status"]], row["seed"]})
+        k["cases"] += row["cases"]
+        k["worst"] = max(k["worst"], row["worst"])
+        k["cpu_seconds"] = round(k["cpu_seconds"] + row["cpu_seconds"], 2)
+        if row["status"] == "skipped":
+            k["why_skipped"] = row["says"]
+    ran = [r for r in rows if r["status"] != "skipped"]
+    return {**about, "first": min(r["at"] for r in rows), "last": max(r["at"] for r in rows),
+            "verdicts": len(ran), "cases": sum(r["cases"] for r in ran),
+            "alarms": [{n: r[n] for n in ("kernel", "seed", "class", "says", "failures")}
+                       for r in rows if r["status"] == "failed"],
+            "kernels": dict(sorted(kernels.items()))}
+
+
+# The page.
+
+def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the page about what was proved, in Markdown. A summary may have `notes`, which say
+    what its alarms were found to be."""
+    parts = ["# Proof\n",
+             "What was verified, when and on what, written from the logs in `benchmarks/results`. "
+             "A sound kernel that fails is a false alarm of the verifier or a mistake of the "
+             "kernel; both are listed.\n",
+             "## Kernels\n", _table(
+                 ("machine", "torch", "lane", "when (UTC)", "kernels", "seeds", "verdicts",
+                  "cases", "failed"),
+                 [_machine_row(s) for s in summaries])]
+    for s in summaries:
+        parts.append(f"### {_name(s)}\n")
+        parts.append(f"Sources {s['sources']}, Python {s['python']}, {s['arch']}.\n")
+        parts += [f"- {a['kernel']}, seed {a['seed']}: {a['class']}: {_cell(a['says'])[:300]}"
+                  for a in s["alarms"]] + ([""] if s["alarms"] else [])
+        parts += [f"{note}\n" for note in s.get("notes", ())]
+        parts.append(_table(
+            ("kernel", "op", "seeds passed", "seeds failed", "cases", "worst of what is allowed"),
+            [(f"`{name}`", k["op"], _ranges(k["passed"]), _ranges(k["failed"]) or "none",
+              f"{k['cases']:,}", f"{k['worst']:.2f}")
+             for name, k in s["kernels"].items() if k["passed"] or k["failed"]]))
+        refused: dict[str, list[str]] = {}
+        for name, k in s["kernels"].items():
+            if not k["passed"] and not k["failed"]:
+                refused.setdefault(_cell(k["why_skipped"])[:120], []).append(f"`{name}`")
+        if refused:
+            parts.append("Not run here:\n")
+            parts += [f"- {why or 'nothing it accepts could be asked'}: {', '.join(names)}"
+                      for why, names in refused.items()] + [""]
+    parts += ["## Definitions\n",
+              "References of public definitions, each changed in one place at a time "
+              "(`lz verify definitions --mutate`). A mutant is killed where the check of the "
+              "definition disagrees with it or it does not end well; equivalent where it gave the "
+              "same to the bit on every input that is drawn, in float64 too.\n"]
+    for m in mutations:
+        parts.append(f"### {m['machine']}, torch {m['torch']}, {m['at'][:16]}\n")
+        parts.append(_table(("type", "definitions", "killed", "survived", "equivalent", "rate"), [
+            *((t, *_counts(c)) for t, c in m["by_type"].items() if c["rate"] is not None),
+            ("**all**", *_counts(m))]))
+        survivors = [(r["definition"], o) for r in m["reports"] for o in r["not_killed"]
+                     if o["status"] == "survived"]
+        parts += [f"- {name}: line {o['line']}, {o['kind']}: `{_cell(o['change'])[:120]}`"
+                  for name, o in survivors] + ([""] if survivors else [])
+        skipped = [r for r in m["reports"] if r["skipped"]]
+        if skipped:
+            parts.append("Not mutated:\n")
+            parts += [f"- {r['definition']}: {_cell(r['skipped'])[:160]}" for r in skipped] + [""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _machine_row(s: Mapping[str, Any]) -> tuple[str, ...]:
+    ran = [k for k in s["kernels"].values() if k["passed"] or k["failed"]]
+    counts = [len({*k["passed"], *k["failed"]}) for k in ran] or [0]
+    seeds = (f"{min(counts)}" if min(counts) == max(counts)
+             else f"{min(counts)} to {max(counts)}")
+    return (s["machine"], s["torch"], f"{s['lane']}, {s['device']}",
+            f"{s['first'][:16].replace('T', ' ')} to {s['last'][11:16]}", str(len(ran)), seeds,
+            f"{s['verdicts']:,}", f"{s['cases']:,}", str(len(s["alarms"])))
+
+
+def _name(s: Mapping[str, Any]) -> str:
+    return f"{s['machine']}, {s['device']}, torch {s['torch']}, {s['lane']} lane"
+
+
+def _counts(c: Mapping[str, Any]) -> tuple[str, ...]:
+    return (str(c["definitions"]), str(c["killed"]), str(c["survived"]), str(c["equivalent"]),
+            f"{c['rate']:.2%}")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns 0-3, 7 for 0 1 2 3 7."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}",
+             *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,505 @@
+// One token through a whole decoder in one launch. A block is persistent: its last warp streams tiles
+// of the weights, and of the keys and values that are cached, through a ring in shared memory, and
+// runs ahead over the ends of phases since none of them depends on this token; the other warps
+// multiply. Blocks meet nowhere: a result is a word of 8 bytes, {value, tag of this token and layer},
+// and who needs it polls the word itself. Few tiles are in flight while the copies run ahead: what
+// is asked for beyond that waits in the memory system, and the words wait behind it.
+//
+// A layer: norm and qkv; attention, split over blocks by KV head and by tokens; where it was split,
+// its merge; out; norm, gate and up; down. Every block takes the norms for itself.
+//
+// Every wait is bounded by the time limit of the launch: one that expires sets the problem word and
+// lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
+//
+// Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
+// HEAD_NORMS, ACTIVATION, WARPS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
+// (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
+// tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
+// words.
+#include "stream.h"
+
+struct Layer {
+    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
+    u16 *keys, *values;
+    i64 window;                                    // tokens that are seen, the new one too
+};
+
+struct Params {
+    const Layer* layers;
+    const i64* tokens;                             // none: `embed` is what was embedded already
+    const u16 *embed, *norm, *head;
+    u16* logits;
+    i64* state;                                    // the position of the token, then BATCH lengths
+    u64* words;
+    u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
+    u64* stamps;
+    i64 room;                                      // tokens that the cache has room for
+    u64 limit;                                     // nanoseconds
+    i32 layer_count, vocab, raise;
+    float eps, head_eps, head_norm_eps, scale;     // of the layers, the last norm, the heads; the scale is times log2(e)
+};
+
+constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
+constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
+constexpr int AT_ONCE = 8;                         // words of 16 bytes that a thread polls together
+constexpr float NONE = -1e30f;
+
+FN float low(u32 pair) { return bits_float(pair << 16); }
+FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
+FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
+FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+FN int least(int a, int b) { return a < b ? a : b; }
+FN int most(int a, int b) { return a > b ? a : b; }
+
+// Shared memory
+
+FN u16* even_x() { return (u16*)(shared() + EVEN_AT); }     // BATCH x HIDDEN
+FN u16* odd_x() { return (u16*)(shared() + ODD_AT); }       // BATCH x of out and of down; what attention needs
+FN float* residual() { return (float*)(shared() + RESIDUAL_AT); }
+FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
+FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
+FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
+FN volatile int* lost() { return phase_now() + 1; }
+FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
+
+// Waiting
+
+struct Watch {
+    u32 *control, *problem;
+    u64 start, limit;
+    // To be called in a loop that waits: has the launch given up?
+    FN_MEMBER bool over(int& spins) const {
+        yield();
+        if (++spins < 64) return false;
+        spins = 0;
+        if (*lost()) return true;
+        const bool told = peek_flag(control + 2) != 0;
+        if (!told && clock_ns() - start < limit) return false;
+        *lost() = 1;
+        if (!told) {
+            post_flag(control + 2, 1);
+            post_flag(problem, 1);
+        }
+        return true;
+    }
+};
+
+FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
+    int spins = 0;
+    while (!mbarrier_passed(mbarrier, parity) && !watch.over(spins));
+}
+
+// Which items of a phase are this block's: every grid-th, from where the phase before ended.
+struct Share {
+    int begin, count;
+    FN_MEMBER int item(int n) const { return begin + n * grid_x(); }
+};
+
+FN Share take(int& first, int items) {
+    const int begin = block_x() >= first ? block_x() - first : block_x() - first + grid_x();
+    first = (first + items) % grid_x();
+    return {begin, begin < items ? (items - begin + grid_x() - 1) / grid_x() : 0};
+}
+
+// How the attention of one layer is split. A worker has one KV head of one row of the batch.
+struct Spread {
+    int start, chunk, splits, position;
+    FN_MEMBER int workers() const { return BATCH * KV_HEADS * splits; }
+    FN_MEMBER int begin(int split) const { return start + split * chunk; }
+    FN_MEMBER int end(int split) const { return least(position, start + (split + 1) * chunk); }
+    FN_MEMBER int tiles(int split) const { return most(0, ceil_div(end(split) - begin(split), TOKENS)); }
+};
+
+FN Spread spread(i64 window, int position) {
+    const int start = window <= position ? position + 1 - int(window) : 0, past = position - start;
+    const int wanted = most(1, least(SPLITS, ceil_div(past, CHUNK)));
+    const int chunk = most(1, ceil_div(ceil_div(past, wanted), TOKENS)) * TOKENS;
+    return {start, chunk, most(1, ceil_div(past, chunk)), position};
+}
+
+// Tiles that an item of several takes are WARPS apart, so that one warp gets them all.
+FN int sequence(int n, int tile, int tiles) {
+    return tiles == 1 ? n : n / WARPS * WARPS * tiles + tile * WARPS + n % WARPS;
+}
+FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count, WARPS) * WARPS; }
+
+// The last warp
+
+struct Producer {
+    const Watch& watch;
+    int next, phase, first;                        // tile, phase, and the block that begins the phase
+    int issued;
+
+    // Room for the next tile, which may have no bytes; null when the launch has given up
+    FN_MEMBER u8* acquire(u32 bytes) {
+        const int stage = next % STAGES, round = next / STAGES;
+        if (round) wait(empty(stage), (round - 1) & 1, watch);
+        const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
+        if (flight < STAGES && next >= flight)
+            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
+        if (shuffle(*lost(), 0)) return nullptr;
+        if (lane() == 0) mbarrier_arrive_expect(full(stage), bytes);
+        issued = next + 1;
+        return shared() + stage * STAGE;
+    }
+
+    // Of rows x K, in slices; every tile is of ROWS rows
+    template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
+        const Share share = take(first, ceil_div(rows, ROWS));
+        const int items = padded(share.count, SLICES);
+        for (int n = 0; n < items; n += SLICES == 1 ? 1 : WARPS)
+            for (int slice = 0; slice < SLICES; ++slice)
+                for (int e = n; e < (SLICES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                    const int row = share.item(e) * ROWS, many = e < share.count ? least(ROWS, rows - row) : 0;
+                    u8* to = acquire(many * (K / SLICES * 2));
+                    if (lane() || !many || !to) continue;
+                    const u16* from = weight + i64(row) * K + slice * (K / SLICES);
+                    if (SLICES == 1) copy_bulk(to, from, many * K * 2, full(next % STAGES));
+                    else for (int r = 0; r < many; ++r)
+                        copy_bulk(to + r * (K / SLICES * 2), from + i64(r) * K, K / SLICES * 2, full(next % STAGES));
+                }
+        ++phase;
+    }
+
+    // Rows of gate and those of up, INNER later, in one tile
+    template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {
+        constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
+        const Share share = take(first, INNER / VALUES);
+        const int items = padded(share.count, TILES);
+        for (int n = 0; n < items; n += TILES == 1 ? 1 : WARPS)
+            for (int tile = 0; tile < TILES; ++tile)
+                for (int e = n; e < (TILES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                    constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
+                    u8* to = acquire(e < share.count ? 2 * bytes : 0);
+                    if (lane() || e >= share.count || !to) continue;
+                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
+                    const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
+                    copy_bulk(to, from, bytes, full(next % STAGES));
+                    copy_bulk(to + bytes, from + i64(INNER) * K, bytes, full(next % STAGES));
+                }
+        ++phase;
+    }
+
+    // Keys and then values, PITCH apart
+    FN_MEMBER void cached(const Layer& at, const Spread& over, i64 room) {
+        const Share share = take(first, over.workers());
+        for (int n = 0; n < share.count; ++n) {
+            const int split = share.item(n) % over.splits, pair = share.item(n) / over.splits;
+            const int end = over.end(split), tiles = over.tiles(split);
+            const i64 offset = (pair / KV_HEADS * room * KV_HEADS + pair % KV_HEADS) * DIM;
+            for (int tile = 0; tile < tiles; ++tile, ++next) {
+                const int begin = over.begin(split) + tile * TOKENS;
+                const int many = least(TOKENS, ceil_div(end - begin, 16) * 16);     // those past the end are the last again
+                u8* to = acquire(2 * many * DIM * 2);
+                sync_warp();
+                if (!to) continue;
+                for (int r = lane(); r < 2 * many; r += 32) {
+                    const int token = least(begin + (r < many ? r : r - many), end - 1);
+                    copy_bulk(to + (r < many ? r : r - many + TOKENS) * PITCH,
+                              (r < many ? at.keys : at.values) + offset + i64(token) * (KV_HEADS * DIM), DIM * 2,
+                              full(next % STAGES));
+                }
+            }
+        }
+        ++phase;
+    }
+};
+
+// The other warps
+
+// Polls UNITS pairs of words; take(unit, first value, second value)
+template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, Take take) {
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
+    ROLLED for (int n = 0; n < EACH; n += MANY) {
+        Words v[MANY];
+        int spins = 0;
+        bool all;
+        do {
+            all = true;
+            UNROLL for (int u = 0; u < MANY; ++u) {
+                const int unit = (n + u) * THREADS + thread();
+                if (unit >= UNITS) continue;
+                v[u] = peek2(from + 2 * unit);
+                all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
+            }
+        } while (!all && !watch.over(spins));
+        UNROLL for (int u = 0; u < MANY; ++u) {
+            const int unit = (n + u) * THREADS + thread();
+            if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
+        }
+    }
+}
+
+// K values of each row of the batch, two to a word
+template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
+    UNROLL for (int b = 0; b < BATCH; ++b)
+        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
+            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+        });
+    sync_first(THREADS);
+}
+
+// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch) {
+    constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
+    u32 by[EACH];                                  // asked for before anything is waited for
+    UNROLL for (int n = 0; n < EACH; ++n)
+        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        float* to = residual() + b * HIDDEN;
+        float square = 0;
+        if (from) {
+            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
+                const float l = bits_float(left), r = bits_float(right);
+                to[2 * unit] = l, to[2 * unit + 1] = r;
+                square += l * l + r * r;
+            });
+        } else {
+            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
+            UNROLL for (int n = 0; n < EACH; ++n) {
+                const int unit = n * THREADS + thread();
+                if (unit >= UNITS) continue;
+                const u32 pair = load_once(row + unit);
+                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
+                square += low(pair) * low(pair) + high(pair) * high(pair);
+            }
+        }
+        square = warp_sum(square);
+        if (lane() == 0) sums()[b * WARPS + warp()] = square;
+    }
+    sync_first(THREADS);
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        float square = 0;
+        UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
+        const float inverse = rsqrtf(square / HIDDEN + eps);
+        const float* row = residual() + b * HIDDEN;
+        UNROLL for (int n = 0; n < EACH; ++n) {
+            const int unit = n * THREADS + thread();
+            if (unit < UNITS)
+                ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(row[2 * unit] * inverse * low(by[n]),
+                                                             row[2 * unit + 1] * inverse * high(by[n]));
+        }
+    }
+    sync_first(THREADS);
+}
+
+FN float dot(Four w, const float (&x)[8], float acc) {
+    acc += low(w.x) * x[0];
+    acc += high(w.x) * x[1];
+    acc += low(w.y) * x[2];
+    acc += high(w.y) * x[3];
+    acc += low(w.z) * x[4];
+    acc += high(w.z) * x[5];
+    acc += low(w.w) * x[6];
+    return acc + high(w.w) * x[7];
+}
+
+struct Consumer {
+    const Watch& watch;
+    int next, phase, first;
+
+    FN_MEMBER const u8* tile(int number) const {
+        wait(full(number % STAGES), (number / STAGES) & 1, watch);
+        return shared() + number % STAGES * STAGE;
+    }
+
+    FN_MEMBER void release(int number) const {
+        sync_warp();
+        if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));
+    }
+
+    FN_MEMBER void entered() { if (thread() == 0) *phase_now() = phase; }
+
+    // acc += rows of the tile times x, where both are 8 * UNITS long
+    template <int ROWS, int UNITS, int STRIDE> FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
+        constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH);
+        float part[CHAINS][BATCH][ROWS];
+        UNROLL for (int c = 0; c < CHAINS; ++c)
+            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
+        const u8* at = tile(number) + lane() * 16;
+        const u16* from = x + lane() * 8;
+        UNROLL for (int n = 0; n < (UNITS + 31) / 32; ++n) {
+            if (UNITS % 32 && n == UNITS / 32 && lane() >= UNITS % 32) continue;
+            UNROLL for (int b = 0; b < BATCH; ++b) {
+                const Four u = load4(from + b * STRIDE + n * 256);
+                const float v[8] = {low(u.x), high(u.x), low(u.y), high(u.y), low(u.z), high(u.z), low(u.w), high(u.w)};
+                UNROLL for (int r = 0; r < ROWS; ++r)
+                    part[n % CHAINS][b][r] = dot(load4(at + r * (UNITS * 16) + n * 512), v, part[n % CHAINS][b][r]);
+            }
+        }
+        release(number);
+        UNROLL for (int c = 0; c < CHAINS; ++c)
+            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] += part[c][b][r];
+    }
+
+    // emit(row, b, sum, extra(row)) by one lane for each row; the extra is asked for before the tile
+    template <int K, int ROWS, int SLICES, typename Extra, typename Emit>
+    FN_MEMBER void plain(const u16* x, int rows, Extra extra, Emit emit) {
+        const Share share = take(first, ceil_div(rows, ROWS));
+        const int items = padded(share.count, SLICES);
+        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
+            const int row = share.item(n) * ROWS, mine = row + least(lane(), ROWS - 1);
+            const bool wanted = n < share.count && lane() < ROWS && mine < rows;
+            const float more = wanted ? extra(mine) : 0.0f;
+            float acc[BATCH][ROWS];
+            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
+            ROLLED for (int s = 0; s < SLICES; ++s)
+                multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, s, SLICES), x + s * (K / SLICES), acc);
+            UNROLL for (int b = 0; b < BATCH; ++b) {
+                float sum = 0;
+                UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const float whole = warp_sum(acc[b][r]);
+                    if (lane() == r) sum = whole;
+                }
+                if (wanted) emit(mine, b, sum, more);
+            }
+        }
+        next += items * SLICES;
+        ++phase;
+    }
+
+    FN_MEMBER static float activated(float gate, float up) {
+        if (ACTIVATION == 1) {                     // GELU by tanh
+            const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+            return gate * up * reciprocal(1.0f + fast_exp2(-2.8853900817779268f * inner));
+        }
+        return gate * up * reciprocal(1.0f + fast_exp2(-1.4426950408889634f * gate));
+    }
+
+    template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* x, u64* to, u32 tag) {
+        constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
+        const Share share = take(first, INNER / VALUES);
+        const int items = padded(share.count, TILES);
+        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
+            float value[BATCH][VALUES];
+            UNROLL for (int v = 0; v < VALUES / PAIRS; ++v) {
+                float acc[BATCH][2 * PAIRS];
+                UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < 2 * PAIRS; ++r) acc[b][r] = 0;
+                UNROLL for (int s = 0; s < SLICES; ++s)
+                    multiply<2 * PAIRS, K / SLICES / 8, K>(next + sequence(n, v * SLICES + s, TILES), x + s * (K / SLICES),
+                                                           acc);
+                UNROLL for (int b = 0; b < BATCH; ++b)
+                    UNROLL for (int r = 0; r < PAIRS; ++r)
+                        value[b][v * PAIRS + r] = activated(warp_sum(acc[b][r]), warp_sum(acc[b][PAIRS + r]));
+            }
+            if (n < share.count)
+                UNROLL for (int b = 0; b < BATCH; ++b)
+                    UNROLL for (int v = 0; v < VALUES / 2; ++v)
+                        if (lane() == v)
+                            post(to + b * (INNER / 2) + share.item(n) * (VALUES / 2) + v,
+                                 word(pack2<true>(value[b][2 * v], value[b][2 * v + 1]), tag));
+        }
+        next += items * TILES;
+        ++phase;
+    }
+};
+
+#include "attention.h"
+
+// One launch
+
+#if STAMPS
+#define STAMP(kind) if (thread() == 0) p.stamps[(i64(work.phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
+#else
+#define STAMP(kind)
+#endif
+
+KERNEL(decode_step, Params, THREADS + 32)
+{
+    const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
+    const u32 launch = p.control[0] + 1;
+    const int position = int(p.state[0]);
+    if (thread() == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(full(stage), 1);
+            mbarrier_init(empty(stage), 1);
+        }
+        *phase_now() = -1;
+        *lost() = 0;
+        mbarriers_ready();
+    }
+    sync_block();
+    if (warp() == WARPS) {
+        Producer work = {watch, 0, 0, 0, 0};
+        Layer following = p.layers[0];             // asked for a layer before it is needed
+        ROLLED for (int l = 0; l < p.layer_count; ++l) {
+            const Layer at = following;
+            following = p.layers[least(l + 1, p.layer_count - 1)];
+            const Spread over = spread(at.window, position);
+            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
+            work.cached(at, over, p.room);
+            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+            if (*lost()) break;
+        }
+        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+        if (*lost()) {                             // nothing may land after the block has ended
+            const u64 begin = clock_ns();
+            for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
+                while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
+        }
+    } else {
+        Consumer work = {watch, 0, 0, 0};
+        const u64* stream = nullptr;               // where the residual comes from
+        u32 tag = 0;
+        const auto nothing = [](int) { return 0.0f; };
+        Layer following = p.layers[0];
+        ROLLED for (int l = 0; l < p.layer_count; ++l) {
+            const Layer at = following;
+            following = p.layers[least(l + 1, p.layer_count - 1)];
+            u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
+            const Spread over = spread(at.window, position);
+            load_normed(stream, tag, at.norm, p.eps, even_x(), p, watch);
+            tag = launch * u32(p.layer_count) + l;
+            work.entered();
+            STAMP(0);
+            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(
+                even_x(), QKV, [&](int row) { return BIAS ? to_float<true>(at.bias[row]) : 0.0f; },
+                [&](int row, int b, float sum, float bias) {
+                    post(words + QKV_AT + b * QKV + row, word(float_bits(sum + bias), tag));
+                });
+            STAMP(1);
+            attend(work, at, over, words, tag, p);
+            if (over.splits > 1) merge(work, over, words, tag);
+            load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
+            work.entered();
+            STAMP(0);
+            const auto add = [&](u64* to) {
+                return [=](int row, int b, float sum, float) {
+                    post(to + b * HIDDEN + row, word(float_bits(sum + residual()[b * HIDDEN + row]), tag));
+                };
+            };
+            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), HIDDEN, nothing, add(words + MIDDLE_AT));
+            STAMP(1);
+            load_normed(words + MIDDLE_AT, tag, at.mlp_norm, p.eps, even_x(), p, watch);
+            work.entered();
+            STAMP(0);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(even_x(), words + INNER_AT, tag);
+            STAMP(1);
+            load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
+            work.entered();
+            STAMP(0);
+            stream = words + END_AT;
+            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), HIDDEN, nothing, add(words + END_AT));
+            STAMP(1);
+        }
+        load_normed(stream, tag, p.norm, p.head_eps, even_x(), p, watch);
+        work.entered();
+        STAMP(0);
+        work.plain<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), p.vocab, nothing, [&](int row, int b, float sum, float) {
+            p.logits[i64(b) * p.vocab + row] = *lost() ? u16(0x7FC0) : from_float<true>(sum);
+        });
+        STAMP(1);
+    }
+    sync_block();
+    if (thread() == 0) {                           // who is last has nobody left who reads what is raised
+        publish();
+        if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {
+            p.control[1] = 0;
+            p.control[0] = launch;
+            if (p.raise) for (int n = 0; n <= BATCH; ++n) p.state[n] += 1;
+        }
+    }
+}

@@ -1,0 +1,126 @@
+"""step.cu in the emulator: one token after the other gives what the formulas give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.step import plan
+from layerzero.backends.cuda.step.plan import Config, LayerTensors, PersistentStep, Shape
+
+from .run import COMPILER, Kernel
+
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+
+ROOM, EPS = 128, 1e-5
+
+
+class Together(Kernel):
+    """All blocks run at the same time, as on a device that has room for them."""
+
+    def start(self, grid: tuple[int, int, int], params: bytes) -> int:
+        self.emulated.launch(self.name, grid, self.threads, params, self.shared, grid[0])
+        return -1
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "kernel", Together)
+
+
+def random(*size: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(size) * scale).bfloat16()
+
+
+class Decoder:
+    """Random weights, what the formulas make of them, and the kernel."""
+
+    def __init__(self, shape: Shape, cfg: Config, blocks: int, window: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.shape, h = shape, shape.hidden
+        angles = torch.rand(ROOM, shape.half) * 6
+        angles = torch.cat((angles.cos(), angles.cos(), angles.sin(), angles.sin()), -1).bfloat16()
+        room = (shape.batch, ROOM, shape.kv_heads, shape.dim)
+        self.layers = [LayerTensors(
+            1 + random(h, scale=0.2), random(shape.qkv, h, scale=h ** -0.5),
+            random(shape.qkv) if shape.bias else None,
+            *(1 + random(shape.dim, scale=0.2) if shape.head_norms else None for _ in "qk"),
+            random(h, shape.heads * shape.dim, scale=(shape.heads * shape.dim) ** -0.5),
+            1 + random(h, scale=0.2), random(2 * shape.inner, h, scale=h ** -0.5),
+            random(h, shape.inner, scale=shape.inner ** -0.5), angles, random(*room), random(*room),
+            window if n else None)
+            for n in range(shape.layers)]
+        self.embed, self.norm = random(shape.vocab, h), 1 + random(h, scale=0.2)
+        self.step = PersistentStep(shape, cfg, self.layers, self.embed, self.norm, self.embed,
+                                   eps=EPS, head_eps=EPS, scale=shape.dim ** -0.5,
+                                   head_norm_eps=EPS)
+        self.step.blocks = blocks
+
+    def reference(self, tokens: Tensor, position: int, dtype: torch.dtype) -> Tensor:
+        """Logits, in this dtype; keys and values of earlier tokens are those of the rooms."""
+        s = self.shape
+
+        def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is None:
+                return x
+            y = x.double() if dtype == torch.float64 else x.float()
+            return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)).to(dtype) * weight.to(
+                dtype)
+
+        x = self.embed[tokens].to(dtype)
+        for at in self.layers:
+            qkv = normed(x, at.norm) @ at.qkv.to(dtype).t()
+            if at.bias is not None:
+                qkv = qkv + at.bias.to(dtype)
+            q, k, v = qkv.view(s.batch, -1, s.dim).split([s.heads, s.kv_heads, s.kv_heads], 1)
+            cos, sin = at.angles[position].to(dtype).chunk(2)
+            turn = [normed(q, at.q_norm), normed(k, at.k_norm)]
+            for n, y in enumerate(turn):
+                a, b, rest = y.split([s.half, s.half, s.dim - 2 * s.half], -1)
+                turn[n] = torch.cat((a * cos[:s.half] - b * sin[:s.half],
+                                     b * cos[:s.half] + a * sin[:s.half], rest), -1)
+            q, k = turn
+            first = max(0, position + 1 - at.window) if at.window else 0
+            keys, values = (torch.cat((room[:, first:position].to(dtype), new[:, None]), 1)
+                            .repeat_interleave(s.group, 2)
+                            for room, new in ((at.keys, k), (at.values, v)))
+            scores = torch.einsum("bhd,bthd->bht", q, keys) * s.dim ** -0.5
+            out = torch.einsum("bht,bthd->bhd", scores.softmax(-1), values).flatten(1)
+            x = x + out @ at.out.to(dtype).t()
+            gate, up = (normed(x, at.mlp_norm) @ at.into.to(dtype).t()).chunk(2, -1)
+            gate = torch.nn.functional.silu(gate) if s.activation == "swiglu" else (
+                torch.nn.functional.gelu(gate, approximate="tanh"))
+            x = x + (gate * up) @ at.down.to(dtype).t()
+        return normed(x, self.norm) @ self.embed.to(dtype).t()
+
+
+SMALL = Shape(64, 4, 2, 16, 8, 96, 50, 3)
+CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
+    (SMALL, Config(2, 4, 2, 1, 16, 1536), 3, {"positions": (0, 1, 40)}),
+    (SMALL._replace(bias=True, head_norms=True, half=6, activation="geglu_tanh"),
+     Config(3, 6, 4, 2, 16, 1536), 5, {"positions": (33, 100), "window": 20}),
+    (Shape(512, 4, 1, 32, 16, 1024, 37, 1), Config(2, 4, 3, 2, 1000, 2560), 4, {"positions": (70,)}),
+    (SMALL._replace(batch=2), Config(2, 4, 2, 1, 32, 1536), 6, {"positions": (65,)}),
+)
+
+
+@pytest.mark.parametrize("shape, cfg, blocks, more", CASES)
+def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -> None:
+    assert plan.problem(shape, cfg, compiler.Machine(blocks)) is None
+    decoder = Decoder(shape, cfg, blocks, more.get("window"))
+    for n, position in enumerate(more["positions"]):
+        tokens = torch.tensor([[7 + n], [11]][:shape.batch])
+        state = torch.full((1 + shape.batch,), position + 1)
+        state[0] = position
+        truth = decoder.reference(tokens[:, 0], position, torch.float64)
+        eager = decoder.reference(tokens[:, 0], position, torch.bfloat16)
+        got = decoder.step(tokens, state)
+        assert not decoder.step.lost()
+        assert state.tolist() == [position + 1] + [position + 2] * shape.batch
+        error = (got[:, 0].double() - truth).abs().max()
+        assert error <= 2 * (eager.double() - truth).abs().max(), (error, position)

@@ -6,6 +6,7 @@
 #include "device.h"
 
 #define FN_MEMBER inline
+#define OUTLINE static
 
 namespace emulator {
 

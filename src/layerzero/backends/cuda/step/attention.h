@@ -19,8 +19,9 @@ FN Scratch scratch() {
 // Norm and rotation of one head, by one warp; gives it rounded
 template <typename Put> FN void turned(float* raw, const u16* weight, float eps, const float (&cos)[(DIM + 31) / 32],
                                        const float (&sin)[(DIM + 31) / 32], Put put) {
-    float x[(DIM + 31) / 32], square = 0;
+    float x[(DIM + 31) / 32];
 #if HEAD_NORMS
+    float square = 0;
     UNROLL for (int n = 0; n < (DIM + 31) / 32; ++n)
         if (n * 32 + lane() < DIM) square += raw[n * 32 + lane()] * raw[n * 32 + lane()];
     const float inverse = rsqrtf(warp_sum(square) / DIM + eps);
@@ -220,7 +221,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                 u64 v;
                 int spins = 0;
                 do v = peek(words + SUMS_AT + query * SPLITS + split);
-                while (u32(v >> 32) != tag && !work.watch.over(spins));
+                while (u32(v >> 32) != tag && !in_vain(work.watch, spins));
                 sums[i] = bits_float(u32(v));
             }
             top = fmaxf(top, sums[i]);
@@ -241,7 +242,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                         v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
                         all &= u32(v[m][e] >> 32) == tag;
                     }
-            } while (!all && !work.watch.over(spins));
+            } while (!all && !in_vain(work.watch, spins));
             UNROLL for (int m = 0; m < MANY; ++m) {
                 float by = 0;
                 UNROLL for (int i = 0; i < LONG; ++i) {

@@ -67,26 +67,30 @@ FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }
 struct Watch {
     u32 *control, *problem;
     u64 start, limit;
-    // To be called in a loop that waits: has the launch given up?
-    FN_MEMBER bool over(int& spins) const {
-        yield();
-        if (++spins < 64) return false;
-        spins = 0;
-        if (*lost()) return true;
-        const bool told = peek_flag(control + 2) != 0;
-        if (!told && clock_ns() - start < limit) return false;
-        *lost() = 1;
-        if (!told) {
-            post_flag(control + 2, 1);
-            post_flag(problem, 1);
-        }
-        return true;
-    }
 };
+
+// Has the launch given up, or to give up now?
+OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
+    if (*lost()) return true;
+    const bool told = peek_flag(control + 2) != 0;
+    if (!told && clock_ns() - start < limit) return false;
+    *lost() = 1;
+    if (!told) {
+        post_flag(control + 2, 1);
+        post_flag(problem, 1);
+    }
+    return true;
+}
+
+// To be called in a loop that waits: is there no point in it any more?
+FN bool in_vain(const Watch& watch, int& spins) {
+    yield();
+    return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
+}
 
 FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
     int spins = 0;
-    while (!mbarrier_passed(mbarrier, parity) && !watch.over(spins));
+    while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
 }
 
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
@@ -222,7 +226,7 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
                 v[u] = peek2(from + 2 * unit);
                 all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
             }
-        } while (!all && !watch.over(spins));
+        } while (!all && !in_vain(watch, spins));
         UNROLL for (int u = 0; u < MANY; ++u) {
             const int unit = (n + u) * THREADS + thread();
             if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
@@ -294,6 +298,17 @@ FN float dot(Four w, const float (&x)[8], float acc) {
     return acc + high(w.w) * x[7];
 }
 
+// What becomes of a product
+enum Kind { TO_QKV, TO_STREAM, TO_GATE, TO_LOGITS };
+
+struct Target {
+    int kind, rows;
+    const u16* bias;
+    u64* words;
+    u32 tag;
+    u16* logits;
+};
+
 struct Consumer {
     const Watch& watch;
     int next, phase, first;
@@ -310,52 +325,29 @@ struct Consumer {
 
     FN_MEMBER void entered() { if (thread() == 0) *phase_now() = phase; }
 
-    // acc += rows of the tile times x, where both are 8 * UNITS long
-    template <int ROWS, int UNITS, int STRIDE> FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
-        constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH);
+    // acc += rows of the tile times x, where both are 8 * UNITS long; the rows of x are STRIDE apart
+    template <int ROWS, int UNITS, int STRIDE>
+    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
+        constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH), TURNS = (UNITS + 31) / 32;
+        constexpr int TOGETHER = TURNS < 8 ? TURNS : 8;     // no more: the code of all phases has to stay in its cache
         float part[CHAINS][BATCH][ROWS];
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
         const u8* at = tile(number) + lane() * 16;
         const u16* from = x + lane() * 8;
-        UNROLL for (int n = 0; n < (UNITS + 31) / 32; ++n) {
-            if (UNITS % 32 && n == UNITS / 32 && lane() >= UNITS % 32) continue;
-            UNROLL for (int b = 0; b < BATCH; ++b) {
-                const Four u = load4(from + b * STRIDE + n * 256);
-                const float v[8] = {low(u.x), high(u.x), low(u.y), high(u.y), low(u.z), high(u.z), low(u.w), high(u.w)};
-                UNROLL for (int r = 0; r < ROWS; ++r)
-                    part[n % CHAINS][b][r] = dot(load4(at + r * (UNITS * 16) + n * 512), v, part[n % CHAINS][b][r]);
+        ROLLED for (int turn = 0; turn < TURNS; turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
+            UNROLL for (int n = 0; n < TOGETHER; ++n) {
+                if (UNITS % (32 * TOGETHER) && (turn + n) * 32 + lane() >= UNITS) continue;
+                UNROLL for (int b = 0; b < BATCH; ++b) {
+                    const Four u = load4(from + b * STRIDE + n * 256);
+                    const float v[8] = {low(u.x), high(u.x), low(u.y), high(u.y), low(u.z), high(u.z), low(u.w), high(u.w)};
+                    UNROLL for (int r = 0; r < ROWS; ++r)
+                        part[n % CHAINS][b][r] = dot(load4(at + r * (UNITS * 16) + n * 512), v, part[n % CHAINS][b][r]);
+                }
             }
-        }
         release(number);
         UNROLL for (int c = 0; c < CHAINS; ++c)
             UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] += part[c][b][r];
-    }
-
-    // emit(row, b, sum, extra(row)) by one lane for each row; the extra is asked for before the tile
-    template <int K, int ROWS, int SLICES, typename Extra, typename Emit>
-    FN_MEMBER void plain(const u16* x, int rows, Extra extra, Emit emit) {
-        const Share share = take(first, ceil_div(rows, ROWS));
-        const int items = padded(share.count, SLICES);
-        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
-            const int row = share.item(n) * ROWS, mine = row + least(lane(), ROWS - 1);
-            const bool wanted = n < share.count && lane() < ROWS && mine < rows;
-            const float more = wanted ? extra(mine) : 0.0f;
-            float acc[BATCH][ROWS];
-            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
-            ROLLED for (int s = 0; s < SLICES; ++s)
-                multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, s, SLICES), x + s * (K / SLICES), acc);
-            UNROLL for (int b = 0; b < BATCH; ++b) {
-                float sum = 0;
-                UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const float whole = warp_sum(acc[b][r]);
-                    if (lane() == r) sum = whole;
-                }
-                if (wanted) emit(mine, b, sum, more);
-            }
-        }
-        next += items * SLICES;
-        ++phase;
     }
 
     FN_MEMBER static float activated(float gate, float up) {
@@ -366,30 +358,54 @@ struct Consumer {
         return gate * up * reciprocal(1.0f + fast_exp2(-1.4426950408889634f * gate));
     }
 
-    template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* x, u64* to, u32 tag) {
-        constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
-        const Share share = take(first, INNER / VALUES);
-        const int items = padded(share.count, TILES);
+    FN_MEMBER static void emit(const Target& to, int row, int b, float sum, float bias) {
+        if (to.kind == TO_LOGITS) to.logits[i64(b) * to.rows + row] = *lost() ? u16(0x7FC0) : from_float<true>(sum);
+        else
+            post(to.words + b * to.rows + row,
+                 word(float_bits(sum + (to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
+    }
+
+    // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
+    // and two values to a word, for which a warp takes two tiles if it must.
+    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
+        const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
+        const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
+        const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
+        const int items = padded(share.count, tiles);
         ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
-            float value[BATCH][VALUES];
-            UNROLL for (int v = 0; v < VALUES / PAIRS; ++v) {
-                float acc[BATCH][2 * PAIRS];
-                UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < 2 * PAIRS; ++r) acc[b][r] = 0;
-                UNROLL for (int s = 0; s < SLICES; ++s)
-                    multiply<2 * PAIRS, K / SLICES / 8, K>(next + sequence(n, v * SLICES + s, TILES), x + s * (K / SLICES),
-                                                           acc);
-                UNROLL for (int b = 0; b < BATCH; ++b)
-                    UNROLL for (int r = 0; r < PAIRS; ++r)
-                        value[b][v * PAIRS + r] = activated(warp_sum(acc[b][r]), warp_sum(acc[b][PAIRS + r]));
+            const int row = share.item(n) * ROWS + least(lane(), ROWS - 1);
+            const bool wanted = n < share.count && lane() < ROWS && row < to.rows;
+            const float bias = BIAS && wanted && to.kind == TO_QKV ? to_float<true>(to.bias[row]) : 0.0f;
+            float before[BATCH];
+            ROLLED for (int g = 0; g < groups; ++g) {
+                float acc[BATCH][ROWS];
+                UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
+                ROLLED for (int s = 0; s < SLICES; ++s)
+                    multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
+                UNROLL for (int b = 0; b < BATCH; ++b) {
+                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
+                    if (!gated) {
+                        float sum = acc[b][0];
+                        UNROLL for (int r = 1; r < ROWS; ++r) sum = lane() == r ? acc[b][r] : sum;
+                        if (wanted) emit(to, row, b, sum, bias);
+                        continue;
+                    }
+                    u64* at = to.words + b * (INNER / 2) + share.item(n) * (values / 2);
+                    if (ROWS == 2) {
+                        const float value = activated(acc[b][0], acc[b][1 % ROWS]);
+                        if (g && n < share.count && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
+                        before[b] = value;
+                    } else {
+                        UNROLL for (int v = 0; v < ROWS / 4; ++v)
+                            if (lane() == v && n < share.count)
+                                post(at + v, word(pack2<true>(activated(acc[b][2 * v], acc[b][ROWS / 2 + 2 * v]),
+                                                              activated(acc[b][2 * v + 1], acc[b][ROWS / 2 + 2 * v + 1])),
+                                                  to.tag));
+                    }
+                }
             }
-            if (n < share.count)
-                UNROLL for (int b = 0; b < BATCH; ++b)
-                    UNROLL for (int v = 0; v < VALUES / 2; ++v)
-                        if (lane() == v)
-                            post(to + b * (INNER / 2) + share.item(n) * (VALUES / 2) + v,
-                                 word(pack2<true>(value[b][2 * v], value[b][2 * v + 1]), tag));
         }
-        next += items * TILES;
+        next += items * tiles;
         ++phase;
     }
 };
@@ -399,10 +415,11 @@ struct Consumer {
 // One launch
 
 #if STAMPS
-#define STAMP(kind) if (thread() == 0) p.stamps[(i64(work.phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
+#define STAMP(phase, kind) if (thread() == 0) p.stamps[(i64(phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
 #else
-#define STAMP(kind)
+#define STAMP(phase, kind)
 #endif
+constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
 KERNEL(decode_step, Params, THREADS + 32)
 {
@@ -442,56 +459,41 @@ KERNEL(decode_step, Params, THREADS + 32)
         }
     } else {
         Consumer work = {watch, 0, 0, 0};
-        const u64* stream = nullptr;               // where the residual comes from
+        u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
-        const auto nothing = [](int) { return 0.0f; };
-        Layer following = p.layers[0];
-        ROLLED for (int l = 0; l < p.layer_count; ++l) {
-            const Layer at = following;
-            following = p.layers[least(l + 1, p.layer_count - 1)];
+        Layer at = p.layers[0], following = at;    // the next one is asked for early
+        ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
+            const int part = n & 3, l = n / 4;
+            const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
-            const Spread over = spread(at.window, position);
-            load_normed(stream, tag, at.norm, p.eps, even_x(), p, watch);
-            tag = launch * u32(p.layer_count) + l;
+            if (part == 0) {
+                at = following;
+                following = p.layers[least(l + 1, p.layer_count - 1)];
+            }
+            if (part % 2 == 0)
+                load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
+                            even_x(), p, watch);
+            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
+            else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
             work.entered();
-            STAMP(0);
-            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(
-                even_x(), QKV, [&](int row) { return BIAS ? to_float<true>(at.bias[row]) : 0.0f; },
-                [&](int row, int b, float sum, float bias) {
-                    post(words + QKV_AT + b * QKV + row, word(float_bits(sum + bias), tag));
-                });
-            STAMP(1);
-            attend(work, at, over, words, tag, p);
-            if (over.splits > 1) merge(work, over, words, tag);
-            load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
-            work.entered();
-            STAMP(0);
-            const auto add = [&](u64* to) {
-                return [=](int row, int b, float sum, float) {
-                    post(to + b * HIDDEN + row, word(float_bits(sum + residual()[b * HIDDEN + row]), tag));
-                };
-            };
-            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), HIDDEN, nothing, add(words + MIDDLE_AT));
-            STAMP(1);
-            load_normed(words + MIDDLE_AT, tag, at.mlp_norm, p.eps, even_x(), p, watch);
-            work.entered();
-            STAMP(0);
-            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(even_x(), words + INNER_AT, tag);
-            STAMP(1);
-            load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
-            work.entered();
-            STAMP(0);
-            stream = words + END_AT;
-            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), HIDDEN, nothing, add(words + END_AT));
-            STAMP(1);
+            STAMP(work.phase, 0);
+            if (part == 0) tag = launch * u32(p.layer_count) + l;
+            if (part == 1) stream = words + MIDDLE_AT;
+            if (part == 3) stream = words + END_AT;
+            const Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
+                               is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
+                               part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
+            STAMP(work.phase - 1, 1);
+            if (part == 0 && !is_last) {
+                const Spread over = spread(at.window, position);
+                attend(work, at, over, words, tag, p);
+                if (over.splits > 1) merge(work, over, words, tag);
+            }
         }
-        load_normed(stream, tag, p.norm, p.head_eps, even_x(), p, watch);
-        work.entered();
-        STAMP(0);
-        work.plain<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), p.vocab, nothing, [&](int row, int b, float sum, float) {
-            p.logits[i64(b) * p.vocab + row] = *lost() ? u16(0x7FC0) : from_float<true>(sum);
-        });
-        STAMP(1);
     }
     sync_block();
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised

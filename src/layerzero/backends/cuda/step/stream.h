@@ -6,6 +6,7 @@
 #include "device.h"
 
 #define FN_MEMBER __device__ __forceinline__
+#define OUTLINE __device__ __noinline__
 
 FN void mbarrier_init(u64* mbarrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(mbarrier)), "r"(arrivals) : "memory");

@@ -40,7 +40,8 @@ def random(*size: int, scale: float = 1.0) -> Tensor:
 class Decoder:
     """Random weights, what the formulas make of them, and the kernel."""
 
-    def __init__(self, shape: Shape, cfg: Config, blocks: int, window: int | None = None) -> None:
+    def __init__(self, shape: Shape, cfg: Config, blocks: int, window: int | None = None,
+                 **more: float) -> None:
         torch.manual_seed(0)
         self.shape, h = shape, shape.hidden
         angles = torch.rand(ROOM, shape.half) * 6
@@ -58,7 +59,7 @@ class Decoder:
         self.embed, self.norm = random(shape.vocab, h), 1 + random(h, scale=0.2)
         self.step = PersistentStep(shape, cfg, self.layers, self.embed, self.norm, self.embed,
                                    eps=EPS, head_eps=EPS, scale=shape.dim ** -0.5,
-                                   head_norm_eps=EPS)
+                                   head_norm_eps=EPS, **more)
         self.step.blocks = blocks
 
     def reference(self, tokens: Tensor, position: int, dtype: torch.dtype) -> Tensor:
@@ -124,3 +125,46 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
         assert state.tolist() == [position + 1] + [position + 2] * shape.batch
         error = (got[:, 0].double() - truth).abs().max()
         assert error <= 2 * (eager.double() - truth).abs().max(), (error, position)
+
+
+def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:
+    shape = SMALL._replace(layers=1)
+    decoder = Decoder(shape, Config(2, 4, 2, 1, 16, 1536), 3, limit_s=0.0)
+    # a word of the first layer can never come: its tag is that of another launch
+    decoder.step(torch.tensor([[1]]), torch.tensor([20, 21]))
+    assert decoder.step.lost()
+    assert decoder.step.logits.isnan().any()
+
+
+@pytest.mark.parametrize("name, more", [
+    ("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": 16})])
+def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
+    """From the declaration of a model to its logits, after some tokens of its own."""
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.decode_step import DecodeStep, join_layers
+    from layerzero.integrations.transformers.decoding.decoders import recognise
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=50, **more)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():               # biases and norms that matter
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        ids = torch.randint(50, (1, 21))
+        past = model(ids[:, :20], use_cache=True).past_key_values
+        truth = model.float()(ids).logits[:, -1]
+        eager = model.bfloat16()(ids).logits[:, -1].float()
+        parts = recognise(model)
+        step = DecodeStep(parts, join_layers(model, parts), 1)
+        rooms = [(parts.weights.new_zeros(1, 64, 2, 16), parts.weights.new_zeros(1, 64, 2, 16))
+                 for _ in parts.layers]
+        for pair, layer in zip(rooms, past.layers):
+            for room, kept in zip(pair, (layer.keys, layer.values)):
+                room[:, 20 - kept.shape[2]:20] = kept.transpose(1, 2)
+        angles = torch.cat(parts.angles_at(torch.arange(64)[None])[0], -1)[0].contiguous()
+        found = persistent.made(step, parts, rooms, [angles])
+        found.blocks = 3
+        got = found(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
+    assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-3

@@ -7,7 +7,6 @@ here and given to the kernel as macros.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ MOST_BATCH = 8
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; the arguments of the kernel.
-_LAYER, _PARAMS = struct.Struct("@12Pq"), struct.Struct("@11PqQ3i4f")
+_LAYER, _PARAMS = struct.Struct("@12Pq"), struct.Struct("@11PqQ2i4f")
 
 
 class Shape(NamedTuple):
@@ -237,7 +236,7 @@ class PersistentStep:
 
     def __init__(self, shape: Shape, cfg: Config, layers: Sequence[LayerTensors], embed: Tensor,
                  norm: Tensor, head: Tensor, *, eps: float, head_eps: float, scale: float,
-                 head_norm_eps: float = 0.0, raises: bool = True) -> None:
+                 head_norm_eps: float = 0.0, limit_s: float = LIMIT_S) -> None:
         device, machine = embed.device, compiler.machine_of(embed.device)
         self.shape, self.cfg, self.blocks = shape, cfg, blocks_of(shape, cfg, machine)
         self._kept = layers, embed, norm, head
@@ -258,8 +257,8 @@ class PersistentStep:
         phases = 5 * shape.layers + 1
         self.stamps = (torch.zeros((phases, 2, self.blocks), dtype=torch.int64, device=device)
                        if cfg.stamps else None)
-        self._numbers = (layers[0].keys.shape[1], int(LIMIT_S * 1e9), shape.layers, shape.vocab,
-                         int(raises), eps, head_eps, head_norm_eps, scale * LOG2E)
+        self._numbers = (layers[0].keys.shape[1], int(limit_s * 1e9), shape.layers, shape.vocab,
+                         eps, head_eps, head_norm_eps, scale * LOG2E)
 
     def __call__(self, given: Tensor, state: Tensor) -> Tensor:
         """The logits, always in the same memory. `given`: tokens, or what they were embedded to;
@@ -286,7 +285,3 @@ def bytes_read(shape: Shape, tokens: int) -> int:
     layer = shape.hidden * (shape.qkv + 3 * shape.inner + shape.heads * shape.dim)
     cache = 2 * shape.batch * tokens * shape.kv_heads * shape.dim
     return 2 * (shape.layers * (layer + cache) + shape.vocab * shape.hidden)
-
-
-def default_scale(dim: int) -> float:
-    return 1.0 / math.sqrt(dim)

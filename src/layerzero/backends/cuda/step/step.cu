@@ -35,7 +35,7 @@ struct Params {
     u64* stamps;
     i64 room;                                      // tokens that the cache has room for
     u64 limit;                                     // nanoseconds
-    i32 layer_count, vocab, raise;
+    i32 layer_count, vocab;
     float eps, head_eps, head_norm_eps, scale;     // of the layers, the last norm, the heads; the scale is times log2(e)
 };
 
@@ -501,7 +501,7 @@ KERNEL(decode_step, Params, THREADS + 32)
         if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {
             p.control[1] = 0;
             p.control[0] = launch;
-            if (p.raise) for (int n = 0; n <= BATCH; ++n) p.state[n] += 1;
+            for (int n = 0; n <= BATCH; ++n) p.state[n] += 1;
         }
     }
 }

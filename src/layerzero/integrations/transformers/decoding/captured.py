@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....backends.cuda.step.plan import PersistentStep
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.grid import bucket_top
+from . import persistent
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
 from .families import NotRecognised
@@ -41,9 +43,8 @@ class Fixed:
         weights = parts.weights
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
-        self.rooms = [tuple(weights.new_zeros((batch, self.size, at.kv_heads, at.head_dim))
-                            for _ in "kv")
-                      for at in step.layers]
+        self.rooms = [(weights.new_zeros(size), weights.new_zeros(size)) for size in (
+            (batch, self.size, at.kv_heads, at.head_dim) for at in step.layers)]
         self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair)
                        for pair in self.rooms]
         place = weights.device
@@ -70,6 +71,9 @@ class Fixed:
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
         self._replay: Callable[[], None] | None = None
         self._out: Tensor | None = None
+        self._whole: PersistentStep | None = None              # all of it in one launch
+        self._whole = persistent.faster(step, parts, self.rooms, self._angles, self._given,
+                                        self._state, self._run)
 
     def _tables(self, shift: int) -> list[Tensor]:
         places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
@@ -117,6 +121,8 @@ class Fixed:
 
     def _run(self) -> Tensor:
         """What is captured."""
+        if self._whole is not None:
+            return self._whole(self._given, self._state)
         angles: Any = None
         if self._fused is None:
             angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
@@ -137,6 +143,10 @@ class Fixed:
                 room[:, length - states.shape[2]:length] = states.transpose(1, 2)
             layer.move(keys, values, length)
         self.owner, self.length = weakref.ref(cache), -1
+
+    def gave_up(self) -> bool:
+        """Did a launch of the whole step end without a result?"""
+        return self._whole is not None and self._whole.lost()
 
     def holds(self, cache: Any) -> bool:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
@@ -198,8 +208,22 @@ class CapturedSteps:
                 found.take(cache)
             elif not found.holds(cache):
                 found.take(cache)
+            if found.gave_up():
+                found = self._replaced(found, step, cache, length)
         found.turn_by(shift)
         return found(token, cache, length)
+
+    def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int) -> Fixed:
+        """Others in the place of buffers whose step gave up; what it did not keep of its last token
+        is done again."""
+        persistent.report_lost(step)
+        known = self._fixed[step.batch]
+        known.remove(lost)
+        found = self._free(step, known, length, lost.embeds)
+        found.take(cache)
+        found.turn_by(lost.shift)
+        found(lost._given, cache, length - 1)
+        return found
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool) -> Fixed:
         if len(known) >= MOST_CACHES:          # those that are too small for it make room

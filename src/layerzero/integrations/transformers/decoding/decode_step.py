@@ -120,6 +120,7 @@ class DecodeStep:
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
         self.batch, self.bind, self.rotation = batch, Binder(captured), parts.rotation
+        self.joined = layers
         self.world = worlds.current()
         weights, self.half = parts.weights, parts.half
         x = weights.new_zeros((batch, 1, weights.shape[1]))

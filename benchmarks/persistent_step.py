@@ -4,8 +4,8 @@ bytes takes.
     python benchmarks/persistent_step.py --model 1b --contexts 32,512,8192
     python benchmarks/persistent_step.py --model 8b --variants 3:9:4:2:256,4:8:6:2:512 --profile
 
-Seeded bf16 weights in the shape of a known model. A variant is warps:stages:flight:ahead:chunk[:tile], as
-plan.Config has them. Every context is checked first: the error against fp32 beside that of the same
+Seeded bf16 weights in the shape of a known model. A variant is
+warps:stages:flight:ahead:chunk[:tile], as plan.Config has them. Every context is checked first: the error against fp32 beside that of the same
 formulas in bf16. Then CUDA graphs of all variants are replayed in turns, `--steps` dependent steps
 at a time; the median of all rounds is printed. Needs a CUDA device.
 """
@@ -260,7 +260,7 @@ def main() -> int:
         if given.profile:
             print("\n".join(profile(decoder.step(variants[0]._replace(stamps=True)), position)))
     for row in rows:
-        print(f"{row['model']} B{row['batch']} context {row['context']:5} {row["variant"]:22} "
+        print(f"{row['model']} B{row['batch']} context {row['context']:5} {row['variant']:22} "
               f"{row.get('us', 0):8.1f} us (least {row.get('least_us', 0):8.1f}, floor "
               f"{row['floor_us']:7.1f}) error {row['ours']:.4f} / eager {row['eager']:.4f} max "
               f"{row['ours max']:.3f} / {row['eager max']:.3f} {'' if row['fine'] else 'WRONG'}"

@@ -156,7 +156,8 @@ def profile(step: PersistentStep, position: int) -> list[str]:
         replay.graph.replay()
     torch.cuda.synchronize()
     assert step.stamps is not None
-    stamps = step.stamps.double().cpu()
+    *_, whole, before = step.stamps.double().cpu()
+    stamps = step.stamps.double().cpu()[:-2]
     begun, done = stamps[:, 0], stamps[:, 1]
     rows: dict[str, list[tuple[float, ...]]] = {}
     last = None
@@ -169,8 +170,12 @@ def profile(step: PersistentStep, position: int) -> list[str]:
                 (begun[n].median() - last).item(), (begun[n].max() - last).item(),
                 (done[n] - begun[n]).median().item(), (done[n].max() - begun[n].median()).item()))
         last = done[n].max()
-    lines = [f"    whole {(done[-1].max() - begun[0].min()).item() / 1e3:.1f} us from the first "
-             "norm on"]
+    first, end, gap = ((t / 1e3).item() for t in (
+        begun[0].median() - whole[0].min(), whole[1].max() - whole[0].min(),
+        whole[0].min() - before[0].max()))
+    lines = [f"    whole {end:.1f} us, the first norm at {first:.1f}, the last block began at "
+             f"{(whole[0].max() - whole[0].min()).item() / 1e3:.1f}; {gap:.1f} since the launch "
+             "before"]
     for part, found in rows.items():
         middle = [statistics.median(column) / 1e3 for column in zip(*found)]
         lines.append(f"    {part:12} waits {middle[0]:6.2f} (last block {middle[1]:6.2f})  works "

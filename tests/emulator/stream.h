@@ -66,6 +66,16 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
     emulator::in_flight.push_back({(u8*)place, (const u8*)from, bytes, mbarrier});
 }
 
+FN void copy_small(void* place, const void* from) { copy_async(place, from, true); }
+
+FN void copies_arrive(u64* mbarrier) {
+    for (const emulator::Copy& copy : emulator::now->open) {
+        emulator::of(mbarrier).bytes += 16;
+        emulator::in_flight.push_back({copy.to, copy.from, 16, mbarrier});
+    }
+    emulator::now->open.clear();
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }

@@ -25,7 +25,7 @@ MOST_BATCH = 8
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; the arguments of the kernel.
-_LAYER, _PARAMS = struct.Struct("@12Pq"), struct.Struct("@11PqQ2i4f")
+_LAYER, _PARAMS = struct.Struct("@12Pq8x"), struct.Struct("@11PqQ2i4f")
 
 
 class Shape(NamedTuple):
@@ -128,6 +128,7 @@ class Places(NamedTuple):
     EVEN_AT: int
     ODD_AT: int
     RESIDUAL_AT: int
+    LAYERS_AT: int
     BARRIERS_AT: int
     bytes: int
 
@@ -139,7 +140,7 @@ def places_of(shape: Shape, cfg: Config) -> Places:
     even = 2 * shape.batch * shape.hidden
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(cfg)]
-    for n in (even, odd, 4 * shape.batch * shape.hidden,
+    for n in (even, odd, 4 * shape.batch * shape.hidden, shape.layers * _LAYER.size,
               16 * cfg.stages + 16 + 4 * shape.batch * cfg.warps):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return Places(*starts)
@@ -254,7 +255,7 @@ class PersistentStep:
         # The host reads it without asking the device.
         self.problem = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.logits = embed.new_zeros((shape.batch, 1, shape.vocab))
-        phases = 5 * shape.layers + 1
+        phases = 5 * shape.layers + 3          # the last two are of the whole
         self.stamps = (torch.zeros((phases, 2, self.blocks), dtype=torch.int64, device=device)
                        if cfg.stamps else None)
         self._numbers = (layers[0].keys.shape[1], int(limit_s * 1e9), shape.layers, shape.vocab,

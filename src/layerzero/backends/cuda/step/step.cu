@@ -18,7 +18,7 @@
 // words.
 #include "stream.h"
 
-struct Layer {
+struct alignas(16) Layer {
     const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
     u16 *keys, *values;
     i64 window;                                    // tokens that are seen, the new one too
@@ -56,6 +56,7 @@ FN int most(int a, int b) { return a > b ? a : b; }
 FN u16* even_x() { return (u16*)(shared() + EVEN_AT); }     // BATCH x HIDDEN
 FN u16* odd_x() { return (u16*)(shared() + ODD_AT); }       // BATCH x of out and of down; what attention needs
 FN float* residual() { return (float*)(shared() + RESIDUAL_AT); }
+FN const Layer* layers() { return (const Layer*)(shared() + LAYERS_AT); }
 FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
@@ -134,17 +135,22 @@ struct Producer {
     int next, phase, first;                        // tile, phase, and the block that begins the phase
     int issued;
 
-    // Room for the next tile, which may have no bytes; null when the launch has given up
-    FN_MEMBER u8* acquire(u32 bytes) {
+    // Room for the next tile; null when the launch has given up
+    FN_MEMBER u8* acquire() {
         const int stage = next % STAGES, round = next / STAGES;
         if (round) wait(empty(stage), (round - 1) & 1, watch);
         const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
         if (flight < STAGES && next >= flight)
             wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
         if (shuffle(*lost(), 0)) return nullptr;
-        if (lane() == 0) mbarrier_arrive_expect(full(stage), bytes);
         issued = next + 1;
         return shared() + stage * STAGE;
+    }
+
+    FN_MEMBER u8* acquire(u32 bytes) {             // of bulk copies, maybe none
+        u8* found = acquire();
+        if (found && lane() == 0) mbarrier_arrive_expect(full(next % STAGES), bytes);
+        return found;
     }
 
     // Of rows x K, in slices; every tile is of ROWS rows
@@ -194,15 +200,19 @@ struct Producer {
             for (int tile = 0; tile < tiles; ++tile, ++next) {
                 const int begin = over.begin(split) + tile * TOKENS;
                 const int many = least(TOKENS, ceil_div(end - begin, 16) * 16);     // those past the end are the last again
-                u8* to = acquire(2 * many * DIM * 2);
-                sync_warp();
+                u8* to = acquire();
                 if (!to) continue;
-                for (int r = lane(); r < 2 * many; r += 32) {
-                    const int token = least(begin + (r < many ? r : r - many), end - 1);
-                    copy_bulk(to + (r < many ? r : r - many + TOKENS) * PITCH,
-                              (r < many ? at.keys : at.values) + offset + i64(token) * (KV_HEADS * DIM), DIM * 2,
-                              full(next % STAGES));
+                // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
+                constexpr int UNITS = DIM / 8;
+                ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
+                    const int row = n / UNITS, unit = n % UNITS;
+                    const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
+                    copy_small(to + row * PITCH + unit * 16, at.keys + from);
+                    copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
                 }
+                copies_arrive(full(next % STAGES));
+                sync_warp();                       // the phase can end only when all lanes have joined it
+                if (lane() == 0) mbarrier_arrive(full(next % STAGES));
             }
         }
         ++phase;
@@ -211,61 +221,88 @@ struct Producer {
 
 // The other warps
 
-// Polls UNITS pairs of words; take(unit, first value, second value)
-template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, Take take) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
-    ROLLED for (int n = 0; n < EACH; n += MANY) {
-        Words v[MANY];
+// Some pairs of words that a thread polls together: those that it has seen are not asked for again
+template <int MANY, int UNITS, typename Place> struct Polled {
+    Words v[MANY];
+
+    FN_MEMBER void ask(int n, const Place& place) {    // from the n-th of this thread on
+        UNROLL for (int u = 0; u < MANY; ++u) {
+            const int unit = (n + u) * THREADS + thread();
+            if (unit < UNITS) v[u] = peek2(place(n + u, unit));
+        }
+    }
+
+    template <typename Take>
+    FN_MEMBER void settle(int n, const Place& place, u32 tag, const Watch& watch, const Take& take) {
         int spins = 0;
         bool all;
         do {
             all = true;
             UNROLL for (int u = 0; u < MANY; ++u) {
                 const int unit = (n + u) * THREADS + thread();
-                if (unit >= UNITS) continue;
-                v[u] = peek2(from + 2 * unit);
-                all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
+                if (unit < UNITS && (u32(v[u].x >> 32) != tag || u32(v[u].y >> 32) != tag)) {
+                    all = false;
+                    v[u] = peek2(place(n + u, unit));
+                }
             }
         } while (!all && !in_vain(watch, spins));
         UNROLL for (int u = 0; u < MANY; ++u) {
             const int unit = (n + u) * THREADS + thread();
-            if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
+            if (unit < UNITS) take(n + u, unit, u32(v[u].x), u32(v[u].y));
         }
+    }
+};
+
+// Polls UNITS pairs of words, at place(n, unit) for the n-th of this thread; take(n, unit, first value,
+// second value). The next ones are asked for before the last ones have come.
+template <int UNITS, typename Place, typename Take>
+FN void receive(const Place& place, u32 tag, const Watch& watch, const Take& take) {
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
+    Polled<MANY, UNITS, Place> a, b;
+    a.ask(0, place);
+    UNROLL for (int n = 0; n < EACH; n += 2 * MANY) {
+        b.ask(n + MANY, place);
+        a.settle(n, place, tag, watch, take);
+        a.ask(n + 2 * MANY, place);
+        b.settle(n + MANY, place, tag, watch, take);
     }
 }
 
 // K values of each row of the batch, two to a word
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
     UNROLL for (int b = 0; b < BATCH; ++b)
-        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
-            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
-        });
+        receive<K / 4>([base = from + b * (K / 2) + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
+                       [=](int, int unit, u32 left, u32 right) { ((u64*)(x + b * K))[unit] = u64(right) << 32 | left; });
     sync_first(THREADS);
 }
 
-// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch) {
+// The residual, and x as it is before it is divided by its norm, which products make up for: the
+// factor of each row of the batch goes to `by`. `from` is null for the first layer, which gets what
+// was embedded.
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch,
+                    float (&by)[BATCH]) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 by[EACH];                                  // asked for before anything is waited for
+    u32 gains[EACH];                               // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
-        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
+        if (n * THREADS + thread() < UNITS) gains[n] = load_once((const u32*)weight + n * THREADS + thread());
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float* to = residual() + b * HIDDEN;
         float square = 0;
+        const auto take = [&](int n, int unit, float left, float right) {
+            to[2 * unit] = left, to[2 * unit + 1] = right;
+            ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(left * low(gains[n]), right * high(gains[n]));
+            square += left * left + right * right;
+        };
         if (from) {
-            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
-                const float l = bits_float(left), r = bits_float(right);
-                to[2 * unit] = l, to[2 * unit + 1] = r;
-                square += l * l + r * r;
-            });
+            receive<UNITS>([base = from + b * HIDDEN + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
+                           [&](int n, int unit, u32 left, u32 right) { take(n, unit, bits_float(left), bits_float(right)); });
         } else {
             const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
             UNROLL for (int n = 0; n < EACH; ++n) {
                 const int unit = n * THREADS + thread();
                 if (unit >= UNITS) continue;
                 const u32 pair = load_once(row + unit);
-                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
-                square += low(pair) * low(pair) + high(pair) * high(pair);
+                take(n, unit, low(pair), high(pair));
             }
         }
         square = warp_sum(square);
@@ -275,16 +312,8 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float square = 0;
         UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-        const float inverse = rsqrtf(square / HIDDEN + eps);
-        const float* row = residual() + b * HIDDEN;
-        UNROLL for (int n = 0; n < EACH; ++n) {
-            const int unit = n * THREADS + thread();
-            if (unit < UNITS)
-                ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(row[2 * unit] * inverse * low(by[n]),
-                                                             row[2 * unit + 1] * inverse * high(by[n]));
-        }
+        by[b] = rsqrtf(square / HIDDEN + eps);
     }
-    sync_first(THREADS);
 }
 
 FN float dot(Four w, const float (&x)[8], float acc) {
@@ -367,7 +396,8 @@ struct Consumer {
 
     // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
     // and two values to a word, for which a warp takes two tiles if it must.
-    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
+    template <int K, int ROWS, int SLICES>
+    FN_MEMBER void products(const u16* x, const Target& to, const float (&by)[BATCH]) {
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
         const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
@@ -383,7 +413,7 @@ struct Consumer {
                 ROLLED for (int s = 0; s < SLICES; ++s)
                     multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
                 UNROLL for (int b = 0; b < BATCH; ++b) {
-                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
+                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]) * by[b];
                     if (!gated) {
                         float sum = acc[b][0];
                         UNROLL for (int r = 1; r < ROWS; ++r) sum = lane() == r ? acc[b][r] : sum;
@@ -424,6 +454,13 @@ constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GA
 KERNEL(decode_step, Params, THREADS + 32)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
+#if STAMPS
+    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
+    if (thread() == 0) {
+        whole[2 * grid_x()] = whole[grid_x()];     // when the launch before ended
+        whole[0] = clock_ns();
+    }
+#endif
     const u32 launch = p.control[0] + 1;
     const int position = int(p.state[0]);
     if (thread() == 0) {
@@ -435,13 +472,13 @@ KERNEL(decode_step, Params, THREADS + 32)
         *lost() = 0;
         mbarriers_ready();
     }
+    for (int n = thread(); n < int(p.layer_count * sizeof(Layer) / 16); n += THREADS + 32)
+        store4(shared() + LAYERS_AT + n * 16, load4((const u8*)p.layers + n * 16));
     sync_block();
     if (warp() == WARPS) {
         Producer work = {watch, 0, 0, 0, 0};
-        Layer following = p.layers[0];             // asked for a layer before it is needed
         ROLLED for (int l = 0; l < p.layer_count; ++l) {
-            const Layer at = following;
-            following = p.layers[least(l + 1, p.layer_count - 1)];
+            const Layer& at = layers()[l];
             const Spread over = spread(at.window, position);
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
             work.cached(at, over, p.room);
@@ -461,18 +498,16 @@ KERNEL(decode_step, Params, THREADS + 32)
         Consumer work = {watch, 0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
-        Layer at = p.layers[0], following = at;    // the next one is asked for early
         ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
             const int part = n & 3, l = n / 4;
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
-            if (part == 0) {
-                at = following;
-                following = p.layers[least(l + 1, p.layer_count - 1)];
-            }
+            const Layer& at = layers()[least(l, p.layer_count - 1)];
+            float by[BATCH];
+            UNROLL for (int b = 0; b < BATCH; ++b) by[b] = 1;
             if (part % 2 == 0)
                 load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
-                            even_x(), p, watch);
+                            even_x(), p, watch, by);
             else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
             else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
             work.entered();
@@ -483,10 +518,10 @@ KERNEL(decode_step, Params, THREADS + 32)
             const Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
-            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
-            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
-            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
-            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to, by);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to, by);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to, by);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to, by);
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);
@@ -496,6 +531,9 @@ KERNEL(decode_step, Params, THREADS + 32)
         }
     }
     sync_block();
+#if STAMPS
+    if (thread() == 0) whole[grid_x()] = clock_ns();
+#endif
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised
         publish();
         if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {

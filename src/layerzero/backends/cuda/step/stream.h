@@ -38,6 +38,13 @@ FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
                  :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
 }
 
+// Of 16 bytes each; arrives at the mbarrier once what this thread has asked for so far is there, for
+// which the phase waits in addition to the arrivals that it expects.
+FN void copy_small(void* place, const void* from) { copy_async(place, from, true); }
+FN void copies_arrive(u64* mbarrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) {                  // each word is whole; the two may be of different times

@@ -100,14 +100,13 @@ class Decoder:
         return normed(x, self.norm) @ self.embed.to(dtype).t()
 
 
-SMALL = Shape(64, 4, 2, 16, 8, 96, 50, 3)
+SMALL = Shape(64, 4, 2, 16, 6, 96, 50, 3, bias=True, head_norms=True, activation="geglu_tanh")
+SMALL_CONFIG = Config(3, 6, 4, 2, 16, 1536)
+# Whole rows, a cache that is split and a window; rows in slices, several rows of x.
 CASES: tuple[tuple[Shape, Config, int, dict[str, Any]], ...] = (
-    (SMALL, Config(2, 4, 2, 1, 16, 1536), 3, {"positions": (0, 1, 40)}),
-    (SMALL._replace(bias=True, head_norms=True, half=6, activation="geglu_tanh"),
-     Config(3, 6, 4, 2, 16, 1536), 5, {"positions": (33, 100), "window": 20}),
-    (Shape(512, 4, 1, 32, 16, 1024, 37, 1), Config(2, 4, 3, 2, 1000, 2560), 4, {"positions": (70,)}),
-    (SMALL._replace(batch=2), Config(2, 4, 2, 1, 32, 1536), 6, {"positions": (65,)}),
-)
+    (SMALL, SMALL_CONFIG, 5, {"positions": (0, 1, 100), "window": 40}),
+    (Shape(256, 4, 1, 32, 16, 512, 37, 2, batch=2), Config(2, 4, 3, 2, 48, 2560), 4,
+     {"positions": (70,)}))
 
 
 @pytest.mark.parametrize("shape, cfg, blocks, more", CASES)
@@ -128,29 +127,31 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
 
 
 def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:
-    shape = SMALL._replace(layers=1)
-    decoder = Decoder(shape, Config(2, 4, 2, 1, 16, 1536), 3, limit_s=0.0)
-    # a word of the first layer can never come: its tag is that of another launch
+    decoder = Decoder(SMALL, SMALL_CONFIG, 5, limit_s=0.0)
     decoder.step(torch.tensor([[1]]), torch.tensor([20, 21]))
     assert decoder.step.lost()
     assert decoder.step.logits.isnan().any()
 
 
-@pytest.mark.parametrize("name, more", [
-    ("Llama", {}), ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": 16})])
-def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
-    """From the declaration of a model to its logits, after some tokens of its own."""
+def model_of(name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers", exc_type=ImportError)
-    from layerzero.integrations.transformers.decoding import persistent
-    from layerzero.integrations.transformers.decoding.decode_step import DecodeStep, join_layers
-    from layerzero.integrations.transformers.decoding.decoders import recognise
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=50, **more)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
+    return getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
+
+
+@pytest.mark.parametrize("name, more", [("Qwen3", {"head_dim": 16}),
+                                        ("Mistral", {"sliding_window": 16})])
+def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
+    """From the declaration of a model to its logits, after some tokens of its own."""
+    model = model_of(name, **more)
+    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.decode_step import DecodeStep, join_layers
+    from layerzero.integrations.transformers.decoding.decoders import recognise
     with torch.no_grad():
-        for parameter in model.parameters():               # biases and norms that matter
+        for parameter in model.parameters():               # norms that matter
             parameter.add_(torch.randn_like(parameter) * 0.1)
         ids = torch.randint(50, (1, 21))
         past = model(ids[:, :20], use_cache=True).past_key_values
@@ -168,3 +169,36 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
         found.blocks = 3
         got = found(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
     assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-3
+
+
+def test_what_the_kernel_does_not_know_is_said() -> None:
+    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.decode_step import join_layers
+    from layerzero.integrations.transformers.decoding.decoders import recognise
+    from layerzero.integrations.transformers.decoding.families import NotRecognised
+
+    def shape(model: Any, batch: int = 1) -> Shape:
+        parts = recognise(model)
+        return persistent.shape_of(parts, join_layers(model, parts), batch)
+
+    assert shape(model_of("Qwen2"), 2) == Shape(64, 4, 2, 16, 8, 96, 50, 2, 2, bias=True)
+    for model, why in ((model_of("Gemma2", head_dim=16), "its embedding is scaled"),
+                       (model_of("Llama").float(), "float32, not bfloat16"),
+                       (model_of("Llama", mlp_bias=True), "have a bias")):
+        with pytest.raises(NotRecognised, match=why):
+            shape(model)
+    machine = compiler.Machine(132)
+    for kind, why in ((SMALL._replace(hidden=100), "no multiple of 8"),
+                      (SMALL._replace(activation="reglu"), "are reglu"),
+                      (SMALL._replace(batch=9), "at most 8"),
+                      (SMALL._replace(inner=1 << 17), "bytes of shared memory")):
+        found = plan.problem(kind, Config(), machine)
+        assert found is not None and why in found
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_known_models_fit_a_hopper(batch: int) -> None:
+    machine = compiler.Machine(132)
+    for shape in (Shape(2048, 32, 8, 64, 32, 8192, 128256, 16, batch),
+                  Shape(1536, 12, 2, 128, 64, 8960, 151936, 28, batch, bias=True)):
+        assert plan.problem(shape, plan.config_of(shape, machine), machine) is None

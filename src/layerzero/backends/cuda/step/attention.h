@@ -122,7 +122,11 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
         }
 }
 
-FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* words, u32 tag, const Params& p) {
+struct Turn { int next, first; };                  // tile, and the block that begins the next phase
+
+OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* words, u32 tag, const Params& p,
+                    Watch watch) {
+    Consumer work = {watch, turn.next, phase, turn.first};
     const Share share = take(work.first, over.workers());
     const Scratch at = scratch();
     ROLLED for (int n = 0; n < share.count; ++n) {
@@ -207,13 +211,13 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
         }
         sync_first(THREADS);                       // the next worker, or the product that follows, may write here
     }
-    ++work.phase;
+    return {work.next, work.first};
 }
 
 // Of the splits of a head, by one warp
-FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
-    const Share share = take(work.first, BATCH * HEADS);
-    if (warp()) return;
+OUTLINE int merge(int first, Spread over, u64* words, u32 tag, Watch watch) {
+    const Share share = take(first, BATCH * HEADS);
+    if (warp()) return first;
     constexpr int EACH = (DIM / 2 + 31) / 32, LONG = (SPLITS + 31) / 32, MANY = 8;
     ROLLED for (int n = 0; n < share.count; ++n) {
         const int query = share.item(n);
@@ -225,7 +229,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                 u64 v;
                 int spins = 0;
                 do v = peek(words + SUMS_AT + query * SPLITS + split);
-                while (u32(v >> 32) != tag && !in_vain(work.watch, spins));
+                while (u32(v >> 32) != tag && !in_vain(watch, spins));
                 sums[i] = bits_float(u32(v));
             }
             top = fmaxf(top, sums[i]);
@@ -246,7 +250,7 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                         v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
                         all &= u32(v[m][e] >> 32) == tag;
                     }
-            } while (!all && !in_vain(work.watch, spins));
+            } while (!all && !in_vain(watch, spins));
             UNROLL for (int m = 0; m < MANY; ++m) {
                 float by = 0;
                 UNROLL for (int i = 0; i < LONG; ++i) {
@@ -266,4 +270,5 @@ FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
                 post(words + ATTENTION_AT + query * (DIM / 2) + e * 32 + lane(),
                      word(pack2<true>(left[e] * by, right[e] * by), tag));
     }
+    return first;
 }

@@ -131,7 +131,7 @@ FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count
 // The last warp
 
 struct Producer {
-    const Watch& watch;
+    Watch watch;
     int next, phase, first;                        // tile, phase, and the block that begins the phase
     int issued;
 
@@ -269,18 +269,19 @@ FN void receive(const Place& place, u32 tag, const Watch& watch, const Take& tak
 }
 
 // K values of each row of the batch, two to a word
-template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
+template <int K> OUTLINE void load_pairs(const u64* from, u32 tag, u16* x, Watch watch) {
     UNROLL for (int b = 0; b < BATCH; ++b)
         receive<K / 4>([base = from + b * (K / 2) + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
                        [=](int, int unit, u32 left, u32 right) { ((u64*)(x + b * K))[unit] = u64(right) << 32 | left; });
     sync_first(THREADS);
 }
 
-// The residual, and x as it is before it is divided by its norm, which products make up for: the
-// factor of each row of the batch goes to `by`. `from` is null for the first layer, which gets what
-// was embedded.
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch,
-                    float (&by)[BATCH]) {
+struct Factors { float of[BATCH]; };
+
+// The residual, and x as it is before it is divided by its norm, which products make up for by the
+// factors that are returned. `from` is null for the first layer, which gets what was embedded.
+OUTLINE Factors load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const i64* tokens,
+                            const u16* embed, Watch watch) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
     u32 gains[EACH];                               // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
@@ -297,7 +298,7 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
             receive<UNITS>([base = from + b * HIDDEN + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
                            [&](int n, int unit, u32 left, u32 right) { take(n, unit, bits_float(left), bits_float(right)); });
         } else {
-            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
+            const u32* row = (const u32*)(embed + (tokens ? tokens[b] : b) * HIDDEN);
             UNROLL for (int n = 0; n < EACH; ++n) {
                 const int unit = n * THREADS + thread();
                 if (unit >= UNITS) continue;
@@ -309,11 +310,13 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
         if (lane() == 0) sums()[b * WARPS + warp()] = square;
     }
     sync_first(THREADS);
+    Factors by;
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float square = 0;
         UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-        by[b] = rsqrtf(square / HIDDEN + eps);
+        by.of[b] = rsqrtf(square / HIDDEN + eps);
     }
+    return by;
 }
 
 FN float dot(Four w, const float (&x)[8], float acc) {
@@ -339,7 +342,7 @@ struct Target {
 };
 
 struct Consumer {
-    const Watch& watch;
+    Watch watch;
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
@@ -397,7 +400,7 @@ struct Consumer {
     // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
     // and two values to a word, for which a warp takes two tiles if it must.
     template <int K, int ROWS, int SLICES>
-    FN_MEMBER void products(const u16* x, const Target& to, const float (&by)[BATCH]) {
+    FN_MEMBER void products(const u16* x, const Target& to, const Factors& by) {
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
         const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
@@ -413,7 +416,7 @@ struct Consumer {
                 ROLLED for (int s = 0; s < SLICES; ++s)
                     multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
                 UNROLL for (int b = 0; b < BATCH; ++b) {
-                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]) * by[b];
+                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]) * by.of[b];
                     if (!gated) {
                         float sum = acc[b][0];
                         UNROLL for (int r = 1; r < ROWS; ++r) sum = lane() == r ? acc[b][r] : sum;
@@ -451,6 +454,28 @@ struct Consumer {
 #endif
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
+// All tiles of the launch
+OUTLINE void produce(const Params& p, Watch watch, int position) {
+    Producer work = {watch, 0, 0, 0, 0};
+    ROLLED for (int l = 0; l < p.layer_count; ++l) {
+        const Layer& at = layers()[l];
+        const Spread over = spread(at.window, position);
+        work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
+        work.cached(at, over, p.room);
+        if (over.splits > 1) take(work.first, BATCH * HEADS);
+        work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
+        work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+        work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+        if (*lost()) break;
+    }
+    if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+    if (*lost()) {                             // nothing may land after the block has ended
+        const u64 begin = clock_ns();
+        for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
+            while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
+    }
+}
+
 KERNEL(decode_step, Params, THREADS + 32)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
@@ -476,24 +501,7 @@ KERNEL(decode_step, Params, THREADS + 32)
         store4(shared() + LAYERS_AT + n * 16, load4((const u8*)p.layers + n * 16));
     sync_block();
     if (warp() == WARPS) {
-        Producer work = {watch, 0, 0, 0, 0};
-        ROLLED for (int l = 0; l < p.layer_count; ++l) {
-            const Layer& at = layers()[l];
-            const Spread over = spread(at.window, position);
-            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
-            work.cached(at, over, p.room);
-            if (over.splits > 1) take(work.first, BATCH * HEADS);
-            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
-            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
-            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
-            if (*lost()) break;
-        }
-        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
-        if (*lost()) {                             // nothing may land after the block has ended
-            const u64 begin = clock_ns();
-            for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
-                while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
-        }
+        produce(p, watch, position);
     } else {
         Consumer work = {watch, 0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
@@ -503,11 +511,11 @@ KERNEL(decode_step, Params, THREADS + 32)
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
             const Layer& at = layers()[least(l, p.layer_count - 1)];
-            float by[BATCH];
-            UNROLL for (int b = 0; b < BATCH; ++b) by[b] = 1;
+            Factors by;
+            UNROLL for (int b = 0; b < BATCH; ++b) by.of[b] = 1;
             if (part % 2 == 0)
-                load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
-                            even_x(), p, watch, by);
+                by = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm,
+                                 is_last ? p.head_eps : p.eps, even_x(), p.tokens, p.embed, watch);
             else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
             else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
             work.entered();
@@ -525,8 +533,9 @@ KERNEL(decode_step, Params, THREADS + 32)
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);
-                attend(work, at, over, words, tag, p);
-                if (over.splits > 1) merge(work, over, words, tag);
+                const Turn turn = attend({work.next, work.first}, work.phase, at, over, words, tag, p, watch);
+                work = {watch, turn.next, work.phase + 1, turn.first};
+                if (over.splits > 1) work.first = merge(work.first, over, words, tag, watch);
             }
         }
     }

@@ -8,6 +8,11 @@ Seeded bf16 weights in the shape of a known model. A variant is
 warps:stages:flight:ahead:chunk[:tile], as plan.Config has them. Every context is checked first: the error against fp32 beside that of the same
 formulas in bf16. Then CUDA graphs of all variants are replayed in turns, `--steps` dependent steps
 at a time; the median of all rounds is printed. Needs a CUDA device.
+
+    python benchmarks/persistent_step.py --model 1b --transformers
+
+A model of transformers with that shape, accelerated: what the race says, and a token through
+`model(...)` by the graph of kernels and by the persistent kernel, in turns, as a host sees it.
 """
 
 from __future__ import annotations
@@ -183,6 +188,50 @@ def profile(step: PersistentStep, position: int) -> list[str]:
     return lines
 
 
+def through_transformers(name: str, shape: Shape, context: int, steps: int, rounds: int) -> None:
+    """Microseconds a token of `model(token, past_key_values=cache)`, by either way."""
+    import transformers
+
+    import layerzero as lz
+    from layerzero.integrations.transformers.decoding import persistent
+    family = "Qwen2" if shape.bias else "Qwen3" if shape.head_norms else "Llama"
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.dim,
+        vocab_size=shape.vocab, tie_word_embeddings=shape.hidden < 4096,
+        max_position_embeddings=32768)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        torch.set_default_dtype(torch.float32)
+    report = lz.accelerate(model, measure=False, patch=False, capture=True)
+    ids = torch.randint(shape.vocab, (shape.batch, context), device="cuda")
+    race, faster = persistent._race, persistent.faster
+    said, logits, times = {}, {}, {}
+    with torch.inference_mode():
+        for way in ("raced", "kernels", "persistent"):
+            persistent.faster = faster if way != "kernels" else lambda *_: None
+            persistent._race = race if way == "raced" else lambda *_: None
+            report._step._captured.forget(shape.batch)
+            cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+            token = ids[:, :1]
+            logits[way] = model(token, past_key_values=cache).logits.float()
+            said[way] = report.kernels.get(persistent.WHAT)
+            times[way] = []
+            for _ in range(rounds):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(steps):
+                    token = model(token, past_key_values=cache).logits.argmax(-1)
+                torch.cuda.synchronize()
+                times[way].append((time.perf_counter() - start) * 1e6 / steps)
+    apart = float((logits["persistent"] - logits["kernels"]).std() / logits["kernels"].std())
+    print(f"{name} through transformers, context {context}: the race says {said['raced']!r}; "
+          + ", ".join(f"{way} {statistics.median(t):.0f} us" for way, t in times.items())
+          + f"; logits apart by {apart:.4f} of their spread", flush=True)
+
+
 def compiled(job: tuple[Shape, Config, int]) -> float:
     shape, cfg, processors = job
     start = time.perf_counter()
@@ -209,10 +258,16 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--processors", type=int, default=132)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     shape = SHAPES[given.model]._replace(batch=given.batch)
+    if given.transformers:
+        for context in given.contexts.split(","):
+            through_transformers(given.model, shape, int(context), min(given.steps, 32),
+                                 given.rounds)
+        return 0
     machine = compiler.Machine(given.processors)
     variants = ([variant(v) for v in given.variants.split(",")] if given.variants
                 else [plan.config_of(shape, machine)])

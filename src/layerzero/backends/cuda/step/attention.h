@@ -124,9 +124,8 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
 
 struct Turn { int next, first; };                  // tile, and the block that begins the next phase
 
-OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* words, u32 tag, const Params& p,
-                    Watch watch) {
-    Consumer work = {watch, turn.next, phase, turn.first};
+OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* words, u32 tag, const Params& p) {
+    Consumer work = {turn.next, phase, turn.first};
     const Share share = take(work.first, over.workers());
     const Scratch at = scratch();
     ROLLED for (int n = 0; n < share.count; ++n) {
@@ -151,7 +150,7 @@ OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* 
                 const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
                 return of + 2 * (unit < QUERIES || last ? unit : 0);
             },
-            tag, work.watch, [=](int, int unit, u32 left, u32 right) {
+            tag, [=](int, int unit, u32 left, u32 right) {
                 at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
             });
         sync_first(THREADS);
@@ -215,7 +214,7 @@ OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* 
 }
 
 // Of the splits of a head, by one warp
-OUTLINE int merge(int first, Spread over, u64* words, u32 tag, Watch watch) {
+OUTLINE int merge(int first, Spread over, u64* words, u32 tag) {
     const Share share = take(first, BATCH * HEADS);
     if (warp()) return first;
     constexpr int EACH = (DIM / 2 + 31) / 32, LONG = (SPLITS + 31) / 32, MANY = 8;
@@ -229,7 +228,7 @@ OUTLINE int merge(int first, Spread over, u64* words, u32 tag, Watch watch) {
                 u64 v;
                 int spins = 0;
                 do v = peek(words + SUMS_AT + query * SPLITS + split);
-                while (u32(v >> 32) != tag && !in_vain(watch, spins));
+                while (u32(v >> 32) != tag && !in_vain(spins));
                 sums[i] = bits_float(u32(v));
             }
             top = fmaxf(top, sums[i]);
@@ -250,7 +249,7 @@ OUTLINE int merge(int first, Spread over, u64* words, u32 tag, Watch watch) {
                         v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
                         all &= u32(v[m][e] >> 32) == tag;
                     }
-            } while (!all && !in_vain(watch, spins));
+            } while (!all && !in_vain(spins));
             UNROLL for (int m = 0; m < MANY; ++m) {
                 float by = 0;
                 UNROLL for (int i = 0; i < LONG; ++i) {

@@ -141,7 +141,7 @@ def places_of(shape: Shape, cfg: Config) -> Places:
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(cfg)]
     for n in (even, odd, 4 * shape.batch * shape.hidden, shape.layers * _LAYER.size,
-              16 * cfg.stages + 16 + 4 * shape.batch * cfg.warps):
+              16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return Places(*starts)
 

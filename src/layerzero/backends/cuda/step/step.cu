@@ -61,37 +61,38 @@ FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 FN volatile int* lost() { return phase_now() + 1; }
-FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
-
-// Waiting
-
-struct Watch {
+struct Watch {                                     // over the time that the launch takes
     u32 *control, *problem;
     u64 start, limit;
 };
+FN Watch* watch() { return (Watch*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }
+FN float* sums() { return (float*)(watch() + 1); }          // BATCH x WARPS
+
+// Waiting
 
 // Has the launch given up, or to give up now?
-OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
+OUTLINE bool is_over() {
+    const Watch at = *watch();
     if (*lost()) return true;
-    const bool told = peek_flag(control + 2) != 0;
-    if (!told && clock_ns() - start < limit) return false;
+    const bool told = peek_flag(at.control + 2) != 0;
+    if (!told && clock_ns() - at.start < at.limit) return false;
     *lost() = 1;
     if (!told) {
-        post_flag(control + 2, 1);
-        post_flag(problem, 1);
+        post_flag(at.control + 2, 1);
+        post_flag(at.problem, 1);
     }
     return true;
 }
 
 // To be called in a loop that waits: is there no point in it any more?
-FN bool in_vain(const Watch& watch, int& spins) {
+FN bool in_vain(int& spins) {
     yield();
-    return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
+    return ++spins % 64 == 0 && is_over();
 }
 
-FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
+FN void wait(u64* mbarrier, u32 parity) {
     int spins = 0;
-    while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
+    while (!mbarrier_passed(mbarrier, parity) && !in_vain(spins));
 }
 
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
@@ -131,17 +132,16 @@ FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count
 // The last warp
 
 struct Producer {
-    Watch watch;
     int next, phase, first;                        // tile, phase, and the block that begins the phase
     int issued;
 
     // Room for the next tile; null when the launch has given up
     FN_MEMBER u8* acquire() {
         const int stage = next % STAGES, round = next / STAGES;
-        if (round) wait(empty(stage), (round - 1) & 1, watch);
+        if (round) wait(empty(stage), (round - 1) & 1);
         const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
         if (flight < STAGES && next >= flight)
-            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
+            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1);
         if (shuffle(*lost(), 0)) return nullptr;
         issued = next + 1;
         return shared() + stage * STAGE;
@@ -249,7 +249,7 @@ template <int MANY, int UNITS, typename Place> struct Polled {
     }
 
     template <typename Take>
-    FN_MEMBER void settle(int n, const Place& place, u32 tag, const Watch& watch, const Take& take) {
+    FN_MEMBER void settle(int n, const Place& place, u32 tag, const Take& take) {
         int spins = 0;
         bool all;
         do {
@@ -261,7 +261,7 @@ template <int MANY, int UNITS, typename Place> struct Polled {
                     v[u] = peek2(place(n + u, unit));
                 }
             }
-        } while (!all && !in_vain(watch, spins));
+        } while (!all && !in_vain(spins));
         UNROLL for (int u = 0; u < MANY; ++u) {
             const int unit = (n + u) * THREADS + thread();
             if (unit < UNITS) take(n + u, unit, u32(v[u].x), u32(v[u].y));
@@ -272,22 +272,22 @@ template <int MANY, int UNITS, typename Place> struct Polled {
 // Polls UNITS pairs of words, at place(n, unit) for the n-th of this thread; take(n, unit, first value,
 // second value). The next ones are asked for before the last ones have come.
 template <int UNITS, typename Place, typename Take>
-FN void receive(const Place& place, u32 tag, const Watch& watch, const Take& take) {
+FN void receive(const Place& place, u32 tag, const Take& take) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
     Polled<MANY, UNITS, Place> a, b;
     a.ask(0, place);
     UNROLL for (int n = 0; n < EACH; n += 2 * MANY) {
         b.ask(n + MANY, place);
-        a.settle(n, place, tag, watch, take);
+        a.settle(n, place, tag, take);
         a.ask(n + 2 * MANY, place);
-        b.settle(n + MANY, place, tag, watch, take);
+        b.settle(n + MANY, place, tag, take);
     }
 }
 
 // K values of each row of the batch, two to a word
-template <int K> OUTLINE void load_pairs(const u64* from, u32 tag, u16* x, Watch watch) {
+template <int K> OUTLINE void load_pairs(const u64* from, u32 tag, u16* x) {
     UNROLL for (int b = 0; b < BATCH; ++b)
-        receive<K / 4>([base = from + b * (K / 2) + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
+        receive<K / 4>([base = from + b * (K / 2) + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag,
                        [=](int, int unit, u32 left, u32 right) { ((u64*)(x + b * K))[unit] = u64(right) << 32 | left; });
     sync_first(THREADS);
 }
@@ -297,7 +297,7 @@ struct Factors { float of[BATCH]; };
 // The residual, and x as it is before it is divided by its norm, which products make up for by the
 // factors that are returned. `from` is null for the first layer, which gets what was embedded.
 OUTLINE Factors load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const i64* tokens,
-                            const u16* embed, Watch watch) {
+                            const u16* embed) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
     u32 gains[EACH];                               // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
@@ -311,7 +311,7 @@ OUTLINE Factors load_normed(const u64* from, u32 tag, const u16* weight, float e
             square += left * left + right * right;
         };
         if (from) {
-            receive<UNITS>([base = from + b * HIDDEN + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag, watch,
+            receive<UNITS>([base = from + b * HIDDEN + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag,
                            [&](int n, int unit, u32 left, u32 right) { take(n, unit, bits_float(left), bits_float(right)); });
         } else {
             const u32* row = (const u32*)(embed + (tokens ? tokens[b] : b) * HIDDEN);
@@ -358,11 +358,10 @@ struct Target {
 };
 
 struct Consumer {
-    Watch watch;
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
-        wait(full(number % STAGES), (number / STAGES) & 1, watch);
+        wait(full(number % STAGES), (number / STAGES) & 1);
         return shared() + number % STAGES * STAGE;
     }
 
@@ -471,8 +470,8 @@ struct Consumer {
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
 // All tiles of the launch
-OUTLINE void produce(const Params& p, Watch watch, int position) {
-    Producer work = {watch, 0, 0, 0, 0};
+OUTLINE void produce(const Params& p, int position) {
+    Producer work = {0, 0, 0, 0};
     ROLLED for (int l = 0; l < p.layer_count; ++l) {
         const Layer& at = layers()[l];
         const Spread over = spread(at.window, position);
@@ -494,7 +493,6 @@ OUTLINE void produce(const Params& p, Watch watch, int position) {
 
 KERNEL(decode_step, Params, THREADS + 32)
 {
-    const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
 #if STAMPS
     u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
     if (thread() == 0) {
@@ -511,15 +509,16 @@ KERNEL(decode_step, Params, THREADS + 32)
         }
         *phase_now() = -1;
         *lost() = 0;
+        *watch() = {p.control, p.problem, clock_ns(), p.limit};
         mbarriers_ready();
     }
     for (int n = thread(); n < int(p.layer_count * sizeof(Layer) / 16); n += THREADS + 32)
         store4(shared() + LAYERS_AT + n * 16, load4((const u8*)p.layers + n * 16));
     sync_block();
     if (warp() == WARPS) {
-        produce(p, watch, position);
+        produce(p, position);
     } else {
-        Consumer work = {watch, 0, 0, 0};
+        Consumer work = {0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
         ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
@@ -531,9 +530,9 @@ KERNEL(decode_step, Params, THREADS + 32)
             UNROLL for (int b = 0; b < BATCH; ++b) by.of[b] = 1;
             if (part % 2 == 0)
                 by = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm,
-                                 is_last ? p.head_eps : p.eps, even_x(), p.tokens, p.embed, watch);
-            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
-            else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
+                                 is_last ? p.head_eps : p.eps, even_x(), p.tokens, p.embed);
+            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
+            else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;
@@ -549,9 +548,9 @@ KERNEL(decode_step, Params, THREADS + 32)
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);
-                const Turn turn = attend({work.next, work.first}, work.phase, at, over, words, tag, p, watch);
-                work = {watch, turn.next, work.phase + 1, turn.first};
-                if (over.splits > 1) work.first = merge(work.first, over, words, tag, watch);
+                const Turn turn = attend({work.next, work.first}, work.phase, at, over, words, tag, p);
+                work = {turn.next, work.phase + 1, turn.first};
+                if (over.splits > 1) work.first = merge(work.first, over, words, tag);
             }
         }
     }

@@ -243,7 +243,7 @@ class PersistentStep:
         self._kept = layers, embed, norm, head
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", macros_of(shape, cfg, self.blocks),
-            32 * cfg.warps + 32, places_of(shape, cfg).bytes)
+            32 * cfg.warps + 32, places_of(shape, cfg).bytes, cooperative=True)
         table = b"".join(_LAYER.pack(*(0 if t is None else t.data_ptr() for t in (
             at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
             at.angles, at.keys, at.values)), NO_WINDOW if at.window is None else at.window)

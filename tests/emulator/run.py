@@ -79,13 +79,12 @@ class Kernel(compiler.CompiledCuda):
 
     def __init__(self, source: str, name: str, macros: tuple[tuple[str, int], ...], threads: int,
                  shared: int = 0,
-                 cluster: int = 1, cooperative: bool = False) -> None:
-        super().__init__(source, name, macros, threads, shared, cluster, cooperative)
+                 cluster: int = 1) -> None:
+        super().__init__(source, name, macros, threads, shared, cluster)
         self.emulated = built(source, **dict(macros))
 
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
-        self.emulated.launch(self.name, grid, self.threads, params, self.shared,
-                             grid[0] if self.cooperative else self.cluster)
+        self.emulated.launch(self.name, grid, self.threads, params, self.shared, self.cluster)
         return -1
 
     def handle(self, device: int) -> tuple[int, int]:

@@ -44,7 +44,7 @@ Macros = tuple[tuple[str, int], ...]
 # Constants of the driver API (cuda.h).
 INVALID_VALUE = 1
 MAX_DYNAMIC_SHARED, ANY_CLUSTER_SIZE = 8, 14   # function attributes
-COOPERATIVE, CLUSTER_DIMENSION = 2, 4          # launch attributes
+CLUSTER_DIMENSION = 4                          # launch attribute
 DEVICE_ORDINAL = 9                             # pointer attribute
 SHARED_OPT_IN = 97                             # device attribute
 RELAXED = 2                                    # capture mode
@@ -208,7 +208,7 @@ def _check(library: Any, code: int, name: str) -> None:
 # The driver
 
 class Attribute(Structure):
-    """CUlaunchAttribute of a cluster, or with a number first; its value is a union of 64 bytes."""
+    """CUlaunchAttribute of a cluster; its value is a union of 64 bytes."""
 
     _fields_ = (("id", c_int), ("pad", c_char * 4), ("cluster", c_uint * 3), ("rest", c_char * 52))
 
@@ -321,14 +321,12 @@ class _Slot:
 
     __slots__ = ("attribute", "call", "config", "function", "params", "place")
 
-    def __init__(self, function: c_void_p, threads: int, shared: int, cluster: int,
-                 cooperative: bool = False) -> None:
+    def __init__(self, function: c_void_p, threads: int, shared: int, cluster: int) -> None:
         self.call, self.function = driver().cuLaunchKernelEx, function
         self.params = (c_char_p * 1)()
-        self.attribute = Attribute(id=COOPERATIVE if cooperative else CLUSTER_DIMENSION,
-                                   cluster=(cluster, 1, 1))
+        self.attribute = Attribute(id=CLUSTER_DIMENSION, cluster=(cluster, 1, 1))
         self.config = LaunchConfig(block_x=threads, block_y=1, block_z=1, shared=shared)
-        if cluster > 1 or cooperative:
+        if cluster > 1:
             self.config.attributes, self.config.attribute_count = ctypes.pointer(self.attribute), 1
         self.place = byref(self.config)
 
@@ -337,9 +335,8 @@ class CompiledCuda:
     """One kernel, compiled and loaded on each device on its first launch there."""
 
     def __init__(self, source: str, name: str, macros: Macros, threads: int, shared: int,
-                 cluster: int, cooperative: bool = False) -> None:
+                 cluster: int) -> None:
         self.source, self.name, self.macros = source, name, macros
-        self.cooperative = cooperative
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self._functions: dict[int, c_void_p] = {}
         self._loading = threading.Lock()
@@ -418,8 +415,7 @@ class CompiledCuda:
                 function = self._functions[device] = self._load(device)
         slots = self._thread_local.__dict__.setdefault("slots", {})
         slot: _Slot = slots.setdefault(device,
-                                       _Slot(function, self.threads, self.shared, self.cluster,
-                                             self.cooperative))
+                                       _Slot(function, self.threads, self.shared, self.cluster))
         return slot
 
     def _load(self, device: int) -> c_void_p:
@@ -446,8 +442,7 @@ class CompiledCuda:
 
 @lru_cache(maxsize=None)
 def kernel(source: str, name: str, macros: Macros, threads: int, shared: int = 0,
-           cluster: int = 1, cooperative: bool = False) -> CompiledCuda:
+           cluster: int = 1) -> CompiledCuda:
     """Returns the kernel `name` of `source` with these macros, for blocks of `threads` threads and
-    `shared` bytes of shared memory, in clusters of `cluster` blocks along x, or cooperative: it
-    starts only where all blocks run at the same time."""
-    return CompiledCuda(source, name, macros, threads, shared, cluster, cooperative)
+    `shared` bytes of shared memory, in clusters of `cluster` blocks along x."""
+    return CompiledCuda(source, name, macros, threads, shared, cluster)

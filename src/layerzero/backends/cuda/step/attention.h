@@ -122,10 +122,7 @@ FN void over_cached(const Consumer& work, const Spread& over, int split, const S
         }
 }
 
-struct Turn { int next, first; };                  // tile, and the block that begins the next phase
-
-OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* words, u32 tag, const Params& p) {
-    Consumer work = {turn.next, phase, turn.first};
+FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* words, u32 tag, const Params& p) {
     const Share share = take(work.first, over.workers());
     const Scratch at = scratch();
     ROLLED for (int n = 0; n < share.count; ++n) {
@@ -141,18 +138,14 @@ OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* 
             sin[d] = is_turned ? to_float<true>(row[2 * HALF]) : 0.0f;
         }
         const u64* from = words + QKV_AT + b * QKV;
-        constexpr int QUERIES = GROUP * DIM / 2;   // pairs of words, before those of the key and the value
-        const u64* queries = from + head * GROUP * DIM;
-        const u64* key = from + (HEADS + head) * DIM - 2 * QUERIES;
-        const u64* value = from + (HEADS + KV_HEADS + head) * DIM - 2 * QUERIES - DIM;
-        receive<QUERIES + DIM>(
-            [=](int, int unit) {                   // only who keeps the new token asks for its key and value
-                const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
-                return of + 2 * (unit < QUERIES || last ? unit : 0);
-            },
-            tag, [=](int, int unit, u32 left, u32 right) {
-                at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
-            });
+        const auto keep = [&](float* to) {
+            return [=](int unit, u32 left, u32 right) { to[2 * unit] = bits_float(left), to[2 * unit + 1] = bits_float(right); };
+        };
+        receive<GROUP * DIM / 2>(from + head * GROUP * DIM, tag, work.watch, keep(at.raw));
+        if (last) {
+            receive<DIM / 2>(from + (HEADS + head) * DIM, tag, work.watch, keep(at.raw + GROUP * DIM));
+            receive<DIM / 2>(from + (HEADS + KV_HEADS + head) * DIM, tag, work.watch, keep(at.raw + (GROUP + 1) * DIM));
+        }
         sync_first(THREADS);
         const i64 place = ((b * p.room + over.position) * KV_HEADS + head) * DIM;
         ROLLED for (int row = warp(); row < COLS * 8 || row < GROUP + 2; row += WARPS) {
@@ -210,13 +203,13 @@ OUTLINE Turn attend(Turn turn, int phase, const Layer& layer, Spread over, u64* 
         }
         sync_first(THREADS);                       // the next worker, or the product that follows, may write here
     }
-    return {work.next, work.first};
+    ++work.phase;
 }
 
 // Of the splits of a head, by one warp
-OUTLINE int merge(int first, Spread over, u64* words, u32 tag) {
-    const Share share = take(first, BATCH * HEADS);
-    if (warp()) return first;
+FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
+    const Share share = take(work.first, BATCH * HEADS);
+    if (warp()) return;
     constexpr int EACH = (DIM / 2 + 31) / 32, LONG = (SPLITS + 31) / 32, MANY = 8;
     ROLLED for (int n = 0; n < share.count; ++n) {
         const int query = share.item(n);
@@ -228,7 +221,7 @@ OUTLINE int merge(int first, Spread over, u64* words, u32 tag) {
                 u64 v;
                 int spins = 0;
                 do v = peek(words + SUMS_AT + query * SPLITS + split);
-                while (u32(v >> 32) != tag && !in_vain(spins));
+                while (u32(v >> 32) != tag && !in_vain(work.watch, spins));
                 sums[i] = bits_float(u32(v));
             }
             top = fmaxf(top, sums[i]);
@@ -249,7 +242,7 @@ OUTLINE int merge(int first, Spread over, u64* words, u32 tag) {
                         v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
                         all &= u32(v[m][e] >> 32) == tag;
                     }
-            } while (!all && !in_vain(spins));
+            } while (!all && !in_vain(work.watch, spins));
             UNROLL for (int m = 0; m < MANY; ++m) {
                 float by = 0;
                 UNROLL for (int i = 0; i < LONG; ++i) {
@@ -269,5 +262,4 @@ OUTLINE int merge(int first, Spread over, u64* words, u32 tag) {
                 post(words + ATTENTION_AT + query * (DIM / 2) + e * 32 + lane(),
                      word(pack2<true>(left[e] * by, right[e] * by), tag));
     }
-    return first;
 }

@@ -56,43 +56,41 @@ FN int most(int a, int b) { return a > b ? a : b; }
 FN u16* even_x() { return (u16*)(shared() + EVEN_AT); }     // BATCH x HIDDEN
 FN u16* odd_x() { return (u16*)(shared() + ODD_AT); }       // BATCH x of out and of down; what attention needs
 FN float* residual() { return (float*)(shared() + RESIDUAL_AT); }
-FN const Layer* layers() { return (const Layer*)(shared() + LAYERS_AT); }
 FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 FN volatile int* lost() { return phase_now() + 1; }
-struct Watch {                                     // over the time that the launch takes
-    u32 *control, *problem;
-    u64 start, limit;
-};
-FN Watch* watch() { return (Watch*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }
-FN float* sums() { return (float*)(watch() + 1); }          // BATCH x WARPS
+FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 
 // Waiting
 
+struct Watch {
+    u32 *control, *problem;
+    u64 start, limit;
+};
+
 // Has the launch given up, or to give up now?
-OUTLINE bool is_over() {
-    const Watch at = *watch();
+OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
     if (*lost()) return true;
-    const bool told = peek_flag(at.control + 2) != 0;
-    if (!told && clock_ns() - at.start < at.limit) return false;
+    const bool told = peek_flag(control + 2) != 0;
+    if (!told && clock_ns() - start < limit) return false;
     *lost() = 1;
     if (!told) {
-        post_flag(at.control + 2, 1);
-        post_flag(at.problem, 1);
+        post_flag(control + 2, 1);
+        post_flag(problem, 1);
     }
     return true;
 }
 
 // To be called in a loop that waits: is there no point in it any more?
-FN bool in_vain(int& spins) {
+FN bool in_vain(const Watch& watch, int& spins) {
     yield();
-    return ++spins % 64 == 0 && is_over();
+    return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
 }
 
-FN void wait(u64* mbarrier, u32 parity) {
+FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
     int spins = 0;
-    while (!mbarrier_passed(mbarrier, parity) && !in_vain(spins));
+    while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
 }
 
 // Which items of a phase are this block's: every grid-th, from where the phase before ended.
@@ -132,16 +130,17 @@ FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count
 // The last warp
 
 struct Producer {
+    const Watch& watch;
     int next, phase, first;                        // tile, phase, and the block that begins the phase
     int issued;
 
     // Room for the next tile; null when the launch has given up
     FN_MEMBER u8* acquire() {
         const int stage = next % STAGES, round = next / STAGES;
-        if (round) wait(empty(stage), (round - 1) & 1);
+        if (round) wait(empty(stage), (round - 1) & 1, watch);
         const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
         if (flight < STAGES && next >= flight)
-            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1);
+            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
         if (shuffle(*lost(), 0)) return nullptr;
         issued = next + 1;
         return shared() + stage * STAGE;
@@ -203,28 +202,12 @@ struct Producer {
                 u8* to = acquire();
                 if (!to) continue;
                 // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
-                constexpr int UNITS = DIM / 8, ROWS = 32 % UNITS ? 1 : 32 / UNITS;  // rows that they copy at a time
-                constexpr int TURNS = TOKENS / ROWS, EACH = TURNS % 8 == 0 ? 8 : TURNS % 4 == 0 ? 4 : 1;
-                if (32 % UNITS == 0 && begin + TOKENS <= end) {
-                    const i64 from = offset + i64(begin + lane() / UNITS) * (KV_HEADS * DIM) + lane() % UNITS * 8;
-                    const u16 *keys = at.keys + from, *values = at.values + from;
-                    u8* place = to + lane() / UNITS * PITCH + lane() % UNITS * 16;
-                    ROLLED for (int n = 0; n < TURNS; n += EACH) {
-                        UNROLL for (int e = 0; e < EACH; ++e) {
-                            copy_small(place + e * ROWS * PITCH, keys + e * (ROWS * KV_HEADS * DIM));
-                            copy_small(place + (TOKENS + e * ROWS) * PITCH, values + e * (ROWS * KV_HEADS * DIM));
-                        }
-                        place += EACH * ROWS * PITCH;
-                        keys += EACH * (ROWS * KV_HEADS * DIM);
-                        values += EACH * (ROWS * KV_HEADS * DIM);
-                    }
-                } else {
-                    ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
-                        const int row = n / UNITS, unit = n % UNITS;
-                        const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
-                        copy_small(to + row * PITCH + unit * 16, at.keys + from);
-                        copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
-                    }
+                constexpr int UNITS = DIM / 8;
+                ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
+                    const int row = n / UNITS, unit = n % UNITS;
+                    const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
+                    copy_small(to + row * PITCH + unit * 16, at.keys + from);
+                    copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
                 }
                 copies_arrive(full(next % STAGES));
                 sync_warp();                       // the phase can end only when all lanes have joined it
@@ -237,102 +220,80 @@ struct Producer {
 
 // The other warps
 
-// Some pairs of words that a thread polls together: those that it has seen are not asked for again
-template <int MANY, int UNITS, typename Place> struct Polled {
-    Words v[MANY];
-
-    FN_MEMBER void ask(int n, const Place& place) {    // from the n-th of this thread on
-        UNROLL for (int u = 0; u < MANY; ++u) {
-            const int unit = (n + u) * THREADS + thread();
-            if (unit < UNITS) v[u] = peek2(place(n + u, unit));
-        }
-    }
-
-    template <typename Take>
-    FN_MEMBER void settle(int n, const Place& place, u32 tag, const Take& take) {
+// Polls UNITS pairs of words; take(unit, first value, second value)
+template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, Take take) {
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
+    ROLLED for (int n = 0; n < EACH; n += MANY) {
+        Words v[MANY];
         int spins = 0;
         bool all;
         do {
             all = true;
             UNROLL for (int u = 0; u < MANY; ++u) {
                 const int unit = (n + u) * THREADS + thread();
-                if (unit < UNITS && (u32(v[u].x >> 32) != tag || u32(v[u].y >> 32) != tag)) {
-                    all = false;
-                    v[u] = peek2(place(n + u, unit));
-                }
+                if (unit >= UNITS) continue;
+                v[u] = peek2(from + 2 * unit);
+                all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
             }
-        } while (!all && !in_vain(spins));
+        } while (!all && !in_vain(watch, spins));
         UNROLL for (int u = 0; u < MANY; ++u) {
             const int unit = (n + u) * THREADS + thread();
-            if (unit < UNITS) take(n + u, unit, u32(v[u].x), u32(v[u].y));
+            if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
         }
-    }
-};
-
-// Polls UNITS pairs of words, at place(n, unit) for the n-th of this thread; take(n, unit, first value,
-// second value). The next ones are asked for before the last ones have come.
-template <int UNITS, typename Place, typename Take>
-FN void receive(const Place& place, u32 tag, const Take& take) {
-    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
-    Polled<MANY, UNITS, Place> a, b;
-    a.ask(0, place);
-    UNROLL for (int n = 0; n < EACH; n += 2 * MANY) {
-        b.ask(n + MANY, place);
-        a.settle(n, place, tag, take);
-        a.ask(n + 2 * MANY, place);
-        b.settle(n + MANY, place, tag, take);
     }
 }
 
 // K values of each row of the batch, two to a word
-template <int K> OUTLINE void load_pairs(const u64* from, u32 tag, u16* x) {
+template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
     UNROLL for (int b = 0; b < BATCH; ++b)
-        receive<K / 4>([base = from + b * (K / 2) + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag,
-                       [=](int, int unit, u32 left, u32 right) { ((u64*)(x + b * K))[unit] = u64(right) << 32 | left; });
+        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
+            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+        });
     sync_first(THREADS);
 }
 
-struct Factors { float of[BATCH]; };
-
-// The residual, and x as it is before it is divided by its norm, which products make up for by the
-// factors that are returned. `from` is null for the first layer, which gets what was embedded.
-OUTLINE Factors load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const i64* tokens,
-                            const u16* embed) {
+// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
-    u32 gains[EACH];                               // asked for before anything is waited for
+    u32 by[EACH];                                  // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
-        if (n * THREADS + thread() < UNITS) gains[n] = load_once((const u32*)weight + n * THREADS + thread());
+        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float* to = residual() + b * HIDDEN;
         float square = 0;
-        const auto take = [&](int n, int unit, float left, float right) {
-            to[2 * unit] = left, to[2 * unit + 1] = right;
-            ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(left * low(gains[n]), right * high(gains[n]));
-            square += left * left + right * right;
-        };
         if (from) {
-            receive<UNITS>([base = from + b * HIDDEN + 2 * thread()](int n, int) { return base + n * (2 * THREADS); }, tag,
-                           [&](int n, int unit, u32 left, u32 right) { take(n, unit, bits_float(left), bits_float(right)); });
+            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
+                const float l = bits_float(left), r = bits_float(right);
+                to[2 * unit] = l, to[2 * unit + 1] = r;
+                square += l * l + r * r;
+            });
         } else {
-            const u32* row = (const u32*)(embed + (tokens ? tokens[b] : b) * HIDDEN);
+            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
             UNROLL for (int n = 0; n < EACH; ++n) {
                 const int unit = n * THREADS + thread();
                 if (unit >= UNITS) continue;
                 const u32 pair = load_once(row + unit);
-                take(n, unit, low(pair), high(pair));
+                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
+                square += low(pair) * low(pair) + high(pair) * high(pair);
             }
         }
         square = warp_sum(square);
         if (lane() == 0) sums()[b * WARPS + warp()] = square;
     }
     sync_first(THREADS);
-    Factors by;
     UNROLL for (int b = 0; b < BATCH; ++b) {
         float square = 0;
         UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
-        by.of[b] = rsqrtf(square / HIDDEN + eps);
+        const float inverse = rsqrtf(square / HIDDEN + eps);
+        const float* row = residual() + b * HIDDEN;
+        UNROLL for (int n = 0; n < EACH; ++n) {
+            const int unit = n * THREADS + thread();
+            if (unit < UNITS)
+                ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(row[2 * unit] * inverse * low(by[n]),
+                                                             row[2 * unit + 1] * inverse * high(by[n]));
+        }
     }
-    return by;
+    sync_first(THREADS);
 }
 
 FN float dot(Four w, const float (&x)[8], float acc) {
@@ -358,10 +319,11 @@ struct Target {
 };
 
 struct Consumer {
+    const Watch& watch;
     int next, phase, first;
 
     FN_MEMBER const u8* tile(int number) const {
-        wait(full(number % STAGES), (number / STAGES) & 1);
+        wait(full(number % STAGES), (number / STAGES) & 1, watch);
         return shared() + number % STAGES * STAGE;
     }
 
@@ -414,8 +376,7 @@ struct Consumer {
 
     // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
     // and two values to a word, for which a warp takes two tiles if it must.
-    template <int K, int ROWS, int SLICES>
-    FN_MEMBER void products(const u16* x, const Target& to, const Factors& by) {
+    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
         const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
         const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
         const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
@@ -431,7 +392,7 @@ struct Consumer {
                 ROLLED for (int s = 0; s < SLICES; ++s)
                     multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
                 UNROLL for (int b = 0; b < BATCH; ++b) {
-                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]) * by.of[b];
+                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
                     if (!gated) {
                         float sum = acc[b][0];
                         UNROLL for (int r = 1; r < ROWS; ++r) sum = lane() == r ? acc[b][r] : sum;
@@ -469,37 +430,9 @@ struct Consumer {
 #endif
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
-// All tiles of the launch
-OUTLINE void produce(const Params& p, int position) {
-    Producer work = {0, 0, 0, 0};
-    ROLLED for (int l = 0; l < p.layer_count; ++l) {
-        const Layer& at = layers()[l];
-        const Spread over = spread(at.window, position);
-        work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
-        work.cached(at, over, p.room);
-        if (over.splits > 1) take(work.first, BATCH * HEADS);
-        work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
-        work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
-        work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
-        if (*lost()) break;
-    }
-    if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
-    if (*lost()) {                             // nothing may land after the block has ended
-        const u64 begin = clock_ns();
-        for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
-            while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
-    }
-}
-
 KERNEL(decode_step, Params, THREADS + 32)
 {
-#if STAMPS
-    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
-    if (thread() == 0) {
-        whole[2 * grid_x()] = whole[grid_x()];     // when the launch before ended
-        whole[0] = clock_ns();
-    }
-#endif
+    const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
     const u32 launch = p.control[0] + 1;
     const int position = int(p.state[0]);
     if (thread() == 0) {
@@ -509,30 +442,48 @@ KERNEL(decode_step, Params, THREADS + 32)
         }
         *phase_now() = -1;
         *lost() = 0;
-        *watch() = {p.control, p.problem, clock_ns(), p.limit};
         mbarriers_ready();
     }
-    for (int n = thread(); n < int(p.layer_count * sizeof(Layer) / 16); n += THREADS + 32)
-        store4(shared() + LAYERS_AT + n * 16, load4((const u8*)p.layers + n * 16));
     sync_block();
     if (warp() == WARPS) {
-        produce(p, position);
+        Producer work = {watch, 0, 0, 0, 0};
+        Layer following = p.layers[0];             // asked for a layer before it is needed
+        ROLLED for (int l = 0; l < p.layer_count; ++l) {
+            const Layer at = following;
+            following = p.layers[least(l + 1, p.layer_count - 1)];
+            const Spread over = spread(at.window, position);
+            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
+            work.cached(at, over, p.room);
+            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+            if (*lost()) break;
+        }
+        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+        if (*lost()) {                             // nothing may land after the block has ended
+            const u64 begin = clock_ns();
+            for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
+                while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
+        }
     } else {
-        Consumer work = {0, 0, 0};
+        Consumer work = {watch, 0, 0, 0};
         u64* stream = nullptr;                     // where the residual comes from
         u32 tag = 0;
+        Layer at = p.layers[0], following = at;    // the next one is asked for early
         ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
             const int part = n & 3, l = n / 4;
             const bool is_last = l == p.layer_count;
             u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
-            const Layer& at = layers()[least(l, p.layer_count - 1)];
-            Factors by;
-            UNROLL for (int b = 0; b < BATCH; ++b) by.of[b] = 1;
+            if (part == 0) {
+                at = following;
+                following = p.layers[least(l + 1, p.layer_count - 1)];
+            }
             if (part % 2 == 0)
-                by = load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm,
-                                 is_last ? p.head_eps : p.eps, even_x(), p.tokens, p.embed);
-            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x());
-            else load_pairs<INNER>(words + INNER_AT, tag, odd_x());
+                load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
+                            even_x(), p, watch);
+            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
+            else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
             work.entered();
             STAMP(work.phase, 0);
             if (part == 0) tag = launch * u32(p.layer_count) + l;
@@ -541,23 +492,19 @@ KERNEL(decode_step, Params, THREADS + 32)
             const Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
-            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to, by);
-            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to, by);
-            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to, by);
-            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to, by);
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);
-                const Turn turn = attend({work.next, work.first}, work.phase, at, over, words, tag, p);
-                work = {turn.next, work.phase + 1, turn.first};
-                if (over.splits > 1) work.first = merge(work.first, over, words, tag);
+                attend(work, at, over, words, tag, p);
+                if (over.splits > 1) merge(work, over, words, tag);
             }
         }
     }
     sync_block();
-#if STAMPS
-    if (thread() == 0) whole[grid_x()] = clock_ns();
-#endif
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised
         publish();
         if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {

@@ -120,8 +120,9 @@ def architecture(sm: int) -> str:
 def cubin(source: str, macros: Macros, arch: str) -> bytes:
     """Returns the machine code of a file of this folder; from disk if any process compiled it
     before."""
-    text, headers = (FOLDER / source).read_bytes(), {p.name: p.read_bytes()
-                                                     for p in sorted(FOLDER.glob("*.h"))}
+    path = FOLDER / source
+    text, headers = path.read_bytes(), {p.name: p.read_bytes() for p in sorted(
+        {*FOLDER.glob("*.h"), *path.parent.glob("*.h")})}
     options = (f"--gpu-architecture={arch}", *OPTIONS,
                *(f"-D{name}={value}" for name, value in macros))
     _, version = nvrtc()
@@ -374,6 +375,16 @@ class CompiledCuda:
         loaded."""
         call = ctypes.cast(driver().cuLaunchKernelEx, c_void_p)
         return call.value or 0, self._functions[device].value or 0
+
+    def resident_blocks(self, device: int) -> int:
+        """Returns how many blocks a multiprocessor has room for at the same time."""
+        self._slot(device)
+        found = c_int()
+        code = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            byref(found), self._functions[device], self.threads, c_size_t(self.shared))
+        if code:
+            raise failure(code, f"asking how many blocks of {self.source}:{self.name} fit")
+        return found.value
 
     def _launch(self, device: int, grid: tuple[int, int, int], params: bytes) -> None:
         try:

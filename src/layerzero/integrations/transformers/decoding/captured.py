@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....backends.cuda.step.plan import PersistentStep
 from ....dispatch.background import compiling
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.grid import bucket_top
+from . import persistent
 from .decode_step import DecodeStep
 from .decoders import DecoderParts
 from .families import NotRecognised
@@ -44,9 +46,8 @@ class Fixed:
         weights = parts.weights
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
-        self.rooms = [tuple(weights.new_zeros((batch, self.size, at.kv_heads, at.head_dim))
-                            for _ in "kv")
-                      for at in step.layers]
+        self.rooms = [(weights.new_zeros(size), weights.new_zeros(size)) for size in (
+            (batch, self.size, at.kv_heads, at.head_dim) for at in step.layers)]
         self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair)
                        for pair in self.rooms]
         place = weights.device
@@ -75,6 +76,9 @@ class Fixed:
         # (generation.py), by its key.
         self._graphs: dict[Hashable, tuple[Callable[[], None], Tensor | None]] = {}
         self.loops: dict[Hashable, Any] = {}
+        self._whole: PersistentStep | None = None              # all of it in one launch
+        self._whole = persistent.faster(step, parts, self.rooms, self._angles, self._given,
+                                        self._state, self._run)
 
     def _tables(self, shift: int) -> list[Tensor]:
         places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
@@ -130,6 +134,8 @@ class Fixed:
 
     def _run(self) -> Tensor:
         """What is captured."""
+        if self._whole is not None:
+            return self._whole(self._given, self._state)
         angles: Any = None
         if self._fused is None:
             angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
@@ -150,6 +156,10 @@ class Fixed:
                 room[:, length - states.shape[2]:length] = states.transpose(1, 2)
             layer.move(keys, values, length)
         self.owner, self.length = weakref.ref(cache), -1
+
+    def gave_up(self) -> bool:
+        """Did a launch of the whole step end without a result?"""
+        return self._whole is not None and self._whole.lost()
 
     def holds(self, cache: Any) -> bool:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
@@ -283,7 +293,23 @@ class CapturedSteps:
                 if not found.holds(cache):
                     found.take(cache)
                 _capture(found, capture, length)
+            if found.gave_up():
+                found = self._replaced(found, step, cache, length, room, wanted, capture)
         found.turn_by(shift)
+        return found
+
+    def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int, room: int,
+                  wanted: int, capture: Callable[[Fixed, int], None] | None) -> Fixed:
+        """Others in the place of buffers whose step gave up; what it did not keep of its last token
+        is done again."""
+        persistent.report_lost(step)
+        known = self._fixed[step.batch]
+        known.remove(lost)
+        found = self._free(step, known, length, lost.embeds, room, wanted)
+        _capture(found, capture, 0)
+        found.take(cache)
+        found.turn_by(lost.shift)
+        found(lost.given, cache, length - 1)
         return found
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,

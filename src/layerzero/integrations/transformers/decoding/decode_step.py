@@ -139,6 +139,7 @@ class DecodeStep:
                  captured: bool = False) -> None:
         self.parts, self.batch, self.bind = parts, batch, Binder(captured)
         self.rotation = parts.rotation
+        self.joined = layers
         self.world = worlds.current()
         weights, self.half = parts.weights, parts.half
         x = weights.new_zeros((batch, 1, weights.shape[1]))

@@ -29,6 +29,7 @@ from ....spec.event import Fallback
 from ....world import events
 from ..replacements import recipe_of
 from ..sampling import with_draw
+from . import persistent
 from .captured import Fixed, Uncapturable
 from .drawing import Tail, plan_draw, seen_tokens
 from .families import NotRecognised
@@ -348,6 +349,10 @@ class _Loop:
             arrived.synchronize()
         self.accepted += 1
         for row, token in enumerate(tokens.tolist()):
+            if token < 0 and self.fixed is not None and self.fixed.gave_up():
+                persistent.report_lost(self.step.step(self.batch))
+                raise RuntimeError("the persistent decode step did not end in time and gave up; "
+                                   "call generate() again: a graph of kernels serves from now on")
             if token < 0:
                 raise RuntimeError(f"no token can be drawn for row {row} after "
                                    f"{self.start + self.accepted - 1} tokens: its scores are all "

@@ -1,0 +1,1 @@
+"""One token through a whole decoder in one launch of a persistent kernel (step.cu)."""

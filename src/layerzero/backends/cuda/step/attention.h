@@ -1,0 +1,265 @@
+// The attention of step.cu: a worker has one KV head and some of the tokens that are cached; the last
+// one has the new token too, and keeps it.
+
+// What a worker needs of the odd x: queries, key and value as they come; the queries as the tensor
+// cores take them; for each warp, and the new token, its maxima, sums and outputs.
+constexpr int OUT_PITCH = DIM + 2;                 // floats: those of a head, its maximum and its sum
+
+struct Scratch {
+    float* raw;                                    // (GROUP + 2) x DIM
+    u8* queries;                                   // COLS * 8 rows, PITCH apart
+    float* parts;                                  // WARPS + 1, each of GROUP x OUT_PITCH
+};
+
+FN Scratch scratch() {
+    u8* at = (u8*)odd_x();
+    return {(float*)(at + COLS * 8 * PITCH), at, (float*)(at + COLS * 8 * PITCH) + (GROUP + 2) * DIM};
+}
+
+// Norm and rotation of one head, by one warp; gives it rounded
+template <typename Put> FN void turned(float* raw, const u16* weight, float eps, const float (&cos)[(DIM + 31) / 32],
+                                       const float (&sin)[(DIM + 31) / 32], Put put) {
+    float x[(DIM + 31) / 32];
+#if HEAD_NORMS
+    float square = 0;
+    UNROLL for (int n = 0; n < (DIM + 31) / 32; ++n)
+        if (n * 32 + lane() < DIM) square += raw[n * 32 + lane()] * raw[n * 32 + lane()];
+    const float inverse = rsqrtf(warp_sum(square) / DIM + eps);
+    UNROLL for (int n = 0; n < (DIM + 31) / 32; ++n) {
+        const int d = n * 32 + lane();
+        if (d < DIM) raw[d] = raw[d] * inverse * to_float<true>(weight[d]);
+    }
+    sync_warp();
+#endif
+    UNROLL for (int n = 0; n < (DIM + 31) / 32; ++n) {
+        const int d = n * 32 + lane();
+        if (d >= DIM) continue;
+        x[n] = d < HALF ? raw[d] * cos[n] - raw[d + HALF] * sin[n]
+             : d < 2 * HALF ? raw[d] * cos[n] + raw[d - HALF] * sin[n] : raw[d];
+    }
+    sync_warp();                                   // all lanes have read what may be written over
+    UNROLL for (int n = 0; n < (DIM + 31) / 32; ++n)
+        if (n * 32 + lane() < DIM) put(n * 32 + lane(), from_float<true>(x[n]));
+}
+
+// The tiles of one worker that are this warp's; what it found goes to its part
+FN void over_cached(const Consumer& work, const Spread& over, int split, const Scratch& at, float scale) {
+    const int g = lane() / 4, t = lane() % 4;
+    float best[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
+    UNROLL for (int c = 0; c < COLS; ++c) {
+        UNROLL for (int e = 0; e < 2; ++e) best[c][e] = NONE, total[c][e] = 0;
+        UNROLL for (int n = 0; n < DIM / 16; ++n) acc[c][n][0] = acc[c][n][1] = acc[c][n][2] = acc[c][n][3] = 0;
+    }
+    u32 q[COLS][DIM / 16][2];
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int n = 0; n < DIM / 16; n += 2) {
+            u32 both[4];                           // the last of an odd number is read twice
+            ldmatrix4(both, at.queries + (c * 8 + lane() % 8) * PITCH + least(2 * n + lane() / 8, DIM / 8 - 1) * 16);
+            q[c][n][0] = both[0], q[c][n][1] = both[1];
+            if (n + 1 < DIM / 16) q[c][n + 1][0] = both[2], q[c][n + 1][1] = both[3];
+        }
+    const int begin = over.begin(split), end = over.end(split), tiles = over.tiles(split);
+    ROLLED for (int n = (warp() + WARPS - work.next % WARPS) % WARPS; n < tiles; n += WARPS) {
+        const u8* keys = work.tile(work.next + n);
+        const u8* values = keys + TOKENS * PITCH;
+        const int many = least(TOKENS, end - begin - n * TOKENS), steps = ceil_div(many, 16);
+        float scores[TOKENS / 16][COLS][4];
+        UNROLL for (int s = 0; s < TOKENS / 16; ++s) {
+            UNROLL for (int c = 0; c < COLS; ++c) scores[s][c][0] = scores[s][c][1] = scores[s][c][2] = scores[s][c][3] = 0;
+            if (s < steps)
+                UNROLL for (int d = 0; d < DIM / 16; ++d) {
+                    u32 a[4];
+                    ldmatrix4(a, keys + (s * 16 + lane() % 16) * PITCH + (2 * d + lane() / 16) * 16);
+                    UNROLL for (int c = 0; c < COLS; ++c) mma<true>(scores[s][c], a, q[c][d]);
+                }
+            UNROLL for (int c = 0; c < COLS; ++c)
+                UNROLL for (int e = 0; e < 4; ++e)
+                    scores[s][c][e] = s * 16 + e / 2 * 8 + g < many ? scores[s][c][e] * scale : NONE;
+        }
+        UNROLL for (int c = 0; c < COLS; ++c)
+            UNROLL for (int e = 0; e < 2; ++e) {
+                float top = best[c][e];
+                UNROLL for (int s = 0; s < TOKENS / 16; ++s) top = fmaxf(top, fmaxf(scores[s][c][e], scores[s][c][e + 2]));
+                UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+                const float rescale = fast_exp2(best[c][e] - top);
+                best[c][e] = top;
+                total[c][e] *= rescale;
+                UNROLL for (int d = 0; d < DIM / 16; ++d) acc[c][d][e] *= rescale, acc[c][d][e + 2] *= rescale;
+            }
+        UNROLL for (int s = 0; s < TOKENS / 16; ++s) {
+            if (s >= steps) continue;
+            u32 weights[COLS][2];
+            UNROLL for (int c = 0; c < COLS; ++c) {
+                float w[4];
+                UNROLL for (int e = 0; e < 4; ++e) {
+                    w[e] = fast_exp2(scores[s][c][e] - best[c][e % 2]);
+                    total[c][e % 2] += w[e];
+                }
+                weights[c][0] = transpose_8x8(pack2<true>(w[0], w[1]));
+                weights[c][1] = transpose_8x8(pack2<true>(w[2], w[3]));
+            }
+            UNROLL for (int d = 0; d < DIM / 16; ++d) {
+                u32 a[4];
+                ldmatrix4_transposed(a, values + (s * 16 + lane() / 16 * 8 + lane() % 8) * PITCH
+                                        + (2 * d + lane() / 8 % 2) * 16);
+                UNROLL for (int c = 0; c < COLS; ++c) mma<true>(acc[c][d], a, weights[c]);
+            }
+        }
+        work.release(work.next + n);
+    }
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const int row = c * 8 + 2 * t + e;
+            float sum = total[c][e];
+            UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+            if (row >= GROUP) continue;
+            float* to = at.parts + (warp() * GROUP + row) * OUT_PITCH;
+            UNROLL for (int d = 0; d < DIM / 16; ++d) {
+                to[d * 16 + g] = acc[c][d][e];
+                to[d * 16 + 8 + g] = acc[c][d][e + 2];
+            }
+            if (g == 0) to[DIM] = best[c][e], to[DIM + 1] = sum;
+        }
+}
+
+FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* words, u32 tag, const Params& p) {
+    const Share share = take(work.first, over.workers());
+    const Scratch at = scratch();
+    ROLLED for (int n = 0; n < share.count; ++n) {
+        const int split = share.item(n) % over.splits, pair = share.item(n) / over.splits;
+        const int b = pair / KV_HEADS, head = pair % KV_HEADS;
+        const bool last = split == over.splits - 1;
+        work.entered();
+        float cos[(DIM + 31) / 32], sin[(DIM + 31) / 32];
+        UNROLL for (int d = 0; d < (DIM + 31) / 32; ++d) {
+            const u16* row = layer.angles + i64(over.position) * (4 * HALF) + d * 32 + lane();
+            const bool is_turned = d * 32 + lane() < 2 * HALF;
+            cos[d] = is_turned ? to_float<true>(row[0]) : 1.0f;
+            sin[d] = is_turned ? to_float<true>(row[2 * HALF]) : 0.0f;
+        }
+        const u64* from = words + QKV_AT + b * QKV;
+        const auto keep = [&](float* to) {
+            return [=](int unit, u32 left, u32 right) { to[2 * unit] = bits_float(left), to[2 * unit + 1] = bits_float(right); };
+        };
+        receive<GROUP * DIM / 2>(from + head * GROUP * DIM, tag, work.watch, keep(at.raw));
+        if (last) {
+            receive<DIM / 2>(from + (HEADS + head) * DIM, tag, work.watch, keep(at.raw + GROUP * DIM));
+            receive<DIM / 2>(from + (HEADS + KV_HEADS + head) * DIM, tag, work.watch, keep(at.raw + (GROUP + 1) * DIM));
+        }
+        sync_first(THREADS);
+        const i64 place = ((b * p.room + over.position) * KV_HEADS + head) * DIM;
+        ROLLED for (int row = warp(); row < COLS * 8 || row < GROUP + 2; row += WARPS) {
+            float* raw = at.raw + row * DIM;
+            u16* query = (u16*)(at.queries + row * PITCH);
+            if (row < GROUP) turned(raw, layer.q_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) { query[d] = x; });
+            else if (row < COLS * 8)
+                for (int d = lane(); d < DIM; d += 32) query[d] = 0;
+            if (last && row == GROUP)
+                turned(raw, layer.k_norm, p.head_norm_eps, cos, sin, [&](int d, u16 x) {
+                    layer.keys[place + d] = x;
+                    raw[d] = to_float<true>(x);
+                });
+            if (last && row == GROUP + 1)
+                for (int d = lane(); d < DIM; d += 32) {
+                    const u16 x = from_float<true>(raw[d]);
+                    layer.values[place + d] = x;
+                    raw[d] = to_float<true>(x);
+                }
+        }
+        sync_first(THREADS);
+        if (last)
+            ROLLED for (int row = warp(); row < GROUP; row += WARPS) {
+                float* to = at.parts + (WARPS * GROUP + row) * OUT_PITCH;
+                float score = 0;
+                for (int d = lane(); d < DIM; d += 32) {
+                    score += to_float<true>(((const u16*)(at.queries + row * PITCH))[d]) * at.raw[GROUP * DIM + d];
+                    to[d] = at.raw[(GROUP + 1) * DIM + d];
+                }
+                score = warp_sum(score);
+                if (lane() == 0) to[DIM] = score * p.scale, to[DIM + 1] = 1.0f;
+            }
+        over_cached(work, over, split, at, p.scale);
+        work.next += over.tiles(split);
+        sync_first(THREADS);
+        const int parts = WARPS + (last ? 1 : 0);
+        ROLLED for (int unit = thread(); unit < GROUP * DIM / 2; unit += THREADS) {
+            const int row = unit / (DIM / 2), d = unit % (DIM / 2) * 2, query = b * HEADS + head * GROUP + row;
+            float top = NONE, sum = 0, left = 0, right = 0;
+            for (int w = 0; w < parts; ++w) top = fmaxf(top, at.parts[(w * GROUP + row) * OUT_PITCH + DIM]);
+            for (int w = 0; w < parts; ++w) {
+                const float* part = at.parts + (w * GROUP + row) * OUT_PITCH;
+                const float by = fast_exp2(part[DIM] - top);
+                sum += part[DIM + 1] * by;
+                left += part[d] * by;
+                right += part[d + 1] * by;
+            }
+            const float by = 1.0f / sum;
+            const u64 both = word(pack2<true>(left * by, right * by), tag);
+            if (over.splits == 1) post(words + ATTENTION_AT + query * (DIM / 2) + d / 2, both);
+            else {
+                post(words + PARTS_AT + (query * SPLITS + split) * (DIM / 2) + d / 2, both);
+                if (d == 0) post(words + SUMS_AT + query * SPLITS + split, word(float_bits(top + fast_log2(sum)), tag));
+            }
+        }
+        sync_first(THREADS);                       // the next worker, or the product that follows, may write here
+    }
+    ++work.phase;
+}
+
+// Of the splits of a head, by one warp
+FN void merge(Consumer& work, const Spread& over, u64* words, u32 tag) {
+    const Share share = take(work.first, BATCH * HEADS);
+    if (warp()) return;
+    constexpr int EACH = (DIM / 2 + 31) / 32, LONG = (SPLITS + 31) / 32, MANY = 8;
+    ROLLED for (int n = 0; n < share.count; ++n) {
+        const int query = share.item(n);
+        float sums[LONG], top = NONE, whole = 0, left[EACH], right[EACH];
+        UNROLL for (int i = 0; i < LONG; ++i) {
+            const int split = i * 32 + lane();
+            sums[i] = NONE;
+            if (split < over.splits) {
+                u64 v;
+                int spins = 0;
+                do v = peek(words + SUMS_AT + query * SPLITS + split);
+                while (u32(v >> 32) != tag && !in_vain(work.watch, spins));
+                sums[i] = bits_float(u32(v));
+            }
+            top = fmaxf(top, sums[i]);
+        }
+        top = warp_max(top);
+        UNROLL for (int i = 0; i < LONG; ++i) whole += sums[i] = fast_exp2(sums[i] - top);
+        whole = warp_sum(whole);
+        UNROLL for (int e = 0; e < EACH; ++e) left[e] = right[e] = 0;
+        ROLLED for (int split = 0; split < over.splits; split += MANY) {
+            u64 v[MANY][EACH];
+            bool all;
+            int spins = 0;
+            do {
+                all = true;
+                UNROLL for (int m = 0; m < MANY; ++m)
+                    UNROLL for (int e = 0; e < EACH; ++e) {
+                        if (split + m >= over.splits || e * 32 + lane() >= DIM / 2) continue;
+                        v[m][e] = peek(words + PARTS_AT + (query * SPLITS + split + m) * (DIM / 2) + e * 32 + lane());
+                        all &= u32(v[m][e] >> 32) == tag;
+                    }
+            } while (!all && !in_vain(work.watch, spins));
+            UNROLL for (int m = 0; m < MANY; ++m) {
+                float by = 0;
+                UNROLL for (int i = 0; i < LONG; ++i) {
+                    const float found = shuffle(sums[i], (split + m) % 32);
+                    if ((split + m) / 32 == i) by = found;
+                }
+                if (split + m < over.splits)
+                    UNROLL for (int e = 0; e < EACH; ++e) {
+                        left[e] += by * low(u32(v[m][e]));
+                        right[e] += by * high(u32(v[m][e]));
+                    }
+            }
+        }
+        const float by = 1.0f / whole;
+        UNROLL for (int e = 0; e < EACH; ++e)
+            if (e * 32 + lane() < DIM / 2)
+                post(words + ATTENTION_AT + query * (DIM / 2) + e * 32 + lane(),
+                     word(pack2<true>(left[e] * by, right[e] * by), tag));
+    }
+}

@@ -1,0 +1,288 @@
+"""What step.cu is compiled with for a decoder, and how it is launched.
+
+A `Shape` says what the decoder is, a `Config` how it is done; `problem` says why step.cu cannot do
+it. All sizes of tiles, and where the parts of the shared memory and the words lie, are reckoned
+here and given to the kernel as macros.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compiler
+from ..compiler import CompiledCuda, Machine
+
+LOG2E = 1.4426950408889634
+ACTIVATIONS = ("swiglu", "geglu_tanh")
+MOST_ROWS = 8              # of a weight in one tile
+MOST_BATCH = 8
+NO_WINDOW = 1 << 62
+LIMIT_S = 2.0              # what one launch may take before it gives up
+# Pointers of a layer as step.cu's Layer has them, and its window; the arguments of the kernel.
+_LAYER, _PARAMS = struct.Struct("@12Pq8x"), struct.Struct("@11PqQ2i4f")
+
+
+class Shape(NamedTuple):
+    """A decoder whose layers are alike."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int                   # of a head
+    half: int                  # pairs of a head that are turned
+    inner: int
+    vocab: int
+    layers: int
+    batch: int = 1
+    bias: bool = False         # of the queries, keys and values
+    head_norms: bool = False
+    activation: str = "swiglu"
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+class Config(NamedTuple):
+    warps: int = 4             # that multiply; one more copies
+    stages: int = 12           # tiles of a block in shared memory, a multiple of the warps
+    flight: int = 12           # tiles that are being copied at a time,
+    ahead: int = 2             # and before their phase has begun
+    chunk: int = 128           # tokens of the cache that a block has at least
+    tile: int = 16384          # bytes
+    stamps: bool = False       # keep the time of every phase, for a profile
+
+
+class Tiles(NamedTuple):
+    """How the rows of a weight are cut: so many whole rows, or one row in slices."""
+
+    rows: int
+    slices: int
+
+
+def plain_tiles(k: int, tile: int) -> Tiles:
+    """Where it costs little, as many rows as gate and up have, which is less code."""
+    if 4 * k <= tile:
+        return Tiles(2 * gated_tiles(k, tile).rows, 1)
+    return Tiles(1, 1 if 2 * k <= tile else _slices(k, tile))
+
+
+def gated_tiles(k: int, tile: int) -> Tiles:
+    """Rows are pairs, one of gate and one of up; an even number, or one."""
+    if 8 * k <= tile:
+        return Tiles(min(MOST_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
+    return Tiles(1, 1 if 4 * k <= tile else _slices(k, tile // 2))
+
+
+def _slices(k: int, tile: int) -> int:
+    units = k // 8
+    return next(n for n in range(-(-2 * k // tile), units + 1) if units % n == 0)
+
+
+def cached_tokens(dim: int, tile: int) -> int:
+    """Tokens of a tile of keys and values, in steps of 16 that the tensor cores take."""
+    return tile // (2 * (2 * dim + 16)) // 16 * 16
+
+
+def most_splits(shape: Shape, blocks: int) -> int:
+    return max(1, min(64, blocks // (shape.batch * shape.kv_heads)))
+
+
+class Words(NamedTuple):
+    """Where the words of a layer begin, in words, and how many there are."""
+
+    QKV_AT: int
+    PARTS_AT: int
+    SUMS_AT: int
+    ATTENTION_AT: int
+    MIDDLE_AT: int
+    INNER_AT: int
+    END_AT: int
+    SET_WORDS: int
+
+
+def words_of(shape: Shape, splits: int) -> Words:
+    queries = shape.batch * shape.heads
+    many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2, queries * splits,
+            queries * shape.dim // 2, shape.batch * shape.hidden, shape.batch * shape.inner // 2,
+            shape.batch * shape.hidden)
+    starts = [0]
+    for n in many:
+        starts.append(starts[-1] + -(-n // 16) * 16)
+    return Words(*starts)
+
+
+class Places(NamedTuple):
+    """Where the parts of the shared memory begin, in bytes, and how much there is."""
+
+    EVEN_AT: int
+    ODD_AT: int
+    RESIDUAL_AT: int
+    LAYERS_AT: int
+    BARRIERS_AT: int
+    bytes: int
+
+
+def places_of(shape: Shape, cfg: Config) -> Places:
+    pitch, columns = 2 * shape.dim + 16, -(-shape.group // 8) * 8
+    attention = columns * pitch + 4 * (shape.group + 2) * shape.dim + 4 * (cfg.warps + 1) * (
+        shape.group * (shape.dim + 2))
+    even = 2 * shape.batch * shape.hidden
+    odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
+    starts = [cfg.stages * stage_bytes(cfg)]
+    for n in (even, odd, 4 * shape.batch * shape.hidden, shape.layers * _LAYER.size,
+              16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps):
+        starts.append(starts[-1] + -(-n // 128) * 128)
+    return Places(*starts)
+
+
+def stage_bytes(cfg: Config) -> int:
+    return -(-cfg.tile // 128) * 128
+
+
+def blocks_of(shape: Shape, cfg: Config, machine: Machine) -> int:
+    """Every block has a share of gate and up: it is on this that words are written again safely."""
+    pairs = gated_tiles(shape.hidden, cfg.tile).rows
+    return min(machine.processors, shape.inner // max(2, pairs))
+
+
+def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
+    """Why step.cu cannot do it; None if it can."""
+    values = max(2, gated_tiles(shape.hidden, cfg.tile).rows)
+    for name, size, by in (
+            ("hidden size", shape.hidden, 8), ("size of a head", shape.dim, 16),
+            ("inner size", shape.inner, max(8, values)), ("queries of a layer", shape.heads
+                                                          * shape.dim, 8)):
+        if size % by:
+            return f"its {name} is {size}, no multiple of {by}"
+    if shape.activation not in ACTIVATIONS:
+        return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
+    if not 1 <= shape.batch <= MOST_BATCH:
+        return f"{shape.batch} rows, and the kernel has at most {MOST_BATCH}"
+    if cached_tokens(shape.dim, cfg.tile) < 16:
+        return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
+    if shape.heads % shape.kv_heads or shape.group > 16:
+        return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
+    if cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps:
+        return f"{cfg.stages} stages for {cfg.warps} warps"
+    needed = places_of(shape, cfg).bytes
+    if needed > machine.shared:
+        return (f"it needs {needed} bytes of shared memory for {shape.batch} rows, and a block has "
+                f"{machine.shared}")
+    return None
+
+
+def config_of(shape: Shape, machine: Machine) -> Config:
+    """As measured on an H200; fewer stages where what is kept of x leaves less room."""
+    for warps, stages in ((4, 12), (4, 8), (3, 6), (2, 4)):
+        cfg = Config(warps, stages)
+        if places_of(shape, cfg).bytes <= machine.shared:
+            return cfg
+    return Config(2, 4)
+
+
+def macros_of(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
+    splits = most_splits(shape, blocks)
+    products = {"IN": plain_tiles(shape.hidden, cfg.tile),
+                "OUT": plain_tiles(shape.heads * shape.dim, cfg.tile),
+                "DOWN": plain_tiles(shape.inner, cfg.tile)}
+    gate = gated_tiles(shape.hidden, cfg.tile)
+    places = places_of(shape, cfg)._asdict()
+    del places["bytes"]
+    return tuple(sorted({
+        "HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim,
+        "HALF": shape.half, "INNER": shape.inner, "BATCH": shape.batch, "BIAS": int(shape.bias),
+        "HEAD_NORMS": int(shape.head_norms), "ACTIVATION": ACTIVATIONS.index(shape.activation),
+        "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(cfg), "FLIGHT": cfg.flight,
+        "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
+        "SPLITS": splits, "STAMPS": int(cfg.stamps), "GATE_PAIRS": gate.rows,
+        "GATE_SLICES": gate.slices,
+        **{f"{name}_ROWS": t.rows for name, t in products.items()},
+        **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
+        **words_of(shape, splits)._asdict()}.items()))
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """What a layer reads, and the rooms of its cache, (batch, tokens, kv_heads, dim)."""
+
+    norm: Tensor
+    qkv: Tensor
+    bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    into: Tensor
+    down: Tensor
+    angles: Tensor             # (tokens, 4 * half): cos twice and then sin twice
+    keys: Tensor
+    values: Tensor
+    window: int | None = None
+
+
+class PersistentStep:
+    """step.cu for one decoder and one cache. Everything it reads or writes stays where it is, so
+    that a CUDA graph can be made of it."""
+
+    def __init__(self, shape: Shape, cfg: Config, layers: Sequence[LayerTensors], embed: Tensor,
+                 norm: Tensor, head: Tensor, *, eps: float, head_eps: float, scale: float,
+                 head_norm_eps: float = 0.0, limit_s: float = LIMIT_S) -> None:
+        device, machine = embed.device, compiler.machine_of(embed.device)
+        self.shape, self.cfg, self.blocks = shape, cfg, blocks_of(shape, cfg, machine)
+        self._kept = layers, embed, norm, head
+        self._kernel: CompiledCuda = compiler.kernel(
+            "step/step.cu", "decode_step", macros_of(shape, cfg, self.blocks),
+            32 * cfg.warps + 32, places_of(shape, cfg).bytes)
+        table = b"".join(_LAYER.pack(*(0 if t is None else t.data_ptr() for t in (
+            at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
+            at.angles, at.keys, at.values)), NO_WINDOW if at.window is None else at.window)
+            for at in layers)
+        self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
+        total = 2 * words_of(shape, most_splits(shape, self.blocks)).SET_WORDS
+        self._words = torch.zeros(total, dtype=torch.int64, device=device)
+        self._control = torch.zeros(4, dtype=torch.int32, device=device)
+        # The host reads it without asking the device.
+        self.problem = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.logits = embed.new_zeros((shape.batch, 1, shape.vocab), dtype=torch.float32)
+        phases = 5 * shape.layers + 3          # the last two are of the whole
+        self.stamps = (torch.zeros((phases, 2, self.blocks), dtype=torch.int64, device=device)
+                       if cfg.stamps else None)
+        self._numbers = (layers[0].keys.shape[1], int(limit_s * 1e9), shape.layers, shape.vocab,
+                         eps, head_eps, head_norm_eps, scale * LOG2E)
+
+    def __call__(self, given: Tensor, state: Tensor) -> Tensor:
+        """The logits, always in the same memory. `given`: tokens, or what they were embedded to;
+        `state`: the position of the token, then the length with it of each row; they are raised."""
+        _, embed, norm, head = self._kept
+        embedded = given.is_floating_point()
+        self._kernel.launch((self.blocks, 1, 1), _PARAMS, self._table, None if embedded else given,
+                            given if embedded else embed, norm, head, self.logits, state,
+                            self._words, self._control, self.problem, self.stamps, *self._numbers)
+        return self.logits
+
+    def lost(self) -> bool:
+        """Has a launch given up? As far as is known without waiting for the device."""
+        return bool(self.problem[0])
+
+    def resident(self, device: int) -> bool:
+        """Can all blocks run at the same time?"""
+        return self._kernel.resident_blocks(device) * compiler.machine_of(
+            torch.device("cuda", device)).processors >= self.blocks
+
+
+def bytes_read(shape: Shape, tokens: int) -> int:
+    """What one token reads at least."""
+    layer = shape.hidden * (shape.qkv + 3 * shape.inner + shape.heads * shape.dim)
+    cache = 2 * shape.batch * tokens * shape.kv_heads * shape.dim
+    return 2 * (shape.layers * (layer + cache) + shape.vocab * shape.hidden)

@@ -1,0 +1,91 @@
+// The last warp of a block of step.cu: it copies the tiles of weights, and of what is cached, through
+// the ring.
+
+struct Producer {
+    const Watch& watch;
+    int next, phase, first;                        // tile, phase, and the block that begins the phase
+    int issued;
+
+    // Room for the next tile; null when the launch has given up
+    FN_MEMBER u8* acquire() {
+        const int stage = next % STAGES, round = next / STAGES;
+        if (round) wait(empty(stage), (round - 1) & 1, watch);
+        const int flight = phase > *phase_now() ? AHEAD : FLIGHT;
+        if (flight < STAGES && next >= flight)
+            wait(full((next - flight) % STAGES), ((next - flight) / STAGES) & 1, watch);
+        if (shuffle(*lost(), 0)) return nullptr;
+        issued = next + 1;
+        return shared() + stage * STAGE;
+    }
+
+    FN_MEMBER u8* acquire(u32 bytes) {             // of bulk copies, maybe none
+        u8* found = acquire();
+        if (found && lane() == 0) mbarrier_arrive_expect(full(next % STAGES), bytes);
+        return found;
+    }
+
+    // Of rows x K, in slices; every tile is of ROWS rows
+    template <int K, int ROWS, int SLICES> FN_MEMBER void plain(const u16* weight, int rows) {
+        const Share share = take(first, ceil_div(rows, ROWS));
+        const int items = padded(share.count, SLICES);
+        for (int n = 0; n < items; n += SLICES == 1 ? 1 : WARPS)
+            for (int slice = 0; slice < SLICES; ++slice)
+                for (int e = n; e < (SLICES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                    const int row = share.item(e) * ROWS, many = e < share.count ? least(ROWS, rows - row) : 0;
+                    u8* to = acquire(many * (K / SLICES * 2));
+                    if (lane() || !many || !to) continue;
+                    const u16* from = weight + i64(row) * K + slice * (K / SLICES);
+                    if (SLICES == 1) copy_bulk(to, from, many * K * 2, full(next % STAGES));
+                    else for (int r = 0; r < many; ++r)
+                        copy_bulk(to + r * (K / SLICES * 2), from + i64(r) * K, K / SLICES * 2, full(next % STAGES));
+                }
+        ++phase;
+    }
+
+    // Rows of gate and those of up, INNER later, in one tile
+    template <int K, int PAIRS, int SLICES> FN_MEMBER void gated(const u16* weight) {
+        constexpr int TILES = PAIRS == 1 ? 2 * SLICES : 1, VALUES = PAIRS == 1 ? 2 : PAIRS;
+        const Share share = take(first, INNER / VALUES);
+        const int items = padded(share.count, TILES);
+        for (int n = 0; n < items; n += TILES == 1 ? 1 : WARPS)
+            for (int tile = 0; tile < TILES; ++tile)
+                for (int e = n; e < (TILES == 1 ? n + 1 : n + WARPS); ++e, ++next) {
+                    constexpr u32 bytes = PAIRS * (K / SLICES) * 2;
+                    u8* to = acquire(e < share.count ? 2 * bytes : 0);
+                    if (lane() || e >= share.count || !to) continue;
+                    const i64 row = share.item(e) * VALUES + (PAIRS == 1 ? tile / SLICES : 0);
+                    const u16* from = weight + row * K + (PAIRS == 1 ? tile % SLICES * (K / SLICES) : 0);
+                    copy_bulk(to, from, bytes, full(next % STAGES));
+                    copy_bulk(to + bytes, from + i64(INNER) * K, bytes, full(next % STAGES));
+                }
+        ++phase;
+    }
+
+    // Keys and then values, PITCH apart
+    FN_MEMBER void cached(const Layer& at, const Spread& over, i64 room) {
+        const Share share = take(first, over.workers());
+        for (int n = 0; n < share.count; ++n) {
+            const int split = share.item(n) % over.splits, pair = share.item(n) / over.splits;
+            const int end = over.end(split), tiles = over.tiles(split);
+            const i64 offset = (pair / KV_HEADS * room * KV_HEADS + pair % KV_HEADS) * DIM;
+            for (int tile = 0; tile < tiles; ++tile, ++next) {
+                const int begin = over.begin(split) + tile * TOKENS;
+                const int many = least(TOKENS, ceil_div(end - begin, 16) * 16);     // those past the end are the last again
+                u8* to = acquire();
+                if (!to) continue;
+                // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
+                constexpr int UNITS = DIM / 8;
+                ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
+                    const int row = n / UNITS, unit = n % UNITS;
+                    const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
+                    copy_small(to + row * PITCH + unit * 16, at.keys + from);
+                    copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
+                }
+                copies_arrive(full(next % STAGES));
+                sync_warp();                       // the phase can end only when all lanes have joined it
+                if (lane() == 0) mbarrier_arrive(full(next % STAGES));
+            }
+        }
+        ++phase;
+    }
+};

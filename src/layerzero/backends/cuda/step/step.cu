@@ -1,0 +1,427 @@
+// One token through a whole decoder in one launch. A block is persistent: its last warp streams tiles
+// of the weights, and of the keys and values that are cached, through a ring in shared memory, and
+// runs ahead over the ends of phases since none of them depends on this token; the other warps
+// multiply. Blocks meet nowhere: a result is a word of 8 bytes, {value, tag of this token and layer},
+// and who needs it polls the word itself. Few tiles are in flight while the copies run ahead: what
+// is asked for beyond that waits in the memory system, and the words wait behind it.
+//
+// A layer: norm and qkv; attention, split over blocks by KV head and by tokens; where it was split,
+// its merge; out; norm, gate and up; down. Every block takes the norms for itself.
+//
+// Every wait is bounded by the time limit of the launch: one that expires sets the problem word and
+// lets all further waits of all blocks pass, so that the launch ends by itself, with no logits.
+//
+// Macros (plan.py): HIDDEN, HEADS, KV_HEADS, DIM, HALF (pairs that are turned), INNER, BATCH, BIAS,
+// HEAD_NORMS, ACTIVATION, WARPS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
+// (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
+// tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
+// words.
+#include "stream.h"
+
+struct alignas(16) Layer {
+    const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
+    u16 *keys, *values;
+    i64 window;                                    // tokens that are seen, the new one too
+};
+
+struct Params {
+    const Layer* layers;
+    const i64* tokens;                             // none: `embed` is what was embedded already
+    const u16 *embed, *norm, *head;
+    float* logits;
+    i64* state;                                    // the position of the token, then BATCH lengths
+    u64* words;
+    u32 *control, *problem;                        // launches so far, blocks done, problem; and for the host
+    u64* stamps;
+    i64 room;                                      // tokens that the cache has room for
+    u64 limit;                                     // nanoseconds
+    i32 layer_count, vocab;
+    float eps, head_eps, head_norm_eps, scale;     // of the layers, the last norm, the heads; the scale is times log2(e)
+};
+
+constexpr int THREADS = 32 * WARPS, GROUP = HEADS / KV_HEADS, QKV = (HEADS + 2 * KV_HEADS) * DIM;
+constexpr int PITCH = 2 * DIM + 16, COLS = (GROUP + 7) / 8;
+constexpr int AT_ONCE = 8;                         // words of 16 bytes that a thread polls together
+constexpr float NONE = -1e30f;
+
+FN float low(u32 pair) { return bits_float(pair << 16); }
+FN float high(u32 pair) { return bits_float(pair & 0xFFFF0000u); }
+FN u64 word(u32 value, u32 tag) { return u64(tag) << 32 | value; }
+FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+FN int least(int a, int b) { return a < b ? a : b; }
+FN int most(int a, int b) { return a > b ? a : b; }
+
+// Shared memory
+
+FN u16* even_x() { return (u16*)(shared() + EVEN_AT); }     // BATCH x HIDDEN
+FN u16* odd_x() { return (u16*)(shared() + ODD_AT); }       // BATCH x of out and of down; what attention needs
+FN float* residual() { return (float*)(shared() + RESIDUAL_AT); }
+FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
+FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
+FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
+FN volatile int* lost() { return phase_now() + 1; }
+FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
+
+// Waiting
+
+struct Watch {
+    u32 *control, *problem;
+    u64 start, limit;
+};
+
+// Has the launch given up, or to give up now?
+OUTLINE bool is_over(u32* control, u32* problem, u64 start, u64 limit) {
+    if (*lost()) return true;
+    const bool told = peek_flag(control + 2) != 0;
+    if (!told && clock_ns() - start < limit) return false;
+    *lost() = 1;
+    if (!told) {
+        post_flag(control + 2, 1);
+        post_flag(problem, 1);
+    }
+    return true;
+}
+
+// To be called in a loop that waits: is there no point in it any more?
+FN bool in_vain(const Watch& watch, int& spins) {
+    yield();
+    return ++spins % 64 == 0 && is_over(watch.control, watch.problem, watch.start, watch.limit);
+}
+
+FN void wait(u64* mbarrier, u32 parity, const Watch& watch) {
+    int spins = 0;
+    while (!mbarrier_passed(mbarrier, parity) && !in_vain(watch, spins));
+}
+
+// Which items of a phase are this block's: every grid-th, from where the phase before ended.
+struct Share {
+    int begin, count;
+    FN_MEMBER int item(int n) const { return begin + n * grid_x(); }
+};
+
+FN Share take(int& first, int items) {
+    const int begin = block_x() >= first ? block_x() - first : block_x() - first + grid_x();
+    first = (first + items) % grid_x();
+    return {begin, begin < items ? (items - begin + grid_x() - 1) / grid_x() : 0};
+}
+
+// How the attention of one layer is split. A worker has one KV head of one row of the batch.
+struct Spread {
+    int start, chunk, splits, position;
+    FN_MEMBER int workers() const { return BATCH * KV_HEADS * splits; }
+    FN_MEMBER int begin(int split) const { return start + split * chunk; }
+    FN_MEMBER int end(int split) const { return least(position, start + (split + 1) * chunk); }
+    FN_MEMBER int tiles(int split) const { return most(0, ceil_div(end(split) - begin(split), TOKENS)); }
+};
+
+FN Spread spread(i64 window, int position) {
+    const int start = window <= position ? position + 1 - int(window) : 0, past = position - start;
+    const int wanted = most(1, least(SPLITS, ceil_div(past, CHUNK)));
+    const int chunk = most(1, ceil_div(ceil_div(past, wanted), TOKENS)) * TOKENS;
+    return {start, chunk, most(1, ceil_div(past, chunk)), position};
+}
+
+// Tiles that an item of several takes are WARPS apart, so that one warp gets them all.
+FN int sequence(int n, int tile, int tiles) {
+    return tiles == 1 ? n : n / WARPS * WARPS * tiles + tile * WARPS + n % WARPS;
+}
+FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count, WARPS) * WARPS; }
+
+#include "producer.h"
+
+// The other warps
+
+// Polls UNITS pairs of words; take(unit, first value, second value)
+template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, Take take) {
+    constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
+    ROLLED for (int n = 0; n < EACH; n += MANY) {
+        Words v[MANY];
+        int spins = 0;
+        bool all;
+        do {
+            all = true;
+            UNROLL for (int u = 0; u < MANY; ++u) {
+                const int unit = (n + u) * THREADS + thread();
+                if (unit >= UNITS) continue;
+                v[u] = peek2(from + 2 * unit);
+                all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
+            }
+        } while (!all && !in_vain(watch, spins));
+        UNROLL for (int u = 0; u < MANY; ++u) {
+            const int unit = (n + u) * THREADS + thread();
+            if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
+        }
+    }
+}
+
+// K values of each row of the batch, two to a word
+template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
+    UNROLL for (int b = 0; b < BATCH; ++b)
+        receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
+            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+        });
+    sync_first(THREADS);
+}
+
+// The residual, and its norm; `from` is null for the first layer, which gets what was embedded
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch) {
+    constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
+    u32 by[EACH];                                  // asked for before anything is waited for
+    UNROLL for (int n = 0; n < EACH; ++n)
+        if (n * THREADS + thread() < UNITS) by[n] = load_once((const u32*)weight + n * THREADS + thread());
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        float* to = residual() + b * HIDDEN;
+        float square = 0;
+        if (from) {
+            receive<UNITS>(from + b * HIDDEN, tag, watch, [&](int unit, u32 left, u32 right) {
+                const float l = bits_float(left), r = bits_float(right);
+                to[2 * unit] = l, to[2 * unit + 1] = r;
+                square += l * l + r * r;
+            });
+        } else {
+            const u32* row = (const u32*)(p.embed + (p.tokens ? p.tokens[b] : b) * HIDDEN);
+            UNROLL for (int n = 0; n < EACH; ++n) {
+                const int unit = n * THREADS + thread();
+                if (unit >= UNITS) continue;
+                const u32 pair = load_once(row + unit);
+                to[2 * unit] = low(pair), to[2 * unit + 1] = high(pair);
+                square += low(pair) * low(pair) + high(pair) * high(pair);
+            }
+        }
+        square = warp_sum(square);
+        if (lane() == 0) sums()[b * WARPS + warp()] = square;
+    }
+    sync_first(THREADS);
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+        float square = 0;
+        UNROLL for (int w = 0; w < WARPS; ++w) square += sums()[b * WARPS + w];
+        const float inverse = rsqrtf(square / HIDDEN + eps);
+        const float* row = residual() + b * HIDDEN;
+        UNROLL for (int n = 0; n < EACH; ++n) {
+            const int unit = n * THREADS + thread();
+            if (unit < UNITS)
+                ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(row[2 * unit] * inverse * low(by[n]),
+                                                             row[2 * unit + 1] * inverse * high(by[n]));
+        }
+    }
+    sync_first(THREADS);
+}
+
+FN float dot(Four w, const float (&x)[8], float acc) {
+    acc += low(w.x) * x[0];
+    acc += high(w.x) * x[1];
+    acc += low(w.y) * x[2];
+    acc += high(w.y) * x[3];
+    acc += low(w.z) * x[4];
+    acc += high(w.z) * x[5];
+    acc += low(w.w) * x[6];
+    return acc + high(w.w) * x[7];
+}
+
+// What becomes of a product
+enum Kind { TO_QKV, TO_STREAM, TO_GATE, TO_LOGITS };
+
+struct Target {
+    int kind, rows;
+    const u16* bias;
+    u64* words;
+    u32 tag;
+    float* logits;
+};
+
+struct Consumer {
+    const Watch& watch;
+    int next, phase, first;
+
+    FN_MEMBER const u8* tile(int number) const {
+        wait(full(number % STAGES), (number / STAGES) & 1, watch);
+        return shared() + number % STAGES * STAGE;
+    }
+
+    FN_MEMBER void release(int number) const {
+        sync_warp();
+        if (lane() == 0 && !*lost()) mbarrier_arrive(empty(number % STAGES));
+    }
+
+    FN_MEMBER void entered() { if (thread() == 0) *phase_now() = phase; }
+
+    // acc += rows of the tile times x, where both are 8 * UNITS long; the rows of x are STRIDE apart
+    template <int ROWS, int UNITS, int STRIDE>
+    FN_MEMBER void multiply(int number, const u16* x, float (&acc)[BATCH][ROWS]) const {
+        constexpr int CHAINS = ROWS * BATCH >= 4 ? 1 : 4 / (ROWS * BATCH), TURNS = (UNITS + 31) / 32;
+        constexpr int TOGETHER = TURNS < 8 ? TURNS : 8;     // no more: the code of all phases has to stay in its cache
+        float part[CHAINS][BATCH][ROWS];
+        UNROLL for (int c = 0; c < CHAINS; ++c)
+            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) part[c][b][r] = 0;
+        const u8* at = tile(number) + lane() * 16;
+        const u16* from = x + lane() * 8;
+        ROLLED for (int turn = 0; turn < TURNS; turn += TOGETHER, at += TOGETHER * 512, from += TOGETHER * 256)
+            UNROLL for (int n = 0; n < TOGETHER; ++n) {
+                if (UNITS % (32 * TOGETHER) && (turn + n) * 32 + lane() >= UNITS) continue;
+                UNROLL for (int b = 0; b < BATCH; ++b) {
+                    const Four u = load4(from + b * STRIDE + n * 256);
+                    const float v[8] = {low(u.x), high(u.x), low(u.y), high(u.y), low(u.z), high(u.z), low(u.w), high(u.w)};
+                    UNROLL for (int r = 0; r < ROWS; ++r)
+                        part[n % CHAINS][b][r] = dot(load4(at + r * (UNITS * 16) + n * 512), v, part[n % CHAINS][b][r]);
+                }
+            }
+        release(number);
+        UNROLL for (int c = 0; c < CHAINS; ++c)
+            UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] += part[c][b][r];
+    }
+
+    FN_MEMBER static float activated(float gate, float up) {
+        if (ACTIVATION == 1) {                     // GELU by tanh
+            const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+            return gate * up * reciprocal(1.0f + fast_exp2(-2.8853900817779268f * inner));
+        }
+        return gate * up * reciprocal(1.0f + fast_exp2(-1.4426950408889634f * gate));
+    }
+
+    FN_MEMBER static void emit(const Target& to, int row, int b, float sum, float bias) {
+        if (to.kind == TO_LOGITS) to.logits[i64(b) * to.rows + row] = *lost() ? bits_float(0x7FC00000u) : sum;
+        else
+            post(to.words + b * to.rows + row,
+                 word(float_bits(sum + (to.kind == TO_QKV ? bias : residual()[b * HIDDEN + row])), to.tag));
+    }
+
+    // One code for all products that are cut alike: gate and up have half of the rows of a tile each,
+    // and two values to a word, for which a warp takes two tiles if it must.
+    template <int K, int ROWS, int SLICES> FN_MEMBER void products(const u16* x, const Target& to) {
+        const bool gated = ROWS % 2 == 0 && to.kind == TO_GATE;
+        const int groups = gated && ROWS == 2 ? 2 : 1, tiles = groups * SLICES, values = groups * ROWS / 2;
+        const Share share = take(first, gated ? INNER / values : ceil_div(to.rows, ROWS));
+        const int items = padded(share.count, tiles);
+        ROLLED for (int n = (warp() + WARPS - next % WARPS) % WARPS; n < items; n += WARPS) {
+            const int row = share.item(n) * ROWS + least(lane(), ROWS - 1);
+            const bool wanted = n < share.count && lane() < ROWS && row < to.rows;
+            const float bias = BIAS && wanted && to.kind == TO_QKV ? to_float<true>(to.bias[row]) : 0.0f;
+            float before[BATCH];
+            ROLLED for (int g = 0; g < groups; ++g) {
+                float acc[BATCH][ROWS];
+                UNROLL for (int b = 0; b < BATCH; ++b) UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = 0;
+                ROLLED for (int s = 0; s < SLICES; ++s)
+                    multiply<ROWS, K / SLICES / 8, K>(next + sequence(n, g * SLICES + s, tiles), x + s * (K / SLICES), acc);
+                UNROLL for (int b = 0; b < BATCH; ++b) {
+                    UNROLL for (int r = 0; r < ROWS; ++r) acc[b][r] = warp_sum(acc[b][r]);
+                    if (!gated) {
+                        float sum = acc[b][0];
+                        UNROLL for (int r = 1; r < ROWS; ++r) sum = lane() == r ? acc[b][r] : sum;
+                        if (wanted) emit(to, row, b, sum, bias);
+                        continue;
+                    }
+                    u64* at = to.words + b * (INNER / 2) + share.item(n) * (values / 2);
+                    if (ROWS == 2) {
+                        const float value = activated(acc[b][0], acc[b][1 % ROWS]);
+                        if (g && n < share.count && lane() == 0) post(at, word(pack2<true>(before[b], value), to.tag));
+                        before[b] = value;
+                    } else {
+                        UNROLL for (int v = 0; v < ROWS / 4; ++v)
+                            if (lane() == v && n < share.count)
+                                post(at + v, word(pack2<true>(activated(acc[b][2 * v], acc[b][ROWS / 2 + 2 * v]),
+                                                              activated(acc[b][2 * v + 1], acc[b][ROWS / 2 + 2 * v + 1])),
+                                                  to.tag));
+                    }
+                }
+            }
+        }
+        next += items * tiles;
+        ++phase;
+    }
+};
+
+#include "attention.h"
+
+// One launch
+
+#if STAMPS
+#define STAMP(phase, kind) if (thread() == 0) p.stamps[(i64(phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
+#else
+#define STAMP(phase, kind)
+#endif
+constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
+
+KERNEL(decode_step, Params, THREADS + 32)
+{
+    const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
+    const u32 launch = p.control[0] + 1;
+    const int position = int(p.state[0]);
+    if (thread() == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(full(stage), 1);
+            mbarrier_init(empty(stage), 1);
+        }
+        *phase_now() = -1;
+        *lost() = 0;
+        mbarriers_ready();
+    }
+    sync_block();
+    if (warp() == WARPS) {
+        Producer work = {watch, 0, 0, 0, 0};
+        Layer following = p.layers[0];             // asked for a layer before it is needed
+        ROLLED for (int l = 0; l < p.layer_count; ++l) {
+            const Layer at = following;
+            following = p.layers[least(l + 1, p.layer_count - 1)];
+            const Spread over = spread(at.window, position);
+            work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
+            work.cached(at, over, p.room);
+            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
+            work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
+            work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+            if (*lost()) break;
+        }
+        if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
+        if (*lost()) {                             // nothing may land after the block has ended
+            const u64 begin = clock_ns();
+            for (int n = most(0, work.issued - STAGES); n < work.issued; ++n)
+                while (!mbarrier_passed(full(n % STAGES), (n / STAGES) & 1) && clock_ns() - begin < 100000000) yield();
+        }
+    } else {
+        Consumer work = {watch, 0, 0, 0};
+        u64* stream = nullptr;                     // where the residual comes from
+        u32 tag = 0;
+        Layer at = p.layers[0], following = at;    // the next one is asked for early
+        ROLLED for (int n = 0; n <= 4 * p.layer_count; ++n) {
+            const int part = n & 3, l = n / 4;
+            const bool is_last = l == p.layer_count;
+            u64* words = p.words + (l & 1) * SET_WORDS;    // written again two layers later, when all have read them
+            if (part == 0) {
+                at = following;
+                following = p.layers[least(l + 1, p.layer_count - 1)];
+            }
+            if (part % 2 == 0)
+                load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
+                            even_x(), p, watch);
+            else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
+            else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
+            work.entered();
+            STAMP(work.phase, 0);
+            if (part == 0) tag = launch * u32(p.layer_count) + l;
+            if (part == 1) stream = words + MIDDLE_AT;
+            if (part == 3) stream = words + END_AT;
+            const Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
+                               is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
+                               part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
+            if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
+            else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
+            else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
+            STAMP(work.phase - 1, 1);
+            if (part == 0 && !is_last) {
+                const Spread over = spread(at.window, position);
+                attend(work, at, over, words, tag, p);
+                if (over.splits > 1) merge(work, over, words, tag);
+            }
+        }
+    }
+    sync_block();
+    if (thread() == 0) {                           // who is last has nobody left who reads what is raised
+        publish();
+        if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {
+            p.control[1] = 0;
+            p.control[0] = launch;
+            for (int n = 0; n <= BATCH; ++n) p.state[n] += 1;
+        }
+    }
+}

@@ -1,0 +1,82 @@
+// What a persistent kernel needs beyond device.h: bulk copies that complete mbarriers of the block's
+// own shared memory, words of 8 bytes that blocks exchange through global memory, and barriers of
+// some warps of a block. An emulator has the same names (tests/emulator/stream.h).
+#pragma once
+
+#include "device.h"
+
+#define FN_MEMBER __device__ __forceinline__
+#define OUTLINE __device__ __noinline__
+
+FN void mbarrier_init(u64* mbarrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(mbarrier)), "r"(arrivals) : "memory");
+}
+
+FN void mbarriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+FN void mbarrier_arrive(u64* mbarrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(mbarrier)) : "memory");
+}
+
+// Arrives, and lets the phase wait for so many bytes of bulk copies.
+FN void mbarrier_arrive_expect(u64* mbarrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(mbarrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Is the phase of this parity complete? Waits a little before it says no.
+FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
+    u32 complete;
+    asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; "
+                 "selp.u32 %0, 1, 0, done; }" : "=r"(complete) : "r"(shared_address(mbarrier)), "r"(parity) : "memory");
+    return complete;
+}
+
+// Sizes and addresses are multiples of 16.
+FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(place)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
+}
+
+// Of 16 bytes each; arrives at the mbarrier once what this thread has asked for so far is there, for
+// which the phase waits in addition to the arrivals that it expects.
+FN void copy_small(void* place, const void* from) { copy_async(place, from, true); }
+FN void copies_arrive(u64* mbarrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
+}
+
+struct alignas(16) Words { u64 x, y; };
+
+FN Words peek2(const u64* from) {                  // each word is whole; the two may be of different times
+    Words v;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(from) : "memory");
+    return v;
+}
+
+FN u64 peek(const u64* from) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
+
+FN void post(u64* to, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(v) : "memory"); }
+
+FN u32 peek_flag(const u32* from) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+FN void post_flag(u32* to, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(to), "r"(v) : "memory"); }
+
+FN void sync_first(int threads) { asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory"); }
+
+FN void publish() { __threadfence(); }
+
+FN u64 clock_ns() {
+    u64 v;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+    return v;
+}
+
+FN void yield() {}                                 // where a loop waits for another thread

@@ -1,0 +1,107 @@
+// The primitives of backends/cuda/stream.h on a CPU. A bulk copy takes effect only when someone has
+// asked its mbarrier in vain, and what it will overwrite is not a number until then; every word that
+// is read lets other threads run.
+#pragma once
+
+#include "device.h"
+
+#define FN_MEMBER inline
+#define OUTLINE static
+
+namespace emulator {
+
+struct Mbarrier { i32 bytes; u8 expected, pending, parity, unused; };
+struct BulkCopy { u8* to; const u8* from; u32 bytes; u64* mbarrier; };
+static std::vector<BulkCopy> in_flight;
+static u64 asked;
+
+static Mbarrier& of(u64* mbarrier) { return *(Mbarrier*)mbarrier; }
+
+static void settle(Mbarrier& at) {
+    if (at.pending == 0 && at.bytes == 0) { at.pending = at.expected; at.parity ^= 1; }
+}
+
+static void land(u64* mbarrier) {
+    for (size_t n = 0; n < in_flight.size(); ++n) {
+        const BulkCopy copy = in_flight[n];
+        if (copy.mbarrier != mbarrier) continue;
+        in_flight.erase(in_flight.begin() + n);
+        memcpy(copy.to, copy.from, copy.bytes);
+        of(mbarrier).bytes -= copy.bytes;
+        settle(of(mbarrier));
+        return;
+    }
+}
+
+}  // namespace emulator
+
+FN void mbarrier_init(u64* mbarrier, u32 arrivals) {
+    emulator::of(mbarrier) = {0, u8(arrivals), u8(arrivals), 0, 0};
+}
+
+FN void mbarriers_ready() {}
+
+FN void mbarrier_arrive_expect(u64* mbarrier, u32 bytes) {
+    emulator::Mbarrier& at = emulator::of(mbarrier);
+    if (at.pending == 0) emulator::fail(emulator::STUCK);
+    at.bytes += bytes;
+    --at.pending;
+    emulator::settle(at);
+}
+
+FN void mbarrier_arrive(u64* mbarrier) { mbarrier_arrive_expect(mbarrier, 0); }
+
+FN bool mbarrier_passed(u64* mbarrier, u32 parity) {
+    if (emulator::of(mbarrier).parity != parity) return true;
+    emulator::land(mbarrier);
+    emulator::leave_to_scheduler();
+    return emulator::of(mbarrier).parity != parity;
+}
+
+FN void copy_bulk(void* place, const void* from, u32 bytes, u64* mbarrier) {
+    emulator::check_aligned(place);
+    emulator::check_aligned(from);
+    if (bytes % 16) emulator::fail(emulator::MISALIGNED);
+    memset(place, 0xFF, bytes);
+    emulator::in_flight.push_back({(u8*)place, (const u8*)from, bytes, mbarrier});
+}
+
+FN void copy_small(void* place, const void* from) { copy_async(place, from, true); }
+
+FN void copies_arrive(u64* mbarrier) {
+    for (const emulator::Copy& copy : emulator::now->open) {
+        emulator::of(mbarrier).bytes += 16;
+        emulator::in_flight.push_back({copy.to, copy.from, 16, mbarrier});
+    }
+    emulator::now->open.clear();
+}
+
+struct alignas(16) Words { u64 x, y; };
+
+FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }
+FN u64 peek(const u64* from) { return *from; }
+FN void post(u64* to, u64 v) { *to = v; }
+FN u32 peek_flag(const u32* from) { return *from; }
+FN void post_flag(u32* to, u32 v) { *to = v; }
+
+// All threads of the block but those of the last warp, which take no part in it.
+namespace emulator {
+static std::vector<std::pair<Block*, Gate>> some;
+static Gate& gate_of(Block* block, int threads) {
+    for (auto& known : some) if (known.first == block) return known.second;
+    some.reserve(4096);
+    some.push_back({block, Gate()});
+    some.back().second.expected = threads;
+    return some.back().second;
+}
+}  // namespace emulator
+
+FN void sync_first(int threads) {
+    emulator::Gate& gate = emulator::gate_of(emulator::now->block, threads);
+    gate.expected = threads;
+    emulator::arrive_and_wait(gate);
+}
+
+FN void publish() {}
+FN u64 clock_ns() { return emulator::asked += 1000; }
+FN void yield() { emulator::leave_to_scheduler(); }

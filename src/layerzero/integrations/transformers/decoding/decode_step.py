@@ -29,9 +29,10 @@ from ..quantized import codes_of
 from ..replacements import ROTATIONS
 from . import feed_forward, latent_attention
 from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
+from .families import NotRecognised
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, Weight, check_movable
-from .parts import OWN
+from .parts import OWN, LatentParts
 from .planning import Binder, Run, with_weights
 
 ANY = Span()
@@ -279,8 +280,13 @@ class DecodeStep:
             heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, scale=p.scale,
             softcap=p.softcap,
             window=p.window, angles=p.angles, sinks=p.sinks,
-            latent=None if p.latent is None else latent_attention.bound(
-                p, Joined((p.latent.up,)).weight, x, self._linear, self._norm))
+            latent=None if p.latent is None else self._latent(p, p.latent, x))
+
+    def _latent(self, p: LayerParts, latent: LatentParts, x: Tensor) -> Any:
+        up = Joined((latent.up,)).weight
+        if not isinstance(up, Tensor):
+            raise NotRecognised("latent attention whose weights are quantized")
+        return latent_attention.bound(p, up, x, self._linear, self._norm)
 
     def _out(self, layer: JoinedLayer, rest: Sequence[JoinedLayer]) -> Run:
         p = layer.parts

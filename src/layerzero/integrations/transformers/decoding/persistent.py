@@ -27,6 +27,7 @@ from ....spec.event import Fallback
 from ....spec.reason import Code, Reason
 from ....tuning.harness import Race, stopwatch
 from ....world import events
+from ..quantized import codes_of
 from .decode_step import DecodeStep, JoinedLayer
 from .decoders import DecoderParts, FeedForward, Norm
 from .families import NotRecognised
@@ -118,7 +119,9 @@ def made(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
     if why is not None:
         raise NotRecognised(why)
     first, head = layers[0].parts, parts.head
-    assert first.norm is not None and head is not None
+    assert first.norm is not None and head is not None and parts.norm is not None
+    if codes_of(head.module) is not None:
+        raise NotRecognised("its weights are quantized")
     return PersistentStep(
         shape, cfg, [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)],
         parts.weights, parts.norm.weights[0], head.module.weight.detach(), eps=first.norm.eps,
@@ -132,9 +135,12 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
     assert at.norm is not None and at.mlp_norm is not None
     assert into is not None and down is not None
     q_norm, k_norm = (None if norm is None else norm.weights[0] for norm in (at.q_norm, at.k_norm))
-    return LayerTensors(at.norm.weights[0], joined.qkv.weight, joined.qkv.bias, q_norm, k_norm,
-                        joined.out.weight, at.mlp_norm.weights[0], into.weight, down.weight, angles,
-                        keys, values, at.window)
+    weights = joined.qkv.weight, joined.out.weight, into.weight, down.weight
+    # codes are refused by _layer_shape
+    qkv, out, into_weight, down_weight = (w for w in weights if isinstance(w, Tensor))
+    return LayerTensors(at.norm.weights[0], qkv, joined.qkv.bias, q_norm, k_norm, out,
+                        at.mlp_norm.weights[0], into_weight, down_weight, angles, keys, values,
+                        at.window)
 
 
 def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],

@@ -155,51 +155,6 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
     assert "twice.fine" not in found["origins"], "all of a plugin or nothing"
 
 
-HARM = {
-    "hangs": ("import time; time.sleep(600)", "no answer within 1 s"),
-    "leaves": ("import os; os._exit(7)", "ended with status 7"),
-    "crashes": ("import ctypes; ctypes.string_at(0)", "killed by signal 11 (SIGSEGV)"),
-    "interrupts": ("raise KeyboardInterrupt('now')", "KeyboardInterrupt: now"),
-    "odd": ("class Odd(BaseException): pass\nraise Odd('of no kind')", "Odd: of no kind"),
-    "floods": ("print('x' * 10**7)\nraise ImportError('after much ado')", "after much ado")}
-
-
-def test_plugins_that_would_harm_the_process_do_it_elsewhere(tmp_path):
-    """Each is refused by name; what passed is not tried again at the next start."""
-    site = tmp_path / "site"
-    install(site)
-    for name, (text, _) in HARM.items():
-        broken(site, name, text)
-    found = run("""
-        import json, sys
-        import layerzero as lz
-        from layerzero.world import catalog, plugin_probe
-        tried, seen, probe = [], [], plugin_probe._probe
-        def watched(entry, *rest):
-            tried.append(entry.name)
-            plugin_probe.SECONDS = 1.0 if entry.name == "hangs" else 200.0
-            return probe(entry, *rest)
-        plugin_probe._probe = watched
-        lz.subscribe(seen.append)
-        kernels = [row.id for row in lz.list_kernels("rms_norm")]
-        first = sorted(tried)
-        for name in [n for n in sys.modules if n.startswith("lz_plugin")]:
-            del sys.modules[name]                      # as at the next start
-        tried.clear()
-        catalog.discover()
-        print(json.dumps({"kernels": kernels, "first": first, "again": sorted(tried),
-                          "refused": {e.kernel: e.reason.message for e in seen if e.name == "unavailable"},
-                          "imported": [n for n in sys.modules if n.startswith("lz_") and "plugin" not in n]}))
-        """, site)
-    assert "example.rms_norm" in found["kernels"] and found["imported"] == []
-    assert found["refused"].keys() == HARM.keys()
-    for name, (_, words) in HARM.items():
-        assert words in found["refused"][name] and f"lz-{name} 3.1" in found["refused"][name]
-    assert set(found["first"]) == {"example", "scale_shift", *HARM}
-    # what raises may be gone when something else was installed; the others cost more to try
-    assert set(found["again"]) == {"interrupts", "odd", "floods"}
-
-
 def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_path):
     site = tmp_path / "site"
     install(site)

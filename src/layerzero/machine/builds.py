@@ -110,7 +110,8 @@ def _stat(path: Path) -> os.stat_result | None:
 def files_digest(distribution: str, package: str) -> str:
     """Hashes what the installer recorded of a distribution, and names, sizes and times of a
     package's files now."""
-    return _digest(_files_digest(distribution, package), _folder_digest(package))
+    recorded = _files_digest(distribution, package) if distribution else ""
+    return _digest(recorded, _folder_digest(package))
 
 
 # Our own source, or a plugin's

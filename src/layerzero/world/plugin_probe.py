@@ -8,6 +8,7 @@ is remembered by the versions and files of its package, so that a start costs no
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib.metadata
 import json
@@ -120,6 +121,7 @@ def main() -> None:
 
 def _import(load: Callable[[], object], answer: int) -> None:
     """In the other process: imports, answers, and ends without running anything more."""
+    faulthandler.disable()                     # it would print the stack of a crash
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)

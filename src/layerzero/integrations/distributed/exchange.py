@@ -43,7 +43,8 @@ class Exchange:
         self.process_group: Any = None
         self.collective = not isinstance(group, StoreGroup)
         if isinstance(group, StoreGroup):
-            self.rank, self.size, members = group.rank, group.size, range(group.size)
+            self.rank, self.size = group.rank, group.size
+            members: Sequence[int] = range(group.size)
             store = group.store
             if not 0 <= self.rank < self.size:
                 raise ConfigError(f"StoreGroup wants 0 <= rank < size, got rank {self.rank} of "
@@ -60,7 +61,8 @@ class Exchange:
             store = dist.distributed_c10d._get_default_store()
         self.members = tuple(members)          # their ranks in the default group, for messages
         name = hashlib.sha256(",".join(map(str, self.members)).encode()).hexdigest()[:16]
-        self._store = dist.PrefixStore(f"layerzero/ranks/{name}", store)
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"layerzero/ranks/{name}", store)
         self.name = name
         self.round = _rounds.get(name, 0)
         self._posted: dict[str, list[str]] = {}    # step of this round -> what all said

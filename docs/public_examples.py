@@ -64,16 +64,17 @@ EXAMPLES = {
     "distributed.StoreGroup": 'from torch.distributed import HashStore\n'
                               'group = lz.distributed.StoreGroup(HashStore(), rank=0, size=1)',
     "distributed.agree": CALLS + ALONE + 'lz.distributed.agree(calls)' + END,
-    "distributed.attention": 'q, k = torch.ones(1, 16, 4, 32), torch.ones(1, 8, 4, 32)\n'
-                             'out = lz.distributed.attention(q, k, k, is_causal=True)',
+    "distributed.parallel_attention":
+        'q, k = torch.ones(1, 16, 4, 32), torch.ones(1, 8, 4, 32)\n'
+        'out = lz.distributed.parallel_attention(q, k, k, is_causal=True)',
     "distributed.check": ALONE + 'lz.distributed.check()' + END,
     "distributed.column_linear": 'out = lz.distributed.column_linear(torch.ones(2, 64), '
                                  'torch.ones(128, 64))',
-    "distributed.embedding": 'rows = lz.distributed.embedding(torch.tensor([1, 2]), '
-                             'torch.ones(9, 64))',
+    "distributed.parallel_embedding":
+        'rows = lz.distributed.parallel_embedding(torch.tensor([1, 2]), torch.ones(9, 64))',
     "distributed.init": ALONE + 'lz.distributed.shutdown()',
-    "distributed.mlp": 'x, wide = torch.ones(2, 64), torch.ones(128, 64)\n'
-                       'out = lz.distributed.mlp(x, wide, wide, torch.ones(64, 128))',
+    "distributed.parallel_mlp": 'x, wide = torch.ones(2, 64), torch.ones(128, 64)\n'
+                       'out = lz.distributed.parallel_mlp(x, wide, wide, torch.ones(64, 128))',
     "distributed.row_linear": 'out = lz.distributed.row_linear(torch.ones(2, 64), '
                               'torch.ones(32, 64))',
     "distributed.shard": 'own = lz.distributed.shard(torch.ones(64, 128), dim=1)',

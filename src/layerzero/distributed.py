@@ -3,14 +3,15 @@
 from .integrations.distributed.exchange import StoreGroup
 from .integrations.distributed.lifecycle import agree, check, init, shutdown, status, sync
 from .integrations.distributed.parallel import (
-    attention,
     column_linear,
-    embedding,
-    mlp,
+    parallel_attention,
+    parallel_embedding,
+    parallel_mlp,
     row_linear,
     shard,
 )
 from .world.tables import Agreement
 
-__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding",
-           "init", "mlp", "row_linear", "shard", "shutdown", "status", "sync"]
+__all__ = ["Agreement", "StoreGroup", "agree", "check", "column_linear", "init",
+           "parallel_attention", "parallel_embedding", "parallel_mlp", "row_linear", "shard",
+           "shutdown", "status", "sync"]

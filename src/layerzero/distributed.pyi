@@ -16,12 +16,12 @@ __all__ = [
     "Agreement",
     "StoreGroup",
     "agree",
-    "attention",
     "check",
     "column_linear",
-    "embedding",
     "init",
-    "mlp",
+    "parallel_attention",
+    "parallel_embedding",
+    "parallel_mlp",
     "row_linear",
     "shard",
     "shutdown",
@@ -50,29 +50,6 @@ def agree(calls: Iterable[Call] | Callable[..., Any], *example: Any, **named: An
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.distributed.agree(calls)
         lz.distributed.shutdown()
-    """
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, splits: int = 8,
-    **options: Any,
-) -> Tensor:
-    """lz.attention of this rank's heads, (batch, heads, tokens, head_dim), in pieces of one size.
-    The KV heads of all ranks must be a multiple of `splits`, or give another.
-
-    Args:
-        query (Tensor)
-        key (Tensor)
-        value (Tensor)
-        group (Any)
-        splits (int)
-        **options (Any)
-
-    Returns: Tensor
-
-    Example:
-        q, k = torch.ones(1, 16, 4, 32), torch.ones(1, 8, 4, 32)
-        out = lz.distributed.attention(q, k, k, is_causal=True)
     """
 
 
@@ -118,23 +95,6 @@ def column_linear(
     """
 
 
-def embedding(ids: Tensor, weight: Tensor, *, group: Any = None, splits: int = 8) -> Tensor:
-    """Rows of a table whose width the ranks share: the whole rows, on every rank. Nothing is
-    added.
-
-    Args:
-        ids (Tensor)
-        weight (Tensor)
-        group (Any)
-        splits (int)
-
-    Returns: Tensor
-
-    Example:
-        rows = lz.distributed.embedding(torch.tensor([1, 2]), torch.ones(9, 64))
-    """
-
-
 def init(
     mode: str = "inference", group: Any = None, *, timeout: float = 300.0, scope: str = "group",
     join: bool = False,
@@ -163,7 +123,49 @@ def init(
     """
 
 
-def mlp(
+def parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, splits: int = 8,
+    **options: Any,
+) -> Tensor:
+    """lz.attention of this rank's heads, (batch, heads, tokens, head_dim), in pieces of one size.
+    The KV heads of all ranks must be a multiple of `splits`, or give another.
+
+    Args:
+        query (Tensor)
+        key (Tensor)
+        value (Tensor)
+        group (Any)
+        splits (int)
+        **options (Any)
+
+    Returns: Tensor
+
+    Example:
+        q, k = torch.ones(1, 16, 4, 32), torch.ones(1, 8, 4, 32)
+        out = lz.distributed.parallel_attention(q, k, k, is_causal=True)
+    """
+
+
+def parallel_embedding(
+    ids: Tensor, weight: Tensor, *, group: Any = None, splits: int = 8,
+) -> Tensor:
+    """Rows of a table whose width the ranks share: the whole rows, on every rank. Nothing is
+    added.
+
+    Args:
+        ids (Tensor)
+        weight (Tensor)
+        group (Any)
+        splits (int)
+
+    Returns: Tensor
+
+    Example:
+        rows = lz.distributed.parallel_embedding(torch.tensor([1, 2]), torch.ones(9, 64))
+    """
+
+
+def parallel_mlp(
     x: Tensor, weight_gate: Tensor, weight_up: Tensor | None, weight_down: Tensor,
     activation: str = "silu", *, group: Any = None, splits: int = 8,
 ) -> Tensor:
@@ -183,7 +185,7 @@ def mlp(
 
     Example:
         x, wide = torch.ones(2, 64), torch.ones(128, 64)
-        out = lz.distributed.mlp(x, wide, wide, torch.ones(64, 128))
+        out = lz.distributed.parallel_mlp(x, wide, wide, torch.ones(64, 128))
     """
 
 

@@ -227,13 +227,13 @@ def tiny_block(group: Any, x: torch.Tensor, ids: torch.Tensor,
 
     leaf = x.clone().requires_grad_(x.dtype is torch.float32)
     table, q, k, v, o = own("table", 1), own("q"), own("k"), own("v"), own("o", 1)
-    hidden = lz.rms_norm(leaf + d.embedding(ids, table, group=group), weights["norm"])
+    hidden = lz.rms_norm(leaf + d.parallel_embedding(ids, table, group=group), weights["norm"])
     heads = [d.column_linear(hidden, w, group=group).view(*x.shape[:2], -1, 16).transpose(1, 2)
              for w in (q, k, v)]
-    mixed = d.attention(*heads, is_causal=True, group=group).transpose(1, 2).flatten(2)
+    mixed = d.parallel_attention(*heads, is_causal=True, group=group).transpose(1, 2).flatten(2)
     hidden = hidden + d.row_linear(mixed, o, weights["bias"], group=group)
     gate, up, down = own("gate"), own("up"), own("down", 1)
-    out = hidden + d.mlp(hidden, gate, up, down, group=group)
+    out = hidden + d.parallel_mlp(hidden, gate, up, down, group=group)
     if leaf.requires_grad:
         out.square().sum().backward()
         return [out.detach(), leaf.grad, *(w.grad for w in (q, gate, down))]

@@ -25,7 +25,7 @@ struct Attention {
   int64_t offset, left, right;                  // the diagonal of row i is key i + offset; -1: no limit on that side
   float scale, softcap;
   int threads;
-  bool invariant;                               // keys are split alike, however many heads and sequences there are
+  bool invariant = false;                       // keys are split alike, however many heads and sequences there are
 };
 
 constexpr int BLOCK = 64;                       // keys per block of scores

@@ -25,7 +25,7 @@ struct Product {
   int threads;
   // One order of additions for every number of tokens and outputs: a result has the same bits
   // whatever is computed beside it.
-  bool invariant;
+  bool invariant = false;
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__)

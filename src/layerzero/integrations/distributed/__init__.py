@@ -13,7 +13,15 @@ from __future__ import annotations
 from ...world.tables import Agreement
 from .exchange import StoreGroup
 from .lifecycle import agree, check, init, shutdown, status, sync
-from .parallel import attention, column_linear, embedding, mlp, row_linear, shard
+from .parallel import (
+    column_linear,
+    parallel_attention,
+    parallel_embedding,
+    parallel_mlp,
+    row_linear,
+    shard,
+)
 
-__all__ = ["Agreement", "StoreGroup", "agree", "attention", "check", "column_linear", "embedding",
-           "init", "mlp", "row_linear", "shard", "shutdown", "status", "sync"]
+__all__ = ["Agreement", "StoreGroup", "agree", "check", "column_linear", "init",
+           "parallel_attention", "parallel_embedding", "parallel_mlp", "row_linear", "shard",
+           "shutdown", "status", "sync"]

@@ -131,8 +131,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: 
     return out if bias is None else out + bias
 
 
-def mlp(x: Tensor, weight_gate: Tensor, weight_up: Tensor | None, weight_down: Tensor,
-        activation: str = "silu", *, group: Any = None, splits: int = SPLITS) -> Tensor:
+def parallel_mlp(x: Tensor, weight_gate: Tensor, weight_up: Tensor | None, weight_down: Tensor,
+                 activation: str = "silu", *, group: Any = None, splits: int = SPLITS) -> Tensor:
     """A feed-forward layer: gate and up column-parallel, down row-parallel. Without `weight_up` it
     is not gated."""
     inner = column_linear(x, weight_gate, activation=activation, group=group, splits=splits)
@@ -141,8 +141,8 @@ def mlp(x: Tensor, weight_gate: Tensor, weight_up: Tensor | None, weight_down: T
     return row_linear(inner, weight_down, group=group, splits=splits)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
-              splits: int = SPLITS, **options: Any) -> Tensor:
+def parallel_attention(query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
+                       splits: int = SPLITS, **options: Any) -> Tensor:
     """lz.attention of this rank's heads, (batch, heads, tokens, head_dim), in pieces of one size.
     The KV heads of all ranks must be a multiple of `splits`, or give another."""
     place = Place(group, splits)
@@ -150,7 +150,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, group: Any = None,
     return torch.cat([_call("attention", *part, **options) for part in parts], 1)
 
 
-def embedding(ids: Tensor, weight: Tensor, *, group: Any = None, splits: int = SPLITS) -> Tensor:
+def parallel_embedding(ids: Tensor, weight: Tensor, *, group: Any = None,
+                       splits: int = SPLITS) -> Tensor:
     """Rows of a table whose width the ranks share: the whole rows, on every rank. Nothing is
     added."""
     return torch.cat(Place(group, splits).gather(_call("embedding", ids, weight)), -1)

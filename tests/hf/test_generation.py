@@ -266,6 +266,24 @@ def test_the_report_says_so(served):
     assert report.to_json()["generated"] == {}
 
 
+def test_the_public_criterion(stock, monkeypatch):
+    """A step that is wrong does not pass, and one that is exactly as right has no difference."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from criterion import bootstrap, criterion
+
+    assert bootstrap([1.0, 1.5, 1.0], [2.0, 2.5, 2.5]).passed
+    verdict = bootstrap([1.0, 3.0, 2.0], [2.0, 2.0, 2.0])
+    assert not verdict.passed and verdict.low < verdict.difference == 0 < verdict.high
+    same = criterion(stock, stock, prompt(2), steps=3)
+    assert same["passed"] and same["ours"] == same["native"] and same["ours"]["same"] == [1.0, 1.0]
+    assert max(same["ours"]["kl"]) < 1e-9
+    wrong = copy.deepcopy(stock)
+    with torch.no_grad():
+        wrong.model.norm.weight.mul_(1.5)
+    found = criterion(wrong, stock, prompt(2), steps=3)
+    assert not found["passed"] and min(found["ours"]["kl"]) > 1e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}, {
     "do_sample": True, "top_k": 0, "top_p": 0.9}], ids=str)

@@ -225,7 +225,8 @@ class Accelerated:
         x = token if token.is_floating_point() else self.parts.embedded(token)
         memory = memory_for(step, self.parts, layers, masks, position_ids, length)
         try:
-            return step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            out = step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            return out.to(self.parts.weights.dtype)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
             memory.undo()

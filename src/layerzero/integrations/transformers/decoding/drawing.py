@@ -168,7 +168,9 @@ class Tail:
         self._eos = torch.zeros(len(plan.eos), dtype=torch.int64, device=place)
         self._pad = torch.zeros(1, dtype=torch.int64, device=place)
         self._row = torch.zeros(1, dtype=torch.int64, device=place)        # of the log
-        self._numbers = [[n.clone().to(place) for n in s.numbers] for s in plan.stages]
+        # nothing here waits for the device: the prompt may still be on its way
+        self._numbers = [[n.clone().to(place, non_blocking=True) for n in s.numbers]
+                         for s in plan.stages]
         self._bind, self._samplers = bind, dict[torch.dtype, Callable[..., Tensor]]()
         if plan.fused:
             wide = torch.float32 if place.type == "mps" else torch.float64
@@ -187,11 +189,11 @@ class Tail:
         self.unfinished.fill_(True) if unfinished is None else self.unfinished.copy_(unfinished)
         if self.seen is not None and seen is not None:
             self.seen.copy_(seen)
-        self._eos.copy_(torch.tensor(plan.eos, dtype=torch.int64))
+        self._eos.copy_(torch.tensor(plan.eos, dtype=torch.int64), non_blocking=True)
         self._pad.fill_(plan.pad or 0)
         for held, stage in zip(self._numbers, plan.stages):
             for number, value in zip(held, stage.numbers):
-                number.copy_(value)
+                number.copy_(value, non_blocking=True)
         for name, chosen in plan.by.items():
             self._by[name].fill_(chosen)
 

@@ -45,8 +45,19 @@ LARGE: dict[str, tuple[dict[str, Any], ...]] = {
                            {"rows": (16,), "k": 2048, "n": 14336}),
     "triton.quantized_linear_gemv": tuple(
         {"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
-        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("int8", 128))
-        for r in (1, 5, 16)),
+        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("int8", 128)) for r in (1,)),
+    "triton.quantized_linear_tiled": tuple(
+        {"format": f, "rows": (r,), "k": 4096, "n": 3000, "group": g}
+        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("nf4", 64), ("mxfp4", 32),
+                     ("nvfp4", 16)) for r in (5, 64)),
+    "triton.quantized_linear_decoded": tuple(
+        {"format": f, "rows": (130,), "k": 4096, "n": 3000, "group": g}
+        for f, g in (("int8", 0), ("int4", 128), ("fp8_e4m3", 0), ("nvfp4", 16))),
+    "triton.int8_dynamic_linear": (
+        {"activations": "int8", "rows": (130,), "k": 4096, "n": 3072, "bias": True},),
+    "triton.fp8_dynamic_linear": (
+        {"format": "fp8_e4m3", "activations": "fp8", "rows": (130,), "k": 4096, "n": 3072,
+         "bias": True},),
     "triton.sample": (
         {"batch": 5, "vocab": 128256}, {"batch": 3, "vocab": 128256, "min_p": 0.02},
         {"batch": 70, "vocab": 50257, "temperature": 0.8, "random": "seed"},

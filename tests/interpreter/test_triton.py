@@ -25,7 +25,7 @@ RUNS = {
     "triton.grouped_attention": "float16:8", "triton.rms_norm": "bfloat16:2", "triton.add_rms_norm": "bfloat16:2",
     "triton.rope": "float32:4", "triton.mlp": "float32:3", "triton.quantize": "float32:3",
     "triton.linear_gemv": "float16:4", "triton.quantized_linear_gemv": "float16:5",
-    "triton.quantized_linear_tiled": "float16:11", "triton.quantized_linear_decoded": "float16:20",
+    "triton.quantized_linear_tiled": "float16:30", "triton.quantized_linear_decoded": "float16:40",
     "triton.int8_dynamic_linear": "float16:50",
     "triton.sample": "float32:7", "triton.attention_decode_half": "float16:40",
     "triton.paged_attention_decode_double": "float16:40",

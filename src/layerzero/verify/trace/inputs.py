@@ -27,7 +27,7 @@ from .readings import chunk_size, small_numbers
 # bytes from which the experts of a weight share their storage
 LARGE = 1 << 28
 MOST_SEQUENCES = 1 << 20
-MOST_CHUNK = 512                               # of queries, that a small input exceeds
+MOST_CHUNK = 512                               # of queries, that medium inputs exceed
 # a prime: random numbers may repeat, rows of a tensor shall not
 PERIOD = 4194301
 
@@ -188,7 +188,7 @@ class _Maker:
         total_k = self._total(by_key[0], "k") if by_key else ""
         queries = (self._cut(self.sizes.get(total_q), n, self.size.queries, 1) if by_query
                    else [1] * n)
-        chunk = chunk_size(self.d)
+        chunk = chunk_size(self.d) if self.size is not SIZES["small"] else 0
         if by_query and n and total_q not in self.sizes and queries[0] <= chunk <= MOST_CHUNK:
             queries[0] = chunk + 3             # more than one of the reference's chunks
         paged = bool(self.page_ids or self.table)

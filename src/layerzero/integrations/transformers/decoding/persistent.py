@@ -22,7 +22,6 @@ from ....backends.cuda.step import plan
 from ....backends.cuda.step.plan import LayerTensors, PersistentStep, Shape
 from ....machine import faults
 from ....operate import graphs
-from ....spec.errors import LayerZeroError
 from ....spec.event import Fallback
 from ....spec.reason import Code, Reason
 from ....tuning.harness import Race, stopwatch
@@ -161,8 +160,11 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
     except NotRecognised as why:
         step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
         return None
-    except LayerZeroError as error:                        # it does not compile, or cannot start
-        step.bind.kernels[WHAT] = f"a graph of kernels: {str(error).splitlines()[0]}"
+    except faults.FAULTS as error:                         # it does not compile, or cannot start
+        kind = faults.classify(error)
+        if isinstance(error, faults.PASSED_ON) or kind == "sticky":
+            raise
+        step.bind.kernels[WHAT] = f"a graph of kernels: {faults.reason_of(error, kind).message}"
         return None
     step.bind.kernels[WHAT] = NAME
     return found

@@ -63,8 +63,9 @@ def check_other_shapes(rank: int, size: int) -> None:
     missed = lz.explain("linear", torch.zeros(200, 64), torch.zeros(48, 64)).missed
     assert missed is not None and missed.code is lz.Code.NOT_AGREED
     assert lz.distributed.check().id == own.id or lz.distributed.sync() >= 0
-    ranks = lz.readiness_check(device="cpu")["ranks"]
-    assert f"{size} ranks" in ranks.got or "not been checked" in ranks.got
+    if rank == 0:
+        ranks = lz.readiness_check(device="cpu")["ranks"]
+        assert f"of {size} ranks have not been checked" in ranks.got   # the others did not ask
     dist.barrier()
     lz.distributed.shutdown()
     assert lz.distributed.status() is None
@@ -88,8 +89,8 @@ def check_a_policy_that_differs(rank: int, size: int) -> None:
     after = everywhere(lz.which("rms_norm", x))
     assert len(set(after)) == 1 and after[0] == before[1]
     assert [e.kinds for e in events if e.name == "ranks_agreed"] == [1]
-    ranks = lz.readiness_check(device="cpu")["ranks"]
-    assert ranks.state != "fail"
+    if rank == 0:
+        assert lz.readiness_check(device="cpu")["ranks"].state != "fail"
     lz.rms_norm(x)
     stop()
     lz.distributed.shutdown()

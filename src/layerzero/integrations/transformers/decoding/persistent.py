@@ -36,7 +36,7 @@ Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, to
 NAME, WHAT = "one persistent kernel", "the captured step"
 LEAST_CAPABILITY = (9, 0)      # copies in bulk
 ROUNDS = 7
-MOST_APART = 0.05              # of the spread of the logits, between two ways in bf16
+MOST_APART = 0.1               # of the spread of the logits, between two ways in bf16
 _lost: weakref.WeakSet[DecodeStep] = weakref.WeakSet()     # those of which a launch gave up
 
 

@@ -27,8 +27,10 @@ from .integrations.auto import Auto
 from .integrations.gguf.model import GGUFModel
 from .integrations.serve import Server
 from .integrations.transformers.accelerate import Acceleration
+from .integrations.transformers.weight_error import Text
 from .models.kv_cache import KVCache
 from .models.sampling import Rows
+from .models.weight_codes import WeightOnly
 from .operate.inspection import DoctorReport, KernelInfo, Stats
 from .operate.readiness import Readiness
 from .operate.recording import Recorder
@@ -156,7 +158,8 @@ __all__ = [
 
 def accelerate(
     model: nn.Module, *, patch: bool = True, capture: bool | None = None, measure: bool = True,
-    seconds: float = 3.0, assistant: nn.Module | str | None = None,
+    seconds: float = 3.0, weights: WeightOnly | str | None = None, text: Text | None = None,
+    assistant: nn.Module | str | None = None,
 ) -> Acceleration:
     """Let `model` run as fast as lz can make it, and say what was done and what it gains on this
     machine.
@@ -164,9 +167,12 @@ def accelerate(
     patch: also lz.patch(model), for prompts and for what the decode step does not serve. capture:
     the decode step in a CUDA graph; by default where the model is on CUDA. measure: time it against
     the model as it was, for about `seconds` each for a prompt and a token, and keep only what is
-    not slower. assistant: a smaller model of the same vocabulary, which is accelerated as well, or
-    "prompt_lookup": generate() then lets it propose tokens and verifies several at once, where it
-    is greedy and for one text; the tokens are the same.
+    not slower. weights: hold the weights of linear layers in this format of lz.quantized_linear
+    ("int4", "int8", "fp8", "mxfp4", "nf4", "q4_k", "q8_0", ..., or an lz.quant.WeightOnly). The
+    report says how far the predictions are from the model's as it was, on `text`: a string, token
+    ids, or by default a text of ours. assistant: a smaller model of the same vocabulary, which is
+    accelerated as well, or "prompt_lookup": generate() then lets it propose tokens and verifies
+    several at once, where it is greedy and for one text; the tokens are the same.
 
     Args:
         model (nn.Module)
@@ -174,6 +180,8 @@ def accelerate(
         capture (bool | None)
         measure (bool)
         seconds (float)
+        weights (WeightOnly | str | None)
+        text (Text | None)
         assistant (nn.Module | str | None)
 
     Returns: Acceleration

@@ -260,11 +260,17 @@ def _int8_linear() -> Callable[..., Any]:
 
     def run(x: Tensor, weight_q: Tensor, scales: Tensor, bias: Tensor | None = None, *,
             format: str) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        out = product(flat, weight_q, scales[:, 0].to(x.dtype)).view(*x.shape[:-1], len(weight_q))
+        # Its AVX-512 code loads whole vectors from addresses that it takes for aligned.
+        flat = _aligned(x.reshape(-1, x.shape[-1]), 32)
+        out = product(flat, _aligned(weight_q, 16), scales[:, 0].to(x.dtype))
+        out = out.view(*x.shape[:-1], len(weight_q))
         return out if bias is None else out.add_(bias)
 
     return run
+
+
+def _aligned(t: Tensor, nbytes: int) -> Tensor:
+    return t if t.data_ptr() % nbytes == 0 else t.clone()
 
 
 def _int4_linear() -> Callable[..., Any]:
@@ -363,8 +369,9 @@ KERNELS = (
                      r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                      *ONE_SCALE_PER_ROW, r.contiguous("scales"), r.dtypes("bfloat16"),
                      r.at_most("rows", 16),
-                     # it reads whole vectors and crashes on rows of other lengths
-                     r.multiple_of("in_features", 32))),
+                     # it reads whole vectors and crashes on rows of other lengths, and counts
+                     # the codes in 32 bits
+                     r.multiple_of("in_features", 32), r.at_most("codes", (1 << 31) - 1))),
     Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0,
            differentiable=False, less_work=CODES_ONLY,
            traceable=False, workspace="4 * in_features * out_features",

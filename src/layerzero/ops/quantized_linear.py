@@ -208,7 +208,7 @@ OP = Op(
             "scales": "scale_rows groups",
             "zeros": "scale_rows groups", "bias": "out_features", "global_scale": "1 1"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
-    derived={"shared_rows": "out_features - scale_rows"},
+    derived={"shared_rows": "out_features - scale_rows", "codes": "in_features * out_features"},
     words={"shared_rows": Wording(
         "out_features - scale_rows", "{scale_rows} rows of scales, {out_features} of the weight", {
             "0": "every row of the weight must have scales of its own"}),

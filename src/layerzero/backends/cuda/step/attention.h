@@ -138,9 +138,6 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
             sin[d] = is_turned ? to_float<true>(row[2 * HALF]) : 0.0f;
         }
         const u64* from = words + QKV_AT + b * QKV;
-        const auto keep = [&](float* to) {
-            return [=](int unit, u32 left, u32 right) { to[2 * unit] = bits_float(left), to[2 * unit + 1] = bits_float(right); };
-        };
         constexpr int QUERIES = GROUP * DIM / 2;   // pairs of words, before those of the key and the value
         const u64* queries = from + head * GROUP * DIM;
         const u64* key = from + (HEADS + head) * DIM - 2 * QUERIES;

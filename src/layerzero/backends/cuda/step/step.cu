@@ -349,6 +349,13 @@ constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GA
 KERNEL_ALONE(decode_step, Params, THREADS + 32)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
+#if STAMPS
+    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
+    if (thread() == 0) {
+        whole[2 * grid_x()] = whole[grid_x()];     // when the launch before ended
+        whole[0] = clock_ns();
+    }
+#endif
     const u32 launch = p.control[0] + 1;
     const int position = int(p.state[0]);
     if (thread() == 0) {
@@ -421,6 +428,9 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
         }
     }
     sync_block();
+#if STAMPS
+    if (thread() == 0) whole[grid_x()] = clock_ns();
+#endif
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised
         publish();
         if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {

@@ -7,6 +7,7 @@
 
 #define FN_MEMBER inline
 #define OUTLINE static
+#define KERNEL_ALONE KERNEL
 
 namespace emulator {
 

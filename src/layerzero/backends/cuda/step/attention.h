@@ -138,14 +138,18 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
             sin[d] = is_turned ? to_float<true>(row[2 * HALF]) : 0.0f;
         }
         const u64* from = words + QKV_AT + b * QKV;
-        const auto keep = [&](float* to) {
-            return [=](int unit, u32 left, u32 right) { to[2 * unit] = bits_float(left), to[2 * unit + 1] = bits_float(right); };
-        };
-        receive<GROUP * DIM / 2>(from + head * GROUP * DIM, tag, work.watch, keep(at.raw));
-        if (last) {
-            receive<DIM / 2>(from + (HEADS + head) * DIM, tag, work.watch, keep(at.raw + GROUP * DIM));
-            receive<DIM / 2>(from + (HEADS + KV_HEADS + head) * DIM, tag, work.watch, keep(at.raw + (GROUP + 1) * DIM));
-        }
+        constexpr int QUERIES = GROUP * DIM / 2;   // pairs of words, before those of the key and the value
+        const u64* queries = from + head * GROUP * DIM;
+        const u64* key = from + (HEADS + head) * DIM - 2 * QUERIES;
+        const u64* value = from + (HEADS + KV_HEADS + head) * DIM - 2 * QUERIES - DIM;
+        receive_at<QUERIES + DIM>(
+            [=](int unit) {                        // only who keeps the new token asks for its key and value
+                const u64* of = unit < QUERIES || !last ? queries : unit < QUERIES + DIM / 2 ? key : value;
+                return of + 2 * (unit < QUERIES || last ? unit : 0);
+            },
+            tag, work.watch, [=](int unit, u32 left, u32 right) {
+                at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
+            });
         sync_first(THREADS);
         const i64 place = ((b * p.room + over.position) * KV_HEADS + head) * DIM;
         ROLLED for (int row = warp(); row < COLS * 8 || row < GROUP + 2; row += WARPS) {

@@ -183,13 +183,15 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
 
 
 def config_of(shape: Shape, machine: Machine) -> Config:
-    """As measured on an H200: tiles with 32 tokens of wide heads, or a whole row that is little
-    longer than a tile; fewer stages where what is kept of x leaves less room."""
-    tile = max(Config().tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
-    if tile < 2 * shape.inner <= tile * 9 // 8:
-        tile = 2 * shape.inner
-    for warps, stages in ((4, 12), (4, 8), (3, 6)):
-        cfg = Config(warps, stages, stages, tile=tile)
+    """As measured on an H200: a tile is a whole row that is little longer than others, or has 32
+    tokens of wide heads; fewer stages where what is kept of x leaves less room."""
+    tile = Config().tile
+    wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
+    row = 2 * shape.inner
+    tries = (((4, 12, row), (4, 8, row), (3, 6, row)) if wide < row <= wide * 9 // 8 else
+             ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
+    for warps, stages, size in tries:
+        cfg = Config(warps, stages, stages, tile=size)
         if places_of(shape, cfg).bytes <= machine.shared:
             return cfg
     return Config(2, 4, 4)

@@ -74,12 +74,28 @@ struct Producer {
                 u8* to = acquire();
                 if (!to) continue;
                 // Rows of a head are too short for bulk copies: the lanes copy 16 bytes each.
-                constexpr int UNITS = DIM / 8;
-                ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
-                    const int row = n / UNITS, unit = n % UNITS;
-                    const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
-                    copy_small(to + row * PITCH + unit * 16, at.keys + from);
-                    copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
+                constexpr int UNITS = DIM / 8, ROWS = 32 % UNITS ? 1 : 32 / UNITS;  // rows that they copy at a time
+                constexpr int TURNS = TOKENS / ROWS, EACH = TURNS % 8 == 0 ? 8 : TURNS % 4 == 0 ? 4 : 1;
+                if (32 % UNITS == 0 && begin + TOKENS <= end) {
+                    const i64 from = offset + i64(begin + lane() / UNITS) * (KV_HEADS * DIM) + lane() % UNITS * 8;
+                    const u16 *keys = at.keys + from, *values = at.values + from;
+                    u8* place = to + lane() / UNITS * PITCH + lane() % UNITS * 16;
+                    ROLLED for (int t = 0; t < TURNS; t += EACH) {
+                        UNROLL for (int e = 0; e < EACH; ++e) {
+                            copy_small(place + e * ROWS * PITCH, keys + e * (ROWS * KV_HEADS * DIM));
+                            copy_small(place + (TOKENS + e * ROWS) * PITCH, values + e * (ROWS * KV_HEADS * DIM));
+                        }
+                        place += EACH * ROWS * PITCH;
+                        keys += EACH * (ROWS * KV_HEADS * DIM);
+                        values += EACH * (ROWS * KV_HEADS * DIM);
+                    }
+                } else {
+                    ROLLED for (int n = lane(); n < many * UNITS; n += 32) {
+                        const int row = n / UNITS, unit = n % UNITS;
+                        const i64 from = offset + i64(least(begin + row, end - 1)) * (KV_HEADS * DIM) + unit * 8;
+                        copy_small(to + row * PITCH + unit * 16, at.keys + from);
+                        copy_small(to + (TOKENS + row) * PITCH + unit * 16, at.values + from);
+                    }
                 }
                 copies_arrive(full(next % STAGES));
                 sync_warp();                       // the phase can end only when all lanes have joined it

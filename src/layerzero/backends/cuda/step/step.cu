@@ -131,8 +131,9 @@ FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count
 
 // The other warps
 
-// Polls UNITS pairs of words; take(unit, first value, second value)
-template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, Take take) {
+// Polls UNITS pairs of words, at place(unit); take(unit, first value, second value)
+template <int UNITS, typename Place, typename Take>
+FN void receive_at(const Place& place, u32 tag, const Watch& watch, const Take& take) {
     constexpr int EACH = (UNITS + THREADS - 1) / THREADS, MANY = EACH < AT_ONCE ? EACH : AT_ONCE;
     ROLLED for (int n = 0; n < EACH; n += MANY) {
         Words v[MANY];
@@ -143,7 +144,7 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
             UNROLL for (int u = 0; u < MANY; ++u) {
                 const int unit = (n + u) * THREADS + thread();
                 if (unit >= UNITS) continue;
-                v[u] = peek2(from + 2 * unit);
+                v[u] = peek2(place(unit));
                 all &= u32(v[u].x >> 32) == tag && u32(v[u].y >> 32) == tag;
             }
         } while (!all && !in_vain(watch, spins));
@@ -152,6 +153,10 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
             if (unit < UNITS) take(unit, u32(v[u].x), u32(v[u].y));
         }
     }
+}
+
+template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, const Watch& watch, const Take& take) {
+    receive_at<UNITS>([=](int unit) { return from + 2 * unit; }, tag, watch, take);
 }
 
 // K values of each row of the batch, two to a word
@@ -341,9 +346,16 @@ struct Consumer {
 #endif
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
-KERNEL(decode_step, Params, THREADS + 32)
+KERNEL_ALONE(decode_step, Params, THREADS + 32)
 {
     const Watch watch = {p.control, p.problem, clock_ns(), p.limit};
+#if STAMPS
+    u64* whole = p.stamps + i64(5 * p.layer_count + 1) * 2 * grid_x() + block_x();
+    if (thread() == 0) {
+        whole[2 * grid_x()] = whole[grid_x()];     // when the launch before ended
+        whole[0] = clock_ns();
+    }
+#endif
     const u32 launch = p.control[0] + 1;
     const int position = int(p.state[0]);
     if (thread() == 0) {
@@ -416,6 +428,9 @@ KERNEL(decode_step, Params, THREADS + 32)
         }
     }
     sync_block();
+#if STAMPS
+    if (thread() == 0) whole[grid_x()] = clock_ns();
+#endif
     if (thread() == 0) {                           // who is last has nobody left who reads what is raised
         publish();
         if (atomic_add(p.control + 1, 1u) == u32(grid_x()) - 1) {

@@ -7,6 +7,9 @@
 
 #define FN_MEMBER __device__ __forceinline__
 #define OUTLINE __device__ __noinline__
+// One block to a multiprocessor: it may use all registers.
+#define KERNEL_ALONE(name, Params, threads) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Params p)
 
 FN void mbarrier_init(u64* mbarrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(mbarrier)), "r"(arrivals) : "memory");

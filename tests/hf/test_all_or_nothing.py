@@ -14,10 +14,11 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.integrations.transformers import accelerate as home
-from layerzero.integrations.transformers.accelerate import Gain, accelerate, unaccelerate
+from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate
 from layerzero.integrations.transformers.decoding import decode_step, joined
 from layerzero.integrations.transformers.patch import patch
 from layerzero.integrations.transformers.replacements import recipe_of
+from layerzero.integrations.transformers.trial import Gain
 from layerzero.tuning.harness import Ratio
 
 pytestmark = pytest.mark.integration
@@ -63,7 +64,7 @@ def no_difference(monkeypatch):
             way()
         return Gain(100.0, 100.0, Ratio(1.0, 1.0, 1.0))
 
-    monkeypatch.setattr(home._Trial, "_gain", staticmethod(gain))
+    monkeypatch.setattr(home.Trial, "_gain", staticmethod(gain))
 
 
 @pytest.mark.parametrize("build", (wav2vec2, xlnet))
@@ -85,8 +86,8 @@ def test_models_that_take_something_else(build, no_difference):
 
 PLACES = {"the copy": (copy, "deepcopy"), "the patch": (home, "apply_patch"),
           "reading the model": (home, "recognise"),
-          "the step": (decode_step.DecodeStep, "__init__"), "the trial": (home._Trial, "prove"),
-          "the clock": (home._Trial, "time")}
+          "the step": (decode_step.DecodeStep, "__init__"), "the trial": (home.Trial, "prove"),
+          "the clock": (home.Trial, "time")}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -220,12 +221,12 @@ def test_what_is_no_different_is_kept_and_what_is_slower_is_not(monkeypatch):
     def gains(ratio):
         return staticmethod(lambda ways, seconds, device: Gain(100.0, 100.0, ratio))
 
-    monkeypatch.setattr(home._Trial, "_gain", gains(Ratio(0.98, 0.9, 0.995)))
+    monkeypatch.setattr(home.Trial, "_gain", gains(Ratio(0.98, 0.9, 0.995)))
     model = tiny("llama")
     report = accelerate(model)
     assert len(report.done) == 2 and str(report).count("no difference") == 2
     report.undo()
     before = state(model)
-    monkeypatch.setattr(home._Trial, "_gain", gains(Ratio(0.8, 0.75, 0.85)))
+    monkeypatch.setattr(home.Trial, "_gain", gains(Ratio(0.8, 0.75, 0.85)))
     report = accelerate(model)
     assert not report.done and state(model) == before and not lz.unaccelerate(model)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..perf.record import CAPTURED, EAGER, Kind, PerfView, Rates, kind_of, mode_of
+from ..perf.record import PerfView, Rates, kind_of
 from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import SDPA, Kernel
@@ -20,11 +20,11 @@ from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Reject
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
 from .policy import Policy
-from .score import Timing, calibration, guess_us, roofline_us, score
+from .score import calibration, guess_us, roofline_us, score
+from .timings import timings_of
 from .verdicts import Verdicts, compile_verdicts
 
 UNCERTAINTY = 0.04     # relative error of a neighbour or another machine, and again per octave
-LONG_CALL_US = 200.0   # of torch's own kernel on a GPU; launching takes 5 to 100 on the host
 Candidate = tuple[Kernel, tuple[Transform, ...], int]  # with its transforms and workspace in bytes
 
 
@@ -410,7 +410,7 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     roofline = roofline_us(op, facts, rates)
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
     default = min((k for k, _, _ in fit if k.baseline), key=lambda k: guesses[k.id], default=None)
-    timings = _timings(op, fit, facts, around, roofline, default)
+    timings = timings_of(op, [k.id for k, _, _ in fit], facts, around, roofline, default)
     scale = calibration(guesses, timings.by_kernel) if timings.by_kernel else 1.0
     steps = []
     for kernel, transforms, workspace in fit:
@@ -449,69 +449,3 @@ def _fixed_order(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], aro
     batch may be another than for one row, and give other bits."""
     rank = {k.id: (-k.prior * around.policy.boost(k.id, op.name, facts), k.id) for k, _, _ in fit}
     return tuple(sorted(steps, key=lambda step: rank[step.kernel]))
-
-
-class CandidateTimings(NamedTuple):
-    """Times of the candidates, all from one source: those of two machines are not compared."""
-
-    by_kernel: Mapping[str, Timing] = {}
-    # the title of the table, if they came with the package
-    shipped: str = ""
-    note: str = ""                             # how they were measured, if in another mode
-
-
-def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind, around: Surroundings,
-               roofline: float,
-            mode: str) -> dict[str, Timing]:
-    """Estimates for a kind of call that was not measured, from measured neighbours.
-
-    Torch's own is interpolated; any other kernel keeps its ratio to torch's own there.
-    """
-    own = view.estimate(default, kind, around.place, around.rates, roofline, mode)
-    if own is None:
-        return {}
-    near = view.near(default, kind, around.place, mode)
-    ratios = ((k, view.relative(k, near)) for k in ids if k != default)
-    return {default: own, **{k: own._replace(us=own.us * ratio) for k, ratio in ratios
-                             if ratio is not None}}
-
-
-def _timings(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
-             roofline: float, default: Kernel | None) -> CandidateTimings:
-    """The timings of the best source that has the default: measured here, shipped, in a graph where
-    that makes no difference, neighbours."""
-    if not around.perf and not around.shipped.view:
-        return CandidateTimings()
-    kind, mode, place = kind_of(op, facts), mode_of(facts), around.place
-    ids = [kernel.id for kernel, _, _ in fit]
-    views = [(view, table) for view, table in ((around.perf, ""), (around.shipped.view,
-                                                                   around.shipped.title)) if view]
-    times: dict[str, Timing]
-    for view, table in views:
-        times = {k: m for k in ids if (m := view.get(k, kind.bucket, place, mode)) is not None}
-        if times and (default is None or default.id in times):
-            return CandidateTimings(times, table)
-    if default is not None and facts["device"] == "cuda" and mode == EAGER:
-        long = _long_calls(around.perf, default.id, ids, kind, place)
-        if long:
-            return CandidateTimings(long, note="captured in a graph, and too long for the host to "
-                                               "count")
-    for view, table in views:
-        if default is None:
-            times = {k: e for k in ids
-                     if (e := view.estimate(k, kind, place, around.rates, roofline, mode))}
-        else:
-            times = _estimates(view, default.id, ids, kind, around, roofline, mode)
-        if times:
-            return CandidateTimings(times, table)
-    return CandidateTimings()
-
-
-def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
-                place: str) -> dict[str, Timing]:
-    """The times in a graph, if torch's own kernel keeps the device busy for so long that launching
-    it makes no difference; {} otherwise."""
-    own = view.get(default, kind.bucket, place, CAPTURED) if view else None
-    if own is None or own.median_us < LONG_CALL_US:
-        return {}
-    return {k: m for k in ids if (m := view.get(k, kind.bucket, place, CAPTURED)) is not None}

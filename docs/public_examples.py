@@ -15,7 +15,7 @@ WORDS = ('from tokenizers import Tokenizer, models\n'
 FAST = (WORDS + 'from transformers import PreTrainedTokenizerFast\n'
         'fast = PreTrainedTokenizerFast(tokenizer_object=words)\n')
 
-ALONE = ('from torch.distributed import HashStore\n'
+ALONE = ('from torch.distributed import HashStore  # type: ignore[attr-defined]\n'
          'lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))\n')
 END = '\nlz.distributed.shutdown()'
 
@@ -61,7 +61,7 @@ EXAMPLES = {
     # ranks
     "distributed.Agreement": ALONE + 'agreed: lz.distributed.Agreement | None = '
                              'lz.distributed.status()' + END,
-    "distributed.StoreGroup": 'from torch.distributed import HashStore\n'
+    "distributed.StoreGroup": 'from torch.distributed import HashStore  # type: ignore[attr-defined]\n'
                               'group = lz.distributed.StoreGroup(HashStore(), rank=0, size=1)',
     "distributed.agree": CALLS + ALONE + 'lz.distributed.agree(calls)' + END,
     "distributed.parallel_attention":

@@ -46,7 +46,7 @@ def agree(calls: Iterable[Call] | Callable[..., Any], *example: Any, **named: An
 
     Example:
         calls = lz.testing.calls_for("rms_norm", arguments={"x": torch.ones(8, 64)})
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.distributed.agree(calls)
         lz.distributed.shutdown()
@@ -66,7 +66,7 @@ def check(timeout: float | None = None) -> Agreement:
     Returns: Agreement
 
     Example:
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.distributed.check()
         lz.distributed.shutdown()
@@ -117,7 +117,7 @@ def init(
     Returns: Agreement
 
     Example:
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.distributed.shutdown()
     """
@@ -233,7 +233,7 @@ def shutdown() -> None:
     Returns: None
 
     Example:
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.distributed.shutdown()
     """
@@ -262,7 +262,7 @@ def sync(timeout: float | None = None) -> int:
     Returns: int
 
     Example:
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         lz.distributed.init(group=lz.distributed.StoreGroup(HashStore(), 0, 1))
         lz.rms_norm(torch.ones(2, 8))
         lz.distributed.sync()

@@ -371,7 +371,7 @@ KERNELS = (
                      r.at_most("rows", 16),
                      # it reads whole vectors and crashes on rows of other lengths, and counts
                      # the codes in 32 bits
-                     r.multiple_of("in_features", 32), r.at_most("codes", (1 << 31) - 1))),
+                     r.multiple_of("in_features", 32), r.at_most("weight_size", (1 << 31) - 1))),
     Kernel("torch.int4_linear", quantized_linear, _int4_linear, prior=10.0, overhead_us=8.0,
            differentiable=False, less_work=CODES_ONLY,
            traceable=False, workspace="4 * in_features * out_features",

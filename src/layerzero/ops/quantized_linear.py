@@ -134,7 +134,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *({"format": f, "k": 37, "n": 17, "rows": (2, 3)} for f in ("int8", "int4", "fp8_e4m3")),
     *({"format": f, "symmetric": False, "group": g} for f in ("int8", "int4") for g in (0, 32)),
     *({"format": f, "rows": r} for f in ("int8", "int4") for r in ((), (0,), (1,), (40,))),
-    {"format": "int4", "group": 64, "k": 256, "n": 64},
+    {"format": "int4", "group": 64, "k": 256, "n": 64, "rows": (18,)},
     {"format": "int4", "group": 128, "k": 256, "n": 64, "bias": True},
     {"format": "int4", "group": 16}, {"format": "int4", "group": 32, "k": 100},
     {"k": 4096, "n": 16, "rows": (2,)}, {"format": "int4", "group": 32, "scale_dtype": "bfloat16"},
@@ -208,11 +208,11 @@ OP = Op(
             "scales": "scale_rows groups",
             "zeros": "scale_rows groups", "bias": "out_features", "global_scale": "1 1"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
-    derived={"shared_rows": "out_features - scale_rows", "codes": "in_features * out_features"},
+    derived={"shared_rows": "out_features - scale_rows", "weight_size": "in_features * out_features"},
     words={"shared_rows": Wording(
         "out_features - scale_rows", "{scale_rows} rows of scales, {out_features} of the weight", {
             "0": "every row of the weight must have scales of its own"}),
-        "groups": Wording("the scales of a row")},
+        "groups": Wording("the scales of a row"), "weight_size": Wording("the codes of the weight")},
     exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
     ranges={"group_size": INT32},
     requires=(

@@ -60,8 +60,10 @@ def find_place(name: str, known: Iterable[Place]) -> Place:
         raise ConfigError(f"{name!r} names {len(found)} places of the store: "
                           f"{', '.join(p.place for p in found)}; give one of these")
     names = [n for p in known for n in p.names if n]
+    known_ones = f"{suggest(name, names)}; lz perf places lists them" if names else (
+        ", which has no measurements yet")
     raise ConfigError(f"{name!r} is no file, and no node, device or place of the store"
-                      f"{suggest(name, names)}; lz perf places lists them")
+                      f"{known_ones}")
 
 
 def compare_places(store: Store, a: str, b: str) -> tuple[Difference, ...]:

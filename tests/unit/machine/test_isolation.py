@@ -32,10 +32,11 @@ LIMITS = {"isolation": "misbehaving.*=worker", "isolation_memory": 128 << 20,
 def registered():
     """The kernel and its worker: one process for the tests of this file, with those that follow
     it."""
+    before = worlds.current().policy
     lz.register(bad.KERNELS[0])
     lz.configure(**LIMITS)
     yield
-    lz.configure(isolation="")
+    worlds.publish(lambda world: world.replace(policy=before), "end of the tests")
     lz.unregister("misbehaving")
 
 

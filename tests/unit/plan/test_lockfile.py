@@ -298,7 +298,7 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     (("dry-run", "--program", "nowhere_at_all:f"), "No module named"),
     (("dry-run", "--program", "os:getcwd"), r"must give \(model, \*arguments\)"),
     (("lock", "--check", "--file", "absent.lock"), "there is no such file"),
-    (("diff", "absent.json", "absent.json"), "cannot read"),
+    (("diff", "absent.json", "absent.json"), "is no file, and no node, device or place"),
 ])
 def test_a_wrong_question_is_one_message(run, words, told):
     import re

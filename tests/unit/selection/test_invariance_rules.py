@@ -8,6 +8,7 @@ import torch
 import layerzero as lz
 from layerzero.errors import NoKernelFoundError
 
+pytestmark = pytest.mark.usefixtures("world")
 BATCH, TP = {"batch_invariant": True}, {"tp_invariant": True}
 
 

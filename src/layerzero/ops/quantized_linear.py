@@ -208,11 +208,13 @@ OP = Op(
             "scales": "scale_rows groups",
             "zeros": "scale_rows groups", "bias": "out_features", "global_scale": "1 1"},
     returns=("*rows out_features",), same_dtype=("x", "bias"),
-    derived={"shared_rows": "out_features - scale_rows", "weight_size": "in_features * out_features"},
+    derived={"shared_rows": "out_features - scale_rows",
+             "weight_size": "in_features * out_features"},
     words={"shared_rows": Wording(
         "out_features - scale_rows", "{scale_rows} rows of scales, {out_features} of the weight", {
             "0": "every row of the weight must have scales of its own"}),
-        "groups": Wording("the scales of a row"), "weight_size": Wording("the codes of the weight")},
+        "groups": Wording("the scales of a row"),
+        "weight_size": Wording("the codes of the weight")},
     exact=("in_features", "out_features", "packed", "scale_rows", "groups", "group_size"),
     ranges={"group_size": INT32},
     requires=(

@@ -16,12 +16,13 @@ from layerzero.integrations.distributed.exchange import Exchange
 from layerzero.integrations.distributed.profile import Profile, not_shared
 from layerzero.world import snapshot as worlds
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")
+pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.skipif(
+    not dist.is_available(), reason="this torch has no distributed")]
 ALIKE = ["", "", ""]
 
 
 @pytest.fixture
-def alone():
+def alone(world):
     lz.distributed.init("training", lz.distributed.StoreGroup(dist.HashStore(), 0, 1), timeout=5)
     yield
     lz.distributed.shutdown()

@@ -278,7 +278,7 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="of the record, by name; all by default")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="for one row of the record")
     parser.add_argument("--judge", default="", help="shapes to judge by criterion.py")
-    parser.add_argument("--prompts", type=int, default=8, help="of the criterion")
+    parser.add_argument("--prompts", type=int, default=32, help="of the criterion")
     parser.add_argument("--judge-steps", type=int, default=127)
     parser.add_argument("--first-token", default="",
                         help="a shape and lengths of prompts: llama-3.2-1b,128,2048,8192")

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import layerzero as lz
 from layerzero.tuning.harness import in_turns
@@ -30,19 +28,19 @@ def calls(dtype: torch.dtype, device: str) -> Iterator[tuple[str, str, tuple[Any
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    hidden, wide = 1024, 3072
-    for rows in (1, 8, 128):
+    hidden, wide = (4096, 14336) if device == "cuda" else (1024, 3072)
+    for rows in (1, 8, 128, 2048) if device == "cuda" else (1, 8, 128):
         yield "linear", f"{rows} x {hidden} -> {wide}", (draw(rows, hidden),
                                                          draw(wide, hidden)), BOTH
-    if device == "cpu":
-        for rows in (1, 32):
-            yield ("mlp", f"{rows} x {hidden}, inner {wide}",
-                   (draw(rows, hidden), draw(2 * wide, hidden), draw(hidden, wide)), BATCH)
+    for rows in (1, 512) if device == "cuda" else (1, 32):
+        yield ("mlp", f"{rows} x {hidden}, inner {wide}",
+               (draw(rows, hidden), draw(2 * wide, hidden), draw(hidden, wide)), BATCH)
     yield "rms_norm", f"128 x {hidden}", (draw(128, hidden), draw(hidden)), BOTH
-    keys = draw(4, 8, 1024, 64)
-    yield "attention", "decode, 4 x 1024 keys", (draw(4, 16, 1, 64), keys, keys), BOTH
-    query, keys = draw(1, 16, 128, 64), draw(1, 8, 128, 64)
-    yield "attention", "prefill, 128 tokens", (query, keys, keys), BOTH
+    heads, dim, tokens = (32, 128, 2048) if device == "cuda" else (16, 64, 128)
+    keys = draw(4, 8, 8 * tokens, dim)
+    yield "attention", f"decode, 4 x {8 * tokens} keys", (draw(4, heads, 1, dim), keys, keys), BOTH
+    query, keys = draw(1, heads, tokens, dim), draw(1, 8, tokens, dim)
+    yield "attention", f"prefill, {tokens} tokens", (query, keys, keys), BOTH
 
 
 def layers(dtype: torch.dtype, device: str) -> Iterator[tuple[str, str, Any, Any]]:
@@ -65,7 +63,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("call", "sizes", "dtype", "as chosen", "us", "invariant", "us", "times")
+    print(f"{'call':<14}{'sizes':<27}{'dtype':<10}{'as chosen':<30}{'us':>8}  "
+          f"{'invariant':<28}{'us':>8}{'times':>7}")
     rows = []
 
     def measure(name: str, sizes: str, dtype: str, free: Any, fixed: Any, kernels: tuple[str, str]
@@ -76,8 +75,8 @@ def main() -> None:
         rows.append({"call": name, "sizes": sizes, "dtype": dtype, "kernel": kernels[0],
                      "us": usual, "invariant_kernel": kernels[1], "invariant_us": kept,
                      "times": kept / usual})
-        table.add_row(name, sizes, dtype, kernels[0], f"{usual:.0f}", kernels[1], f"{kept:.0f}",
-                      f"{kept / usual:.2f}")
+        print(f"{name:<14}{sizes:<27}{dtype:<10}{kernels[0]:<30}{usual:>8.0f}  "
+              f"{kernels[1]:<28}{kept:>8.0f}{kept / usual:>7.2f}", flush=True)
 
     for dtype in (torch.float32, torch.bfloat16):
         for op, sizes, values, policy in calls(dtype, device):
@@ -87,7 +86,6 @@ def main() -> None:
                     lambda f=run, v=values, p=policy: f(*v, policy=p), kernels)
         for name, sizes, fixed, free in layers(dtype, device):
             measure(name, sizes, str(dtype)[6:], free, fixed, ("one call", "8 pieces, one tree"))
-    Console(width=140).print(table)
     if args.json:
         args.json.write_text(json.dumps({"threads": args.threads, "device": device, "rows": rows},
                                         indent=1))

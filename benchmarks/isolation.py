@@ -49,17 +49,21 @@ class Row:
         return self.nbytes / self.quiet_cost_us / 1e3 if self.quiet_cost_us > 0 else math.inf
 
 
-def measure(name: str, call: Callable[[str], Any], nbytes: int, seconds: float) -> Row:
-    """Times the worker and this process in turn."""
+def measure(name: str, call: Callable[[str], Any], nbytes: int, seconds: float,
+            pause: float = 0.0) -> Row:
+    """Times the worker and this process in turn; `pause`: seconds of other work between calls."""
     for where in ("worker", "here"):
         for _ in range(3):
             call(where)
-    burst = 20 if nbytes < 1 << 20 else 1      # a worker that was just called is awake
+    burst = 20 if nbytes < 1 << 20 and not pause else 1    # a worker just called is awake
     samples: dict[str, list[float]] = {"worker": [], "here": []}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(samples["here"]) < 5:
         for where, times in samples.items():
             for _ in range(burst):
+                end_of_pause = time.perf_counter() + pause
+                while time.perf_counter() < end_of_pause:
+                    pass
                 began = time.perf_counter()
                 call(where)
                 times.append((time.perf_counter() - began) * 1e6)
@@ -94,6 +98,9 @@ def rows(seconds: float) -> list[Row]:
     for count, hidden in ((1, 64), (8, 64), (32, 256)):
         x, weight = torch.randn(count, hidden), torch.rand(hidden)
         found.append(measure(f"small {count}x{hidden}", rms_norm(x, weight), 2 * x.nbytes, seconds))
+        if (count, hidden) == (8, 64):
+            found.append(measure("small 8x64, 0.4 ms apart", rms_norm(x, weight), 2 * x.nbytes,
+                                 seconds, 4e-4))
     weight = torch.rand(4096)
     copied = torch.randn(LARGE // 4096, 4096)
     shared = copied.clone().share_memory_()

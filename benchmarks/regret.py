@@ -29,7 +29,7 @@ os.environ.setdefault("LAYERZERO_PERFDB", "off")       # before the library read
 import torch
 
 import layerzero as lz
-from layerzero.cli.commands.workload import show_report
+from layerzero.cli.commands.measure.workload import show_report
 from layerzero.dispatch import native
 from layerzero.perf.record import EAGER, MODES, Measurement, Rates
 from layerzero.spec.call import Call

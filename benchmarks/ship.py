@@ -4,6 +4,8 @@
     python benchmarks/ship.py --name neoverse-n1 --device cpu --threads 1
     python benchmarks/ship.py --name h200 --seconds 500
         stop after so long; run again with --more to go on
+    python benchmarks/ship.py --name h200 --match attention --keep
+        measure only these operations; the other rows of the table stay
 
 What was measured is kept in a store of its own beside the table (--store), so that a run that was
 cut off can be continued and several runs become one table. Only kernels of this package and of
@@ -124,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", type=Path,
                         help="where measurements are kept; default: beside the table")
     parser.add_argument("--more", action="store_true", help="go on with the store of a run before")
+    parser.add_argument("--match", default="", help="only operations whose name contains this")
+    parser.add_argument("--keep", action="store_true",
+                        help="keep the rows of the table that are not measured again")
     parser.add_argument("--compile", action="store_true",
                         help="also kernels that Inductor or nvcc compiles")
     parser.add_argument("--libraries", action="store_true", help="also kernels of other libraries")
@@ -150,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
         jobs, _ = survey(calls(args.device), args.device)
-        jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES), key=lambda job: job.nbytes)
+        jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES
+                       and args.match in job.call.op), key=lambda job: job.nbytes)
         end = time.perf_counter() + (args.seconds or 1e9)
         # small ones first: making a large one's inputs takes longest
         for done, job in enumerate(jobs):
@@ -169,13 +175,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.type == "cpu":
             about.update(threads=args.threads, isa=list(device.isa))
         rates = store.rates().get(place) or worlds.current().perf.rates[place]
-        baselines = {k.id for k in worlds.current().catalog.kernels if k.baseline}
+        catalog = worlds.current().catalog
+        baselines = {k.id for k in catalog.kernels if k.baseline}
+        out = args.out / f"{args.name}.json"
+        rows = list(store.rows(place=place))
+        if args.keep:
+            again = {(m.op, m.mode, m.bucket) for m in rows}
+            rows += [m for m in shipped.read(out, catalog.ops).rows
+                     if (m.op, m.mode, m.bucket) not in again and m.kernel in catalog.by_id]
         text = shipped.text_of(
             about, {"torch": TORCH[device.type]}, datetime.date.today().isoformat(),
             f"python benchmarks/ship.py --name {args.name} --device {args.device}"
             + (f" --threads {args.threads}" if device.type == "cpu" else "")
-            + f" (torch {torch.__version__})", rates, store.rows(place=place), baselines)
-    out = args.out / f"{args.name}.json"
+            + f" (torch {torch.__version__})", rates, rows, baselines)
     out.write_text(text, encoding="utf-8")
     table = shipped.read(out, worlds.current().catalog.ops)
     print(f"{out}: {table.kinds} kinds of call, {len(table.rows)} times, {len(text) / 1000:.0f} kB")

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerzero as lz
-from layerzero.integrations.transformers.decoding.speculative import Draft, Lookup
+from layerzero.integrations.transformers.generation.speculation import Draft, Lookup
 
 # hidden, inner, layers, heads, key heads, vocabulary; and of the assistant
 SHAPES = {"small": ((512, 1536, 8, 8, 4, 8192), (256, 768, 2, 4, 2, 8192)),

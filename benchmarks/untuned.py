@@ -3,6 +3,8 @@ write.
 
     python benchmarks/untuned.py  eager, and on a GPU captured in a CUDA graph too
     python benchmarks/untuned.py --mode eager --other  only shapes that are in no list of ours
+    python benchmarks/untuned.py --drawn 60 --seed 7  calls drawn at random from other models
+    python benchmarks/untuned.py --rows 'channels last'  only rows whose name contains this
     python benchmarks/untuned.py --no-shipped  without the measurements that came with the package
 
 Before a call is timed it is made twice, as a server would, and what then compiles in the background
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -80,6 +83,68 @@ def other_calls(dtype: str) -> Iterator[Call]:
     for batch, how in ((1, {"temperature": 0.6, "top_p": 0.95}), (5, {"top_k": 40}),
                        (20, {"temperature": 0.0})):
         yield Call("sample", {"logits": TensorSpec((batch, 151936), "float32"), "seed": 3, **how})
+
+
+# hidden, inner, heads, kv_heads, head_dim, vocab: of models that are in no list of ours
+MODELS = (
+    (2304, 9216, 8, 4, 256, 256000), (2560, 9728, 32, 8, 128, 151936), (3072, 8192, 32, 32, 96, 32064),
+    (3072, 12288, 24, 2, 128, 49152), (2048, 5504, 16, 16, 128, 32256), (4096, 11008, 32, 32, 128, 100352),
+    (4096, 12800, 32, 8, 128, 49155), (5120, 13824, 40, 8, 128, 152064), (5120, 14336, 32, 8, 128, 131072),
+    (7168, 20480, 56, 8, 128, 64000), (1536, 8960, 12, 2, 128, 151936), (960, 2560, 15, 5, 64, 49152))
+
+
+def drawn_calls(dtype: str, count: int, seed: int, device: str) -> Iterator[Call]:
+    """Calls of those models, drawn at random: a decode step of an odd batch, a prompt of an odd
+    length, a chunk after a context."""
+    chance = random.Random(seed)
+    models = MODELS if device == "cuda" else [m for m in MODELS if m[0] <= 2048]
+    longest = 6000 if device == "cuda" else 700
+
+    def t(*shape: int) -> TensorSpec:
+        return TensorSpec(shape, dtype)
+
+    def around(most: int) -> int:
+        """From 1 to `most`, each octave alike."""
+        return round(math.exp(chance.uniform(0.0, math.log(most))))
+
+    for i in range(count):
+        hidden, inner, hq, hkv, d, vocab = chance.choice(models)
+        step = chance.choice(("decode", "decode", "decode", "prompt", "chunk"))
+        batch = around(48) if step == "decode" else 1 if step == "chunk" else around(4)
+        queries = 1 if step == "decode" else 16 + around(longest // 3 // batch)
+        keys = queries if step == "prompt" else queries + 100 + around(longest)
+        rows = batch * queries
+        kind = ("attention", "attention", "rms_norm", "add_rms_norm", "linear", "mlp", "rope",
+                "layer_norm", "sample")[i % 9]
+        if kind == "attention":
+            late = {"is_causal": True, "causal_align": "bottom_right"}
+            yield Call("attention", {
+                "query": t(batch, hq, queries, d), "key": t(batch, hkv, keys, d),
+                "value": t(batch, hkv, keys, d),
+                **({} if step == "decode" else {"is_causal": True} if step == "prompt" else late)})
+        elif kind == "rms_norm":
+            yield Call(kind, {"x": t(rows, hidden), "weight": t(hidden)})
+        elif kind == "add_rms_norm":
+            yield Call(kind, {"x": t(rows, hidden), "residual": t(rows, hidden),
+                              "weight": t(hidden)})
+        elif kind == "layer_norm":
+            yield Call(kind, {"x": t(rows, hidden), "weight": t(hidden), "bias": t(hidden)})
+        elif kind == "linear":
+            inputs, outputs = chance.choice(((hidden, (hq + 2 * hkv) * d), (hq * d, hidden),
+                                             (inner, hidden)))
+            yield Call(kind, {"x": t(rows, inputs), "weight": t(outputs, inputs)})
+        elif kind == "mlp":
+            yield Call(kind, {"x": t(rows, hidden), "weight_in": t(2 * inner, hidden),
+                              "weight_down": t(hidden, inner)})
+        elif kind == "rope":
+            yield Call(kind, {"q": t(batch, hq, queries, d), "k": t(batch, hkv, queries, d),
+                              "cos": t(queries, d // 2), "sin": t(queries, d // 2),
+                              "style": "rotate_half"})
+        else:
+            how = chance.choice(({"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 40},
+                                 {"temperature": 0.8, "top_p": 0.9}))
+            yield Call("sample", {"logits": TensorSpec((around(48), vocab), "float32"), "seed": 3,
+                                  **how})
 
 
 def listed(device: str, dtype: str) -> Iterator[Call]:
@@ -157,6 +222,12 @@ def summary(rows: Sequence[Row], mode: str) -> Row:
             "not_run": sum("failed" in r["modes"].get(mode, {}) for r in rows)}
 
 
+def merge(rows: Sequence[Row], before: Sequence[Row], date: str) -> list[Row]:
+    """The rows of a run before, with those measured now in the place of theirs."""
+    now = {(r["op"], r["call"], r["dtype"]): {**r, "measured": date} for r in rows}
+    return [now.pop((r["op"], r["call"], r["dtype"]), r) for r in before] + list(now.values())
+
+
 def show(rows: Sequence[Row], modes: Sequence[str]) -> None:
     for mode in modes:
         print(f"\n{mode:<74}{'torch us':>10}{'lz us':>10}{'ratio':>8}  kernel (evidence)")
@@ -180,12 +251,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--other", action="store_true",
                         help="only shapes that are in no list of ours")
+    parser.add_argument("--drawn", type=int, default=0,
+                        help="only so many calls drawn at random from other models")
+    parser.add_argument("--seed", type=int, default=7, help="of --drawn")
     parser.add_argument("--no-shipped", action="store_true",
                         help="without what came with the package")
     parser.add_argument("--seconds", type=float, help="stop after about so long")
     parser.add_argument("--seconds-per-call", type=float, default=0.15)
     parser.add_argument("--match", default="", help="only operations whose name contains this")
+    parser.add_argument("--rows", default="", help="only calls whose name contains this")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--update", action="store_true",
+                        help="measured rows replace those in --out, which keeps the others")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -193,9 +270,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = args.mode or ([EAGER, CAPTURED] if args.device == "cuda" else [EAGER])
     env, began, rows, left = environment(args.device), time.perf_counter(), [], 0
     for dtype in args.dtype or (["bfloat16"] if args.device == "cuda" else ["float32"]):
-        calls = [*other_calls(dtype), *(() if args.other else listed(args.device, dtype))]
+        calls = (list(drawn_calls(dtype, args.drawn, args.seed, args.device)) if args.drawn else
+                 [*other_calls(dtype), *(() if args.other else listed(args.device, dtype))])
         for call in calls:
-            if args.match not in call.op or call.op not in WRITTEN:
+            if (args.match not in call.op or args.rows not in f"{call.op} {call.name or ''}"
+                or call.op not in WRITTEN):
                 continue
             if args.seconds and time.perf_counter() - began > args.seconds:
                 left += 1
@@ -207,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if row is not None:
                 rows.append({**row, "dtype": dtype})
     show(rows, modes)
+    if args.update:
+        rows = merge(rows, json.loads(args.out.read_text())["rows"], env["date"])
     found = {mode: summary(rows, mode) for mode in modes}
     waits = [r["seconds_to_compile"] for r in rows]
     print("\n" + json.dumps(found, indent=1))
@@ -215,11 +296,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{max(waits):.2f} s"
         + (f"; {left} calls were not reached" if left else ""))
     name = "h200" if "H200" in str(env["gpu"]) else f"{args.device}-{env['cores']}-cores"
+    name = f"drawn-{name}" if args.drawn else name
     out = (args.out or Path(os.environ.get("OUT", Path(__file__).parent / "results"))
            / f"untuned-{name}.json")
     out.write_text(json.dumps({"benchmark": "untuned", "environment": env,
                                "shipped": not args.no_shipped,
-                               "summary": found, "rows": rows}, indent=1) + "\n")
+                               "drawn": {"count": args.drawn, "seed": args.seed} if args.drawn
+                               else None, "summary": found, "rows": rows}, indent=1) + "\n")
     print(f"written to {out}")
     return 0
 

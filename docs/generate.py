@@ -364,7 +364,8 @@ def proof() -> str:
     logged = [json.loads(path.read_text("utf-8"))
               for path in sorted((figures.RESULTS).glob("proof-*.json"))]
     summaries = [s for data in logged if data["kind"] == "kernels" for s in data["summaries"]]
-    return verify_report.page(summaries, [d for d in logged if d["kind"] == "mutants"])
+    return verify_report.page(summaries, [d for d in logged if d["kind"] == "mutants"],
+                              [r for d in logged if d["kind"] == "faults" for r in d["runs"]])
 
 
 def pages() -> dict[Path, str]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import layerzero as lz
+from layerzero.files.calls import read_calls
+from layerzero.integrations.bundle import read_bundle
 from layerzero.integrations.gguf.model import load_gguf
 from layerzero.integrations.gguf.reader import gguf_metadata
 from layerzero.integrations.hub import elf
@@ -33,14 +35,18 @@ from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
 from layerzero.plan.lower import lowered
 from layerzero.plan.table import Table, digest
+from layerzero.release.gate import combine
+from layerzero.release.soak import SoakReport
+from layerzero.release.waivers import read_waivers
 from layerzero.report import history, saved, timeline
 from layerzero.report.regret import read_regret
 from layerzero.selection.policy import Policy, PolicyRule
-from layerzero.spec.call import Call, read_calls
+from layerzero.spec.call import Call
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
 from layerzero.spec.expr import parse
 from layerzero.tuning.workload import merge, read_recordings
+from layerzero.verify.report import page, read_log, summarise
 from layerzero.verify.trace.constraints import solved, total_axis, violated
 from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
 from layerzero.world import capabilities, certificates
@@ -404,3 +410,35 @@ def elf_file(content: bytes) -> None:
         assert isinstance(problem, str)
     if list(elf.load_problems(path)):
         raise DataError("it cannot be loaded here")
+
+
+@target
+def waiver(content: bytes) -> None:
+    """A file of waivers of the gate."""
+    for made in read_waivers(_file(content, "waivers.yaml")):
+        assert made.covers(made.what, made.target)
+
+
+@target
+def gate_report(content: bytes) -> None:
+    """What lz gate --out writes and lz gate --combine reads."""
+    combine([_file(content, "gate.json")], [])
+
+
+@target
+def soak_report(content: bytes) -> None:
+    """What lz soak --out writes, and --resume and lz gate read."""
+    made = SoakReport.load(_file(content, "soak.json"))
+    assert SoakReport.from_json(json.loads(json.dumps(made.to_json())), "again") == made
+
+
+@target
+def verdicts(content: bytes) -> None:
+    """A log of verdicts, as lz verify report reads it."""
+    page(summarise(read_log(_file(content, "log.jsonl"))), ())
+
+
+@target
+def bundle(content: bytes) -> None:
+    """An archive of lz bundle."""
+    assert "manifest.json" in read_bundle(_file(content, "bundle.tar.gz"))

@@ -23,6 +23,7 @@ from . import speculative as speculative
 from . import tables as tables
 from . import testing as testing
 from . import tokens as tokens
+from .files.calls import Calls
 from .integrations.auto import Auto
 from .integrations.gguf.model import GGUFModel
 from .integrations.serve import Server
@@ -30,7 +31,7 @@ from .integrations.transformers.accelerate import Acceleration
 from .integrations.transformers.weight_error import Text
 from .models.kv_cache import KVCache
 from .models.sampling import Rows
-from .models.weight_codes import WeightOnly
+from .models.weights.codes import WeightOnly
 from .operate.inspection import DoctorReport, KernelInfo, Stats
 from .operate.readiness import Readiness
 from .operate.recording import Recorder
@@ -40,7 +41,7 @@ from .ops.formulas.tokenization import Tokens
 from .plan.bake import Baked
 from .plan.dryrun import DryRun
 from .plan.lockfile import Lockfile
-from .plan.readiness import Calls, OrPath
+from .plan.readiness import OrPath
 from .plan.table import Table
 from .selection.policy import Layer
 from .selection.policy import PolicyRule as PolicyRule
@@ -420,7 +421,7 @@ def load_config(path: str | os.PathLike[str] | None) -> None:
 
 def load_gguf(
     path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu", activations: str = "",
+    device: str | torch.device = "cpu", activations: str = "", shared: bool = False,
 ) -> GGUFModel:
     """Load a model with the file's own quantized weights; DataError for a file that is none.
 
@@ -428,12 +429,15 @@ def load_gguf(
     activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none"
     dequantizes weights for each product. By default "q8", and weights in a format that no fast
     kernel serves here are dequantized once, with a warning.
+    shared: weights that our CPU kernels pack are packed once for all processes, into the cache
+    folder, and mapped from there: they load faster, and are in memory once.
 
     Args:
         path (str | os.PathLike[str])
         dtype (torch.dtype)
         device (str | torch.device)
         activations (str)
+        shared (bool)
 
     Returns: GGUFModel
 

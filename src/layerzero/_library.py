@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from .dispatch import dispatcher, torch_library
+from .operate.inspection import dispatcher_of
 from .ops import CATALOG as OPS
 from .spec.errors import RegistrationError
 from .spec.kernel import Kernel
@@ -26,7 +27,6 @@ def op(name: str) -> Op:
     """Return the declaration of an operation."""
     if name in OPS:
         return catalog.builtin_op(name)
-    from .operate.inspection import dispatcher_of
     return dispatcher_of(name).op
 
 
@@ -53,7 +53,7 @@ def unregister(name: str) -> None:
 
 
 def _reduce(item: Op) -> Any:
-    """For copy and pickle: an op that is registered here is that op, wherever it is read."""
+    """Let copy and pickle name a registered op: reading it gives the same object."""
     known = item.name in OPS or (worlds.exists() and item.name in worlds.current().catalog.ops)
     return (op, (item.name,)) if known and op(item.name) is item else item.__reduce_ex__(4)
 

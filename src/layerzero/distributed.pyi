@@ -53,15 +53,17 @@ def agree(calls: Iterable[Call] | Callable[..., Any], *example: Any, **named: An
     """
 
 
-def check(timeout: float | None = None) -> Agreement:
+def check(timeout: float | None = None, *, name: str | None = None) -> Agreement:
     """Make sure that all ranks still are as they were when they agreed; every rank must call it.
 
     A rank that does not come is named after the time-out. The ranks' hashes are compared by one
     all_reduce; where they differ, each rank says what it is. RanksError in training; in inference
-    an event says it, and the next `sync` agrees anew.
+    an event says it, and the next `sync` agrees anew. With several groups each is checked, or the
+    one of this name; returned is what the first agreed on.
 
     Args:
         timeout (float | None)
+        name (str | None)
 
     Returns: Agreement
 
@@ -97,7 +99,7 @@ def column_linear(
 
 def init(
     mode: str = "inference", group: Any = None, *, timeout: float = 300.0, scope: str = "group",
-    join: bool = False,
+    join: bool = False, name: str = "",
 ) -> Agreement:
     """Compare this rank with the others of `group`; from now on they agree on kernels.
 
@@ -107,12 +109,17 @@ def init(
     oldest device can run. With join=True this rank takes over what the others have agreed on, and
     none of them waits for it.
 
+    A process may agree with several groups, each under a `name`: with its tensor-parallel group,
+    then among the replicas. A group chooses among what those before it have left, so that on a
+    mesh all ranks end with one kernel. Every rank begins them in the same order.
+
     Args:
         mode (str)
         group (Any)
         timeout (float)
         scope (str)
         join (bool)
+        name (str)
 
     Returns: Agreement
 
@@ -226,9 +233,12 @@ def shard(t: Tensor, dim: int = 0, *, group: Any = None, splits: int = 8) -> Ten
     """
 
 
-def shutdown() -> None:
-    """End the agreement in this process: its table and its rules are taken away. No rank waits for
-    another.
+def shutdown(name: str | None = None) -> None:
+    """End the agreements in this process, or that of one name: tables and rules are taken away. No
+    rank waits for another.
+
+    Args:
+        name (str | None)
 
     Returns: None
 
@@ -239,9 +249,13 @@ def shutdown() -> None:
     """
 
 
-def status() -> Agreement | None:
+def status(name: str | None = None) -> Agreement | None:
     """Return what is agreed, and how many kinds of call this rank has chosen by itself since; None
-    before `init`. No rank waits for another.
+    before `init`. With several groups: of the one of this name, or of the first. No rank waits for
+    another.
+
+    Args:
+        name (str | None)
 
     Returns: Agreement | None
 
@@ -250,14 +264,16 @@ def status() -> Agreement | None:
     """
 
 
-def sync(timeout: float | None = None) -> int:
+def sync(timeout: float | None = None, *, name: str | None = None) -> int:
     """Agree on the kinds of call that any rank has met since the last time; every rank must call
-    it. Returns how many kinds have another kernel now, or their first agreed one.
+    it. Returns how many kinds have another kernel now, or their first agreed one. With several
+    groups it is done in each, in the order in which they began; `name` chooses one.
 
     Call it where ranks meet anyway: after the first batches, between epochs, when traffic changed.
 
     Args:
         timeout (float | None)
+        name (str | None)
 
     Returns: int
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from .models.checkpoint_formats import QuantizedWeight
-from .models.packing import PackedState
-from .models.quantization import FormatChoice
-from .models.weight_codes import WeightOnly as WeightOnly
+from .models.weights.checkpoint_formats import QuantizedWeight
+from .models.weights.codes import WeightOnly as WeightOnly
+from .models.weights.packing import PackedState
+from .models.weights.quantization import FormatChoice
 from .spec.device import Device
 
 __all__ = [

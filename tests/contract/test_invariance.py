@@ -22,7 +22,10 @@ def grid() -> list[Any]:
     rows = []
     for kernel in KERNELS:
         for to, declared in (("batch", kernel.batch_invariant), ("tp", kernel.tp_invariant)):
-            absent = loading.availability(kernel)
+            absent = loading.availability(kernel) or next(
+                (reason for rule in kernel.requires
+                 if isinstance(rule, r.Rule) and rule.fact == "device"
+                 and (reason := rule.check({"device": "cpu"}))), None)
             if declared:
                 rows.append(pytest.param(
                     kernel, to, id=f"{kernel.id}-{to}",

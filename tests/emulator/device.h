@@ -269,6 +269,8 @@ template <typename T> FN T shuffle(T v, int from) {
 
 template <typename T> FN T shuffle_xor(T v, int mask) { return shuffle(v, lane() ^ mask); }
 
+FN int lowest_bit(u32 v) { return __builtin_ctz(v); }
+
 FN u32 ballot(bool v) {
     emulator::Warp& warp = emulator::current_warp();
     warp.slot[lane()] = v;

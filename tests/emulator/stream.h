@@ -77,6 +77,13 @@ FN void copies_arrive(u64* mbarrier) {
     emulator::now->open.clear();
 }
 
+FN u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 v = 0;
+    for (int n = 0; n < 32; n += 16)
+        v |= u32(from_float<true>(to_float<true>(u16(a >> n)) * to_float<true>(u16(b >> n)) + to_float<true>(u16(c >> n)))) << n;
+    return v;
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) { emulator::check_aligned(from); return {from[0], from[1]}; }

@@ -8,7 +8,7 @@ import pytest
 from helpers import Fake, happened, register, world
 
 import layerzero as lz
-from layerzero.cli.commands.verify_levels import match_kernels, verify_kernels
+from layerzero.cli.commands.prove.kernels import match_kernels, verify_kernels
 from layerzero.machine import hardware
 from layerzero.verify.kernel.certify import certify, certify_all
 from layerzero.world import certificates

@@ -46,6 +46,7 @@ class Interrupt:
         self.at, self.seen, self.where = at, 0, ""
 
     def __enter__(self) -> Interrupt:
+        sys._getframe().f_trace_opcodes = True # else Python 3.12 traces none the first time
         sys.settrace(self._called)
         return self
 

@@ -30,7 +30,7 @@ ACCEPTED = {"calls": 2, "capability": 3, "certificate": 1, "definition": 2, "dev
             "report": 1, "rule": 2, "solution": 1, "table": 3, "trace": 2, "choices": 2,
             "elf_file": 0, "environment": 1, "gguf": 1, "hub_lock": 1, "hub_metadata": 1,
             "sentencepiece_model": 1, "shipped_table": 1, "tiktoken_ranks": 1, "tokenizer_json": 3,
-            "workload": 2}
+            "workload": 2, "waiver": 1, "gate_report": 1, "soak_report": 1, "verdicts": 1, "bundle": 1}
 NEEDS = {"gguf": "gguf", "hub_lock": "kernels", "hub_metadata": "kernels",
          "tiktoken_ranks": "tiktoken",
          "tokenizer_json": "tokenizers"}       # libraries without which a target accepts nothing

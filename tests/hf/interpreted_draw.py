@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.integrations.transformers.decoding import triton_draw, triton_few
+from layerzero.integrations.transformers.generation import triton_draw, triton_few
 
 
 def check(batch: int, vocab: int, eos: list[int], pad: int | None, dtype: torch.dtype,

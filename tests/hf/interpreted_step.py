@@ -23,7 +23,7 @@ from layerzero.integrations.transformers.decoding import triton_step
 HALF = torch.float16
 
 
-def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary: int,
+def check_rotate_and_store(batch: int, heads: int, kv_heads: int, dim: int, rotary: int,
                         dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(0)
     qkv = torch.randn(batch, 1, heads + 2 * kv_heads, dim, generator=gen).to(dtype)
@@ -31,7 +31,7 @@ def check_turn_and_keep(batch: int, heads: int, kv_heads: int, dim: int, rotary:
     angles = torch.arange(9)[:, None] / 100 ** (torch.arange(rotary // 2) / rotary)
     table = torch.cat((angles.cos(), angles.cos(), angles.sin(), angles.sin()), 1).to(dtype)
     keys, values = (torch.zeros(batch, 9, kv_heads, dim, dtype=dtype) for _ in "kv")
-    query = triton_step.turn_and_keep(both, value, table, torch.tensor([5]), keys, values)
+    query = triton_step.rotate_and_store(both, value, table, torch.tensor([5]), keys, values)
     cos, sin = table[5, :rotary].float(), table[5, rotary:].float()
     x = both[:, 0, :, :rotary].float()
     turned = x * cos + torch.cat((-x[..., rotary // 2:], x[..., :rotary // 2]), -1) * sin
@@ -84,9 +84,9 @@ def check_whole_step(model_class: type, config_class: type, **more: Any) -> None
 
 if __name__ == "__main__":
     for dtype in (torch.float32, HALF, torch.bfloat16):
-        check_turn_and_keep(2, 4, 2, 16, 16, dtype)
+        check_rotate_and_store(2, 4, 2, 16, 16, dtype)
     # a part of each head, sizes that are no power of two
-    check_turn_and_keep(1, 3, 1, 24, 16, torch.float32)
+    check_rotate_and_store(1, 3, 1, 24, 16, torch.float32)
     check_attend(2, 4, 2, 16, 200, [150, 1])
     check_attend(1, 8, 2, 32, 64, [64])
     check_attend(2, 4, 2, 16, 200, [150, 5], window=40, softcap=0.5)

@@ -5,7 +5,6 @@ given back.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import triton_interpreter_works
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
+from layerzero.integrations.transformers.decoders.recognition import NotRecognised, recognise  # noqa: E402
 from layerzero.integrations.transformers.decoding import captured  # noqa: E402
-from layerzero.integrations.transformers.decoding.decoders import NotRecognised, recognise  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -188,7 +188,7 @@ def test_more_caches_than_buffers_are_served_without(model):
     assert sum("in use in graphs" in why for why in report.declined) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
     script = Path(__file__).parent / "interpreted_step.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,

@@ -18,9 +18,9 @@ import models  # noqa: E402
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
+from layerzero.integrations.transformers.decoders.families import NotRecognised  # noqa: E402
+from layerzero.integrations.transformers.decoders.recognition import Experts, recognise  # noqa: E402
 from layerzero.integrations.transformers.decoding import captured, growing_cache  # noqa: E402
-from layerzero.integrations.transformers.decoding.decoders import Experts, recognise  # noqa: E402
-from layerzero.integrations.transformers.decoding.families import NotRecognised  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer, GrowingWindow  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -391,7 +391,7 @@ def test_what_is_not_recognised_says_why(name, changes, why):
 
 
 @pytest.mark.parametrize("name, what", [
-    ("HunYuanDenseV1", "norms of turned heads"), ("Arcee", "the model's own code"),
+    ("HunYuanDenseV1", "norms of rotated heads"), ("Arcee", "the model's own code"),
     ("Glm4Moe", "a router of its own"), ("BitNet", "a norm of its heads' result"),
     ("gpt_oss", "attention sinks"), ("DeepseekV3", "latent attention"), ("Cohere2", "")])
 def test_what_a_kernel_of_the_plain_step_must_not_serve(name, what):

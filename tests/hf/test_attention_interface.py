@@ -383,10 +383,9 @@ def test_logits_are_as_close_to_the_truth_as_stock(family, dtype):
     assert mine.max() <= 2 * stock.max() + 1e-6, (mine.max(), stock.max())
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+# Falcon has attention of its own.
+@pytest.mark.parametrize("family", [family for family in CAUSAL if family != "falcon"])
 def test_padding_on_the_left_changes_nothing(family):
-    if family == "falcon":
-        pytest.skip("has attention of its own")
     model, given = tiny(family, attn_implementation="layerzero"), padded(pads=(0, 5))
     with torch.no_grad():
         places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)

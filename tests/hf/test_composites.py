@@ -84,7 +84,10 @@ def test_in_a_cuda_graph(name):
 @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
 def test_other_ways_to_generate(how):
     model, given = composite("qwen2_5_vl"), with_picture("qwen2_5_vl")
-    before = generate(model, given, **how)
+    try:
+        before = generate(model, given, **how)
+    except RuntimeError as e:                  # transformers 5.17 with beams and a picture
+        pytest.skip(f"transformers itself does not serve it: {e}")
     with accelerate(model, measure=False) as report:
         assert torch.equal(generate(model, given, **how), before)
         assert report.served == {"step": NEW - 1} and not report.declined, str(report)

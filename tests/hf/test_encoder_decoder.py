@@ -117,7 +117,7 @@ def test_biases_and_weights_written_in_place_are_seen():
 
 
 def test_relative_positions_beyond_the_first_table(monkeypatch):
-    from layerzero.integrations.transformers.decoding import score_bias
+    from layerzero.integrations.transformers.decoders import score_bias
 
     monkeypatch.setattr(score_bias, "LEAST", 4)
     model, inputs = build("t5"), given("t5")

@@ -4,7 +4,6 @@ transformers gives, seen by streamers and criteria in the same order."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import triton_interpreter_works
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,7 +25,8 @@ from transformers.generation import (  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured, generation  # noqa: E402
+from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.generation import loop as generation  # noqa: E402
 
 pytestmark = pytest.mark.integration
 DEVICE = {"on the device": 1}
@@ -223,6 +224,48 @@ def test_a_fault_in_the_loop_leaves_the_answer_intact(stock):
     assert "a fault of the step" in next(iter(report.declined))
 
 
+class Tired:
+    """A persistent step that gives up at its n-th launch, and at all that follow."""
+
+    def __init__(self, fixed, most: int) -> None:
+        self.fixed, self.left, self.given_up = fixed, most, False
+
+    def __call__(self, given, state):
+        self.left -= 1
+        self.given_up = self.given_up or self.left < 0
+        self.fixed._whole = None
+        out = self.fixed._run()
+        self.fixed._whole = self
+        return out.fill_(torch.nan) if self.given_up else out
+
+    def lost(self) -> bool:
+        return self.given_up
+
+
+@pytest.mark.parametrize("how", [{"repetition_penalty": 1.3}], ids=str)
+def test_a_launch_that_gives_up_is_done_again_by_the_kernels(stock, how, monkeypatch):
+    made = []
+
+    def faster(step, parts, rooms, angles, given, state, by_kernels):
+        made.append(Tired(by_kernels.__self__, 5)) if not made else None
+        return None if step in generation.persistent._lost else made[0]
+
+    model, ids = copy.deepcopy(stock), prompt(2)
+    expected = generate(stock, ids, 10, **how)
+    accelerate(model, measure=False, capture=True)
+    monkeypatch.setattr(captured.persistent, "faster", faster)
+    monkeypatch.setattr(generation, "AHEAD_ON_HOST", 3)
+    model.forward._captured.forget(2)
+    seen: list = []
+    stop = lz.subscribe(seen.append)
+    try:
+        assert torch.equal(generate(model, ids, 10, **how), expected)
+    finally:
+        stop()
+    assert made[0].given_up
+    assert [e.served_by for e in seen if type(e).__name__ == "Fallback"] == ["a graph of kernels"]
+
+
 def test_a_draw_by_lz_sample_has_the_same_probabilities(stock, monkeypatch):
     """Chi-square of two samples, with seeds that are fixed: there is nothing that could differ."""
     monkeypatch.setattr(generation, "draws_without_sort", lambda like: True)
@@ -253,7 +296,7 @@ def test_scores_from_which_nothing_can_be_drawn_are_an_error(stock, monkeypatch)
         generate(model, do_sample=True, suppress_tokens=list(range(96)))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not triton_interpreter_works(), reason="no Triton whose interpreter works here")
 def test_the_device_kernels_agree_in_the_interpreter():
     script = Path(__file__).parent / "interpreted_draw.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,

@@ -234,7 +234,7 @@ def test_a_wrapper_that_keeps_the_weights_in_one_flat_tensor(pair):
 
 
 def groups(model):
-    from layerzero.integrations.transformers.decoding.decoders import recognise
+    from layerzero.integrations.transformers.decoders.recognition import recognise
 
     return [layer.qkv for layer in recognise(model).layers]
 

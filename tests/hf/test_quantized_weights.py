@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate
 from layerzero.integrations.transformers.quantized import codes_of, joined_codes, quantize_layers
 from layerzero.integrations.transformers.weight_error import prediction_error
-from layerzero.models.weight_codes import WeightOnly
+from layerzero.models.weights.codes import WeightOnly
 from layerzero.spec.errors import ConfigError
 
 pytestmark = pytest.mark.integration

@@ -13,10 +13,7 @@ import models  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
 from layerzero.integrations.transformers.decoding import captured  # noqa: E402
-from layerzero.integrations.transformers.decoding.speculative import (  # noqa: E402
-    Lookup,
-    Speculation,
-)
+from layerzero.integrations.transformers.generation.speculation import Lookup, Speculation  # noqa: E402
 from layerzero.spec.errors import ConfigError, NoKernelFoundError  # noqa: E402
 
 pytestmark = pytest.mark.integration

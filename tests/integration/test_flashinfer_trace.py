@@ -32,8 +32,7 @@ pytestmark = pytest.mark.integration
 BESIDE = Path(__file__).parents[3] / "shared" / "flashinfer-trace"
 DATASET = Path(os.environ.get("LZ_FLASHINFER_TRACE") or BESIDE)
 TYPES = ("gqa_paged", "gqa_ragged", "mla_paged", "mla_ragged", "dsa_paged", "rmsnorm", "rope",
-         "sampling", "gemm",
-         "moe")
+         "sampling", "gemm", "moe", "gdn")
 # of a weight: a product that is wider takes seconds to make
 ELEMENTS = 12 << 20
 ONE_OF_EACH = ("sampling",)                    # the reference sorts a vocabulary for every row
@@ -91,6 +90,8 @@ def test_every_definition_of_a_known_type_is_answered():
 
 def test_a_type_without_an_operation_says_so():
     strangers = [d for d in ALL if d.op_type not in TYPES]
+    if not strangers:
+        pytest.skip("every type of the dataset has an operation")
     assert all(f"no operation of the type '{d.op_type}'" in why_unanswered(d) for d in strangers)
 
 
@@ -102,9 +103,10 @@ def test_lz_equals_the_reference_and_torch(op_type, references):
     reports = [verify(d, references) for d in found]
     assert [str(r) for r in reports if not r.passed] == []
     assert [r.absent["reference"] for r in reports if "reference" in r.absent] == []
-    # of draws, torch judges the filters
+    # of draws, torch judges the filters; a delta rule torch does not have
+    truths = {"reference"} if op_type == "gdn" else {"reference", "torch"}
     if op_type != "sampling":
-        assert all({"reference", "torch"} <= {c.want for c in r.comparisons} for r in reports)
+        assert all(truths <= {c.want for c in r.comparisons} for r in reports)
 
 
 def test_what_is_too_large_can_be_made_smaller():

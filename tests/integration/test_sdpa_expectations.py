@@ -69,8 +69,11 @@ def test_a_value_of_another_width(value_dim):
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 0, 4, 8), (2, 2, 0, 8)])
 def test_empty(shape):
+    """Torch itself divides by zero where there are no heads (x86, at least to 2.11)."""
     q = rand(*shape)
-    same(q, q, q)
+    for _ in range(2):
+        got = stand_in(q, q, q)
+        assert got.shape == q.shape and got.dtype == q.dtype
 
 
 @pytest.mark.parametrize("causal", [False, True])

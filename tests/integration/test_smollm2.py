@@ -18,7 +18,7 @@ typer = pytest.importorskip("typer", reason="needs typer: pip install 'layerzero
 from typer.testing import CliRunner  # noqa: E402
 
 from layerzero.cli.app import app  # noqa: E402
-from layerzero.cli.commands.ladder import TEXT, ladder  # noqa: E402
+from layerzero.cli.commands.prove.ladder import TEXT, ladder  # noqa: E402
 from layerzero.integrations.gguf.architectures import rows_to_halves  # noqa: E402
 from layerzero.integrations.gguf.generation import TextGeneration  # noqa: E402
 from layerzero.integrations.gguf.llama_peer import build_llama, trace_stages  # noqa: E402
@@ -207,23 +207,23 @@ def test_the_command_speaks(model):
     rows = [line.split() for line in kernels.splitlines() if line.startswith(("prefill", "decode"))]
     assert {("prefill", "attention"), ("decode", "attention"),
             ("decode", "sample")} <= {tuple(r[:2]) for r in rows}
-    # of each layer qkv, out, gate with up, and down, and the head; or of tensors in their place
+    # of each layer q, k, v, out, gate, up and down, and the head; or of tensors in their place
     calls = {op: sum(int(r[3]) for r in rows if r[:2] == ["decode", op])
              for op in ("quantized_linear", "linear", "mlp")}
-    assert calls in ({"quantized_linear": (30 * 4 + 1) * 7, "linear": 0, "mlp": 0},
+    assert calls in ({"quantized_linear": (30 * 7 + 1) * 7, "linear": 0, "mlp": 0},
                      {"quantized_linear": 0, "linear": (30 * 2 + 1) * 7, "mlp": 30 * 7})
 
 
 def test_the_command_in_json(model, monkeypatch):
     # not once more
-    monkeypatch.setattr("layerzero.cli.commands.generate.load_gguf", lambda path, **_: model)
+    monkeypatch.setattr("layerzero.cli.commands.setup.generate.load_gguf", lambda path, **_: model)
     told = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
     assert told["text"] == " 5," and told["tokens"] == 3 and told["kernels"] == []
     assert told["tokens_per_second"] > 0 and told["prompt_tokens_per_second"] > 0
 
 
 def test_a_conversation(model, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.commands.generate.load_gguf", lambda path, **_: model)
+    monkeypatch.setattr("layerzero.cli.commands.setup.generate.load_gguf", lambda path, **_: model)
     words = ["generate", "--chat", "--max-tokens", "3", "--device", "cpu"]
     done = CliRunner().invoke(app, words, input="Name a color.\nAnother one.\n")
     rates = [line for line in done.stdout.splitlines() if "tokens of prompt at" in line]
@@ -238,7 +238,7 @@ def test_a_wrong_command_is_refused(words):
 
 
 def test_the_ladder_as_a_command(model, capsys, monkeypatch):
-    monkeypatch.setattr("layerzero.cli.commands.ladder.read_gguf", lambda path: model)
+    monkeypatch.setattr("layerzero.cli.commands.prove.ladder.read_gguf", lambda path: model)
     assert ladder(4, kernel="torch.sdpa_flash", as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     [rung] = told["rungs"]

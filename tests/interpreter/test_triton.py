@@ -5,7 +5,6 @@ See cases.py.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import triton_interpreter_works
 
 pytestmark = [pytest.mark.correctness,
-              pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                 reason="triton is not installed")]
+              pytest.mark.skipif(not triton_interpreter_works(),
+                                 reason="no Triton whose interpreter works here")]
 
 # The dtype, and every how many of its op's cases: the interpreter takes a tenth of a second or more
 # for each.
@@ -26,7 +26,8 @@ RUNS = {
     "triton.rope": "float32:4", "triton.mlp": "float32:3", "triton.quantize": "float32:3",
     "triton.linear_gemv": "float16:4", "triton.quantized_linear_gemv": "float16:5",
     "triton.quantized_linear_tiled": "float16:30", "triton.quantized_linear_decoded": "float16:40",
-    "triton.int8_dynamic_linear": "float16:50",
+    "triton.int8_dynamic_linear": "float16:50", "triton.linear_invariant": "float32:8",
+    "triton.mlp_invariant": "float32:8", "triton.attention_invariant": "float16:8",
     "triton.sample": "float32:7", "triton.attention_decode_half": "float16:40",
     "triton.paged_attention_decode_double": "float16:40",
     "triton.linear_gemv_double": "float16:20", "triton.quantized_linear_gemv_half": "float16:40"}

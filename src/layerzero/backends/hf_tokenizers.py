@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..files.reading import no_panic
 from ..ops.detokenize import OP as detokenize
 from ..ops.formulas.prefix import MIN_CHARACTERS, SplitPoints, prefix_memory, split_points_from_json
 from ..ops.formulas.tokenization import (
@@ -30,7 +31,6 @@ from ..ops.tokenize import OP as tokenize
 from ..spec import rules as r
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
-from ..spec.reading import no_panic
 from ..spec.reason import Code, Reason
 
 HF_TOKENIZER = r.one_of("tokenizer_kind", "tokenizers")

@@ -9,6 +9,7 @@ from itertools import accumulate
 from types import FunctionType
 from typing import Any
 
+from ..files.reading import no_panic
 from ..ops.detokenize import OP as detokenize
 from ..ops.formulas.prefix import MIN_CHARACTERS, prefix_memory, split_points_from_pattern
 from ..ops.formulas.tokenization import (
@@ -25,7 +26,6 @@ from ..ops.tokenize import OP as tokenize
 from ..spec import rules as r
 from ..spec.errors import InvalidCall
 from ..spec.kernel import Kernel
-from ..spec.reading import no_panic
 from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 
 TIKTOKEN = r.one_of("tokenizer_kind", "tiktoken")

@@ -26,9 +26,15 @@ def _chunked() -> Callable[..., Any]:
     def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
             initial_state: Tensor | None = None, *, output_final_state: bool = False,
             use_qk_l2norm_in_kernel: bool = False) -> Any:
+        # all of it is in float32, also inside the caller's autocast
+        with torch.autocast(q.device.type, enabled=False):
+            return compute(q, k, v, g, beta, scale, initial_state, output_final_state,
+                           use_qk_l2norm_in_kernel)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
+                initial_state: Tensor | None, final: bool, normalize: bool) -> Any:
         length = q.shape[1]
-        q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state,
-                                              use_qk_l2norm_in_kernel)
+        q, k, value, g, beta, state = prepare(q, k, v, g, beta, scale, initial_state, normalize)
         size = min(CHUNK, length)
 
         def chunks(t: Tensor) -> Tensor:
@@ -56,7 +62,7 @@ def _chunked() -> Callable[..., Any]:
             outputs.append(from_state[:, :, i] @ state + within[:, :, i] @ new)
             state = (state * total[:, :, i, -1, None, None].exp() + to_end[:, :, i].mT @ new)
         out = torch.cat(outputs, 2).transpose(1, 2)[:, :length].to(v.dtype).contiguous()
-        return (out, state) if output_final_state else out
+        return (out, state) if final else out
 
     return run
 

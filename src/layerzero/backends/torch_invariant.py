@@ -1,13 +1,15 @@
-"""Layers whose results keep their bits, one row or one head at a time.
+"""Layers whose results keep their bits, whatever else is in the batch and on this rank.
 
 A library's product of many rows adds up in another order than that of one, so a row's result
-depends on how many there are. Here every row, or every head of every sequence, is a call of its own
-with the same sizes, whatever else is in the batch. This is slow for many rows; it serves on every
-device, with gradients, and where nothing is compiled.
+depends on how many there are. Attention has kernels that do not: those that compute each block of
+queries of each head by itself, over all keys in order. They serve where torch lets them be called
+so. Everything else is one row, or one head of one sequence, at a time: slow for many, but it serves
+on every device, with gradients, and where nothing is compiled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +17,14 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import OP as attention
+from ..ops.formulas.common import FLOATS, position_terms
 from ..ops.linear import OP as linear
 from ..spec import rules as r
-from ..spec.kernel import Kernel
+from ..spec.kernel import SDPA_BACKENDS, Kernel
 from ..spec.reason import Code
+
+MAX_GRID = 65535                               # sequences of one launch
+FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
 def _linear() -> Callable[..., Any]:
@@ -53,17 +59,128 @@ def _attention() -> Callable[..., Any]:
     return run
 
 
+def _attention_wide() -> Callable[..., Any]:
+    """torch's flash attention of a CPU in float32: in half types it packs keys or not, depending on
+    how many heads there are for a thread."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
+            window_right: int = -1) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        mask = None
+        if window_left >= 0 or window_right >= 0 or (is_causal and causal_align == "bottom_right"
+                                                     and query.shape[2] != key.shape[2]):
+            _, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align,
+                                       window_left, window_right, None, query.device)
+            assert hidden is not None
+            mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -math.inf)
+            mask, is_causal = mask[(None,) * (4 - mask.dim())], False
+        out: Tensor = flash(query.to(wide), key.to(wide), value.to(wide), 0.0, is_causal,
+                            attn_mask=mask, scale=scale)[0]
+        return out.to(query.dtype)
+
+    return run
+
+
+def _attention_packed() -> Callable[..., Any]:
+    """FlashAttention's entry for packed sequences: it never splits the keys of a head, as the one
+    for a batch does if there are few heads."""
+    flash = torch.ops.aten._flash_attention_forward.default
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None, *, window_left: int = -1, window_right: int = -1) -> Tensor:
+        batch, seq_q, heads, dim = query.shape
+        seq_k = key.shape[1]
+        starts = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=query.device)
+                  for n in (seq_q, seq_k)]
+        # for one query it would fold heads into rows, and split: it is told of two at least
+        out: Tensor = flash(*(_packed(t) for t in (query, key, value)), *starts, max(seq_q, 2),
+                            seq_k, 0.0, is_causal, False, scale=scale,
+                            window_size_left=window_left, window_size_right=window_right)[0]
+        return out.view(batch, seq_q, heads, dim)
+
+    return run
+
+
+def _packed(t: Tensor) -> Tensor:
+    t = t.reshape(-1, *t.shape[2:])
+    return t.clone(memory_format=torch.contiguous_format) if _unaligned(t) else t
+
+
+def _unaligned(t: Tensor) -> bool:
+    """Whether a row may begin beside a multiple of 16 bytes, from which the kernels load."""
+    return any((n * t.element_size()) % 16 for n in (t.storage_offset(), *t.stride()[:-1]))
+
+
+def _attention_efficient() -> Callable[..., Any]:
+    """The memory-efficient kernel, which has one program for each block of queries of a head."""
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+    def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
+            scale: float | None = None) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        if group > 1:
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) if _unaligned(t) else t
+                   for t in (query, key, value))
+        parts = [efficient(*some, None, False, 0.0, is_causal, scale=scale)[0]
+                 for some in zip(q.split(MAX_GRID), k.split(MAX_GRID), v.split(MAX_GRID))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return run
+
+
+HALF = r.dtypes("float16", "bfloat16")
+CUDA: tuple[r.Condition, ...] = (r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80),
+                                 r.sm(below=122))
+PLAIN: tuple[r.Condition, ...] = (
+    r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+    r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
+    r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
+    r.off("return_lse", Code.LSE_UNSUPPORTED),
+    r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT))
+FLASH_RULES: tuple[r.Condition, ...] = (
+    *PLAIN, r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
+    r.at_least("seq_q", 1, Code.EMPTY_INPUT), r.at_least("seq_k", 1, Code.EMPTY_INPUT),
+    r.unit_stride("query"), r.unit_stride("key"), r.unit_stride("value"))
+NO_WINDOW = (r.equals("window_left", -1, Code.WINDOW_UNSUPPORTED),
+             r.equals("window_right", -1, Code.WINDOW_UNSUPPORTED))
+# Flash counts diagonals from the last key.
+BOTTOM_RIGHT = tuple(
+    r.any_of(nothing, r.equals("causal_offset", 0),
+             r.one_of("causal_align", "bottom_right", code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))
+    for nothing in (r.off("is_causal"), *NO_WINDOW))
+SAME_HEAD_DIM = r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID)
+POSITIVE_SCALE = r.any_of(r.off("is_causal"), r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED))
+BOTH: dict[str, Any] = {"batch_invariant": True, "tp_invariant": True, "only_invariant": True}
+
 KERNELS = (
     Kernel("torch.linear_each_row", linear, _linear, (
         r.at_least("rows", 1, Code.EMPTY_INPUT), r.at_least("in_features", 1, Code.EMPTY_INPUT)),
            prior=0.02, overhead_us=20.0, batch_invariant=True, only_invariant=True,
            note="one row at a time"),
-    Kernel("torch.attention_each_head", attention, _attention, (
-        r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
-        r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED),
-        r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED),
-        r.off("return_lse", Code.LSE_UNSUPPORTED),
-        r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT)),
-        prior=0.02, overhead_us=200.0, variants=("bhsd",), batch_invariant=True, tp_invariant=True,
-        only_invariant=True, note="one head of one sequence at a time"),
+    Kernel("torch.attention_each_head", attention, _attention, PLAIN, prior=0.02,
+           overhead_us=200.0, variants=("bhsd",), note="one head of one sequence at a time",
+           **BOTH),
+    Kernel("torch.attention_wide", attention, _attention_wide, (
+        r.device("cpu"), r.dtypes(*FLOATS), *FLASH_RULES, SAME_HEAD_DIM, POSITIVE_SCALE),
+           torch=">=2.9", prior=5.0, overhead_us=10.0, variants=("bhsd",), sdpa_backend=FLASH,
+           workspace="4 * (itemsize < 4) * batch * head_dim * (2 * heads * seq_q "
+                     "+ 2 * kv_heads * seq_k) + 4 * seq_q * seq_k",
+           note="in float32, for half types too", **BOTH),
+    Kernel("torch.attention_packed", attention, _attention_packed, (
+        *CUDA, HALF, *FLASH_RULES, SAME_HEAD_DIM, r.multiple_of("head_dim", 8),
+        r.at_most("head_dim", 256), *BOTTOM_RIGHT),
+           prior=12.0, overhead_us=30.0, variants=("bshd",), sdpa_backend=FLASH,
+           differentiable=False, note="never splits the keys of a head", **BOTH),
+    Kernel("torch.attention_each_block", attention, _attention_efficient, (
+        *CUDA, r.dtypes("float16", "bfloat16", "float32"), *FLASH_RULES, *NO_WINDOW,
+        r.multiple_of("head_dim", 8), r.multiple_of("head_dim_v", 8),
+        r.any_of(r.off("is_causal"), r.equals("causal_offset", 0),
+                 r.one_of("causal_align", None, "top_left",
+                          code=Code.CAUSAL_ALIGNMENT_UNSUPPORTED))),
+           prior=8.0, overhead_us=20.0, variants=("bhsd",), sdpa_backend=EFFICIENT,
+           workspace="itemsize * batch * heads * seq_k * (head_dim + head_dim_v)",
+           differentiable=False, note="one program for each block of queries of a head", **BOTH),
 )

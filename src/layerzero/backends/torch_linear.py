@@ -100,6 +100,9 @@ def _mlp_vector() -> Callable[..., Any]:
 def _mlp() -> Callable[..., Any]:
     """Separate matmuls for gate and up: their results are contiguous, which pays off for many
     rows."""
+    silu_, is_compiling = torch._C._nn.silu_, torch.compiler.is_compiling
+    functorch_level = torch._C._functorch.maybe_current_level
+
     def run(x: Tensor, weight_in: Tensor, weight_down: Tensor, activation: str = "swiglu", *,
             weight_up: Tensor | None = None, bias_in: Tensor | None = None,
             bias_up: Tensor | None = None, bias_down: Tensor | None = None) -> Tensor:
@@ -107,9 +110,14 @@ def _mlp() -> Callable[..., Any]:
             weight_in, weight_up = weight_in.chunk(2)
             if bias_in is not None:
                 bias_in, bias_up = bias_in.chunk(2)
-        inner = activate(F.linear(x, weight_in, bias_in), activation)
-        if weight_up is not None:
-            inner = inner * F.linear(x, weight_up, bias_up)
+        inner = F.linear(x, weight_in, bias_in)
+        if weight_up is None:
+            inner = activate(inner, activation)
+        elif torch.is_grad_enabled() or is_compiling() or functorch_level() is not None:
+            inner = activate(inner, activation) * F.linear(x, weight_up, bias_up)
+        else:                                  # in place, where nothing else refers to it
+            inner = silu_(inner) if activation == "swiglu" else activate(inner, activation)
+            inner.mul_(F.linear(x, weight_up, bias_up))
         return F.linear(inner, weight_down, bias_down)
 
     return run

@@ -39,9 +39,13 @@ def _grouped_loop() -> Callable[..., Any]:
             offsets: Tensor | None = None) -> Tensor:
         ends = read_group_ends(x, group_sizes, offsets)
         starts = [0, *ends[:-1]]
-        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        # on the CPU too: a product into a part of another tensor takes longer than the copy
+        if x.device.type == "cpu" or (torch.is_grad_enabled()
+                                      and (x.requires_grad or weights.requires_grad)):
             parts = [x[a:b] @ weights[g] for g, (a, b) in enumerate(zip(starts, ends)) if b > a]
-            return torch.cat([*parts, x.new_zeros((len(x) - ends[-1], weights.shape[-1]))])
+            left = len(x) - ends[-1]
+            return torch.cat([*parts, x.new_zeros((left, weights.shape[-1]))] if left or not parts
+                             else parts)
         out = x.new_empty((len(x), weights.shape[-1]))
         for g, (a, b) in enumerate(zip(starts, ends)):
             if b > a:
@@ -125,6 +129,9 @@ def _gate() -> Callable[..., Any]:
         if n_group > 1:
             scores_with_bias = mask_groups(scores_with_bias, n_group, topk_group,
                                            e_score_correction_bias is not None)
+        ids = _distinct_topk(scores_with_bias, top_k)
+        if ids is not None:
+            return ids, weigh_experts(scores.gather(-1, ids), normalize, routed_scaling_factor)
         bits = (scores_with_bias.detach() + 0.0).view(torch.int32)       # + 0.0 turns -0.0 into 0.0
         sort_keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32      # ordered like the floats
         last = scores_with_bias.shape[-1] - 1
@@ -133,6 +140,17 @@ def _gate() -> Callable[..., Any]:
         return ids, weigh_experts(scores.gather(-1, ids), normalize, routed_scaling_factor)
 
     return run
+
+
+def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
+    """The indices of the highest scores by torch.topk, on the CPU, if no tie leaves their order
+    open; NaN counts as a tie."""
+    if (scores.device.type != "cpu" or type(scores) not in PLAIN_TENSORS
+        or not top_k < scores.shape[-1] or torch.compiler.is_compiling()):
+        return None
+    values, ids = scores.detach().topk(top_k + 1, -1)
+    distinct = bool((values[..., :-1] > values[..., 1:]).all())
+    return ids[..., :top_k].contiguous() if distinct else None
 
 
 # Experts.
@@ -346,8 +364,7 @@ KERNELS = (
            workspace="itemsize * rows * n",
            note="multiplies every row with every weight; for torch.compile and CUDA graphs"),
     Kernel("torch.moe_gate", moe_gate, _gate, prior=3.0, overhead_us=20.0, baseline=True,
-           requires=(r.any_of(r.device("cuda"), r.at_least("rows", 8)),),
-           note="for a few rows a stable sort is as fast"),
+           note="on the CPU a tie among the highest takes a search over integers"),
     Kernel("torch.moe_experts", moe, _experts, prior=6.0, overhead_us=60.0, baseline=True,
            graph_safe=False,
            traceable=False,

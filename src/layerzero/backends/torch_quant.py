@@ -43,8 +43,9 @@ from ..spec.kernel import Kernel
 from ..spec.reason import Code
 from ._packing import PACKED
 
-# weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache
-SLICE = 1 << 20
+# weights dequantized at a time: 2 MiB of bf16, so that the matmul finds them in the cache; of
+# float32 more, for a matmul that arranges its input anew for each slice
+SLICE, SLICE_FLOAT32 = 1 << 20, 1 << 24
 AT_ONCE = 1 << 22          # values quantized to blocks at a time: a search needs 24 bytes for each
 FEW_CODES = 8192           # fp8 codes on the CPU up to which torch's own cast is as fast as a table
 
@@ -250,7 +251,7 @@ def _slices(x: Tensor, rows: int, width: int, share: int) -> list[tuple[int, int
     """Returns the slices of the weight's rows; one slice unless on the CPU."""
     if x.device.type != "cpu" or type(x) not in PLAIN_TENSORS:
         return [(0, rows)]
-    step = max(1, SLICE // max(width, 1))
+    step = max(1, (SLICE_FLOAT32 if x.dtype == torch.float32 else SLICE) // max(width, 1))
     step = -(-step // share) * share
     return [(i, min(i + step, rows)) for i in range(0, rows, step)]
 
@@ -309,7 +310,9 @@ def _int8_dynamic() -> Callable[..., Any]:
         codes = (flat / step).round_().clamp_(-127.0, 127.0).to(torch.int8)
         share = weight_q.shape[0] // scales.shape[0]
         row_scales = (scales if share == 1 else scales.repeat_interleave(share, 0))[:, 0].float()
-        out = product(codes, weight_q.t()).float().mul_(row_scales).mul_(step)
+        # cuBLASLt takes the weight in rows, and aligned
+        weight = weight_q if x.device.type == "cpu" else _aligned(weight_q.contiguous(), 16)
+        out = product(codes, weight.t()).float().mul_(row_scales).mul_(step)
         out = out if bias is None else out.add_(bias.float())
         return out.to(x.dtype).view(*x.shape[:-1], len(weight_q))
 
@@ -325,7 +328,8 @@ def _fp8_dynamic() -> Callable[..., Any]:
         step = (flat.abs().amax(-1, keepdim=True) / 448.0).clamp_(min=TINY)
         codes = (flat / step).clamp_(-448.0, 448.0).to(fp8)
         if x.device.type == "cuda":
-            out = product(codes, weight_q.t(), step, scales.float().t(), out_dtype=x.dtype)
+            out = product(codes, _aligned(weight_q, 16).t(), step,
+                          scales.float().contiguous().t(), out_dtype=x.dtype)
             out = out if bias is None else out.add_(bias)
         else:
             out = F.linear(codes.float(), weight_q.float()).mul_(scales[:, 0].float()).mul_(step)
@@ -388,7 +392,8 @@ KERNELS = (
                r.device("cpu", "cuda"), r.one_of("activations", "int8"), r.absent("zeros.dtype"),
                r.one_of("format", "int8", code=Code.QUANT_FORMAT_UNSUPPORTED),
                r.one_of("group_size", 0),
-               r.at_most("in_features", 1 << 17),
+               # on x86 torch._int_mm of one column gives numbers that it finds beside its inputs
+               r.at_least("in_features", 2), r.at_most("in_features", 1 << 17),
                r.dtypes("bfloat16", "float16", "float32"), r.plain_tensors(),
                r.any_of(r.device("cpu"), r.at_least("rows", 17)),
                r.any_of(r.device("cpu"), r.multiple_of("in_features", 8)),

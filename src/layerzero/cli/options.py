@@ -13,6 +13,7 @@ from ..ops import CATALOG as OPS
 from ..spec.device import DEVICE_TYPES
 from ..spec.errors import ConfigError
 from ..spec.names import suggest
+from ..tuning.models import MODELS
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
           "float8_e4m3fnuz",
@@ -61,7 +62,6 @@ def _device(kind: str | None) -> str | None:
 def _model(name: str | None) -> str | None:
     if name is None:
         return name
-    from ..tuning.models import MODELS  # only where a model is named: help does not need it
     if name in MODELS:
         return name
     if name.endswith(".gguf"):
@@ -73,7 +73,6 @@ def _model(name: str | None) -> str | None:
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    from ..tuning.models import MODELS
     return complete(tuple(MODELS))(incomplete)
 
 

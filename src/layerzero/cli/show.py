@@ -16,8 +16,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ..files.reading import printable
 from ..spec.device import Device
-from ..spec.reading import printable
 from .streams import raw
 
 _STYLES = {"!!": "bold red", "->": "bold green", "faster": "green", "slower": "yellow",

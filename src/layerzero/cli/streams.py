@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from ..spec.reading import printable
+from ..files.reading import printable
 
 
 class Escaped:

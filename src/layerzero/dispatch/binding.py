@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..spec import codegen
+from ..files import codegen
 from ..spec.errors import SpecError
 from ..spec.kernel import Const, Direct, Kernel, LastSize, accepted_params
 from ..spec.op import Op

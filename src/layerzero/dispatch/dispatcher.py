@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from ..files import codegen
 from ..machine import faults, loading, memory
 from ..machine.faults import InputsChanged, PlanExhausted
 from ..selection.key import KeyProgram, fixed_by_key
 from ..selection.verdicts import compile_verdicts
-from ..spec import codegen
 from ..spec.errors import InvalidCall
 from ..spec.event import Adapted, Evicted, PlanMissed, Selected
 from ..spec.kernel import Direct, Kernel

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..machine.faults import capturing, sdpa_backends
 from ..spec.errors import InvalidCall, LayerZeroError
@@ -174,15 +175,46 @@ def number_text(value: float) -> str:
 
 def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = False) -> None:
     """Refuse sparse, nested and blocked layouts, which have no sizes and strides that a kernel
-    knows."""
+    knows, and tensors whose memory was freed."""
     for name, t in tensors.items():
         if type(t) in PLAIN_TYPES and t.layout is torch.strided and not t.is_nested:
+            if _is_freed(t):
+                raise InvalidCall.of(op.name, Reason(
+                    Code.TENSOR_UNREADABLE, f"a tensor with memory for {t.numel()} elements",
+                    "one whose storage was freed", name))
             continue
         with torch._C.DisableTorchFunctionSubclass():
             kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         if kind != "strided" and not (may_be_nested and kind == "nested"):
             raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a strided tensor", kind,
                                                  name))
+
+
+_LAZY = 0                                      # dispatch keys of tensors that are not their memory
+for _key in ("Conjugate", "Negative", "ZeroTensor", "Functionalize"):
+    _LAZY |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
+
+
+def _address(t: Tensor) -> int | None:
+    """Return where the elements of a plain tensor are; None if they are not what lies in memory: a
+    wrapper, as under vmap, a negated or conjugated view, zeros that were never written."""
+    # t.is_neg() and the like release the GIL, which costs a process of many threads a switch
+    if torch._C._dispatch_keys(t).raw_repr() & _LAZY:
+        return None
+    try:
+        return t.data_ptr()
+    except RuntimeError:                        # it has no storage
+        return None
+
+
+def _is_freed(t: Tensor) -> bool:
+    return t.device.type in ("cpu", "cuda") and _address(t) == 0 and t.numel() > 0
+
+
+def has_memory(values: Collection[Any]) -> bool:
+    """Whether every plain tensor among the arguments has memory that a kernel can read."""
+    return not any(type(t) in PLAIN_TYPES and t.device.type in ("cpu", "cuda")
+                   and not _address(t) and t.numel() for t in values)
 
 
 def bind_sizes(op: Op, patterns: Mapping[str, tuple[str, ...]], tensors: Mapping[str, Tensor],
@@ -275,8 +307,11 @@ def tensor_kind(tensors: Collection[Tensor]) -> str:
             return "nested"
         if t.layout != torch.strided:
             return str(t.layout).removeprefix("torch.")
-    level = torch._C._functorch.maybe_current_level()
-    return "plain" if level is None else "functorch"
+    if (torch._C._functorch.maybe_current_level() is not None
+        # one that has left its transform, or a lazy view
+        or any(_address(t) is None for t in tensors if t.device.type in ("cpu", "cuda"))):
+        return "functorch"
+    return "plain" if forward_ad._current_level < 0 else "forward_ad"
 
 
 def stride_last(t: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..machine.faults import SDPA_SWITCHES, sdpa_backends
 from ..spec.grid import bucket
-from .facts import TENSOR_READERS, alignment, dtype_name, stride_last
+from .facts import TENSOR_READERS, alignment, dtype_name, has_memory, stride_last
 
 BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 
@@ -64,7 +64,8 @@ def generated_globals(override: Callable[[], Any], for_call: Callable[[str | Non
         **{f"READ_{fact}": reader for fact, reader in TENSOR_READERS.items()},
         **{f"SDPA_{i}": is_on for i, is_on in enumerate(SDPA_SWITCHES)},
         "SDPA_BACKENDS": sdpa_backends, "AUTOCAST": torch._C._is_any_autocast_enabled,
-        "LEVEL": torch._C._functorch.maybe_current_level,
+        "LEVEL": torch._C._functorch.maybe_current_level, "FORWARD_AD": torch.autograd.forward_ad,
+        "HAS_MEMORY": has_memory,
         "GRAD": torch.is_grad_enabled, "DETERMINISTIC": torch._C._get_deterministic_algorithms,
         "CAPTURING": capturing, "NOT_PLAIN": (ValueError, RuntimeError, ZeroDivisionError),
     }

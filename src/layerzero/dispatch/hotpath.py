@@ -34,6 +34,8 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
     read_override = "_override = OVERRIDE()"
+    # a hit does not ask: torch's own functions do not either
+    readable = f"if not HAS_MEMORY(({names},)): break"
     call = [
         f"def call({_declaration(op)}):",
         "    while True:",
@@ -51,13 +53,13 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
         "",
         f"def key_of({names}):",
         "    while True:",
-        f"        {read_override}",
+        f"        {readable}", f"        {read_override}",
         *("        " + line for line in body),
         "        return KEY",
         "    return None",
         "",
         f"def facts_of({names}):",
-        "    while True:",
+        "    while True:", f"        {readable}",
         *("        " + line for line in _facts_lines(program, body)),
         "    return None",
     ]
@@ -104,7 +106,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
     required = [p for p in op.params if p.kind == "tensor" and not p.optional]
     optional = [p for p in op.params if p.kind == "tensor" and p.optional]
     names = [p.name for p in required]
-    lines = ["if AUTOCAST() or LEVEL() is not None: break", *_scalar_checks(op)]
+    lines = ["if AUTOCAST() or LEVEL() is not None or FORWARD_AD._current_level >= 0: break",
+             *_scalar_checks(op)]
     lines += [f"if type({n}) is not TENSOR and type({n}) is not PARAMETER: break" for n in names]
     lines.append("try:")
     key = [str(program.id), "_override", "DETERMINISTIC()"]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..files import codegen
 from ..machine import faults
 from ..machine.faults import InputsChanged, WrongResult
-from ..spec import codegen
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 

@@ -108,9 +108,10 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
     lines = [f"  {failure.name}: {failure.reason.message}" for failure in failures]
     named = (f" (named by {entry.plan.locked}, so nothing else was tried)" if entry.plan.locked
              else "")
-    raise KernelExecutionError(f"lz.{op.name}: every kernel of the plan failed{named}:\n"
-                               + "\n".join(lines),
-                               [failure.reason for failure in failures]) from fault
+    short = all(failure.reason.code is Code.OUT_OF_MEMORY for failure in failures)
+    error = faults.KernelOutOfMemory if short else KernelExecutionError
+    raise error(f"lz.{op.name}: every kernel of the plan failed{named}:\n" + "\n".join(lines),
+                [failure.reason for failure in failures]) from fault
 
 
 def _count_faults(dispatcher: Dispatcher, failures: list[Failure]) -> None:

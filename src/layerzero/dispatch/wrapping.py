@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine import locks, watchdog
 from ..machine.faults import PlanExhausted
+from ..selection.engine import compiles_in_request
 from ..spec.errors import LayerZeroError
 from ..spec.kernel import Kernel
 from ..spec.plan import Plan
@@ -82,9 +83,10 @@ def wrap_jit(dispatcher: Dispatcher, world: World, kernel: Kernel, run: Callable
     Other forms go to the next kernel, unless the call names this one or policy lets it compile
     in the request.
     """
-    facts, mode = plan.facts, world.surroundings(plan.facts["device"],
-                                                 override).policy.setting("jit")
-    if mode == "in_request" or plan.locked or kernel.id in world.warmed:
+    facts = plan.facts
+    policy = world.surroundings(facts["device"], override).policy
+    if (compiles_in_request(kernel, policy.settings) or plan.locked
+            or kernel.id in world.warmed):
         return jit.report_compile(kernel, run, facts["grad"],
                                   lambda fault: compile_failed(kernel, fault, facts))
     fallbacks: list[Entry] = []
@@ -101,7 +103,7 @@ def wrap_jit(dispatcher: Dispatcher, world: World, kernel: Kernel, run: Callable
             raise PlanExhausted(e) from e
 
     def request_compile(values: tuple[Any, ...]) -> None:
-        if (mode == "background" and not facts["graph"]
+        if (policy.setting("jit") == "background" and not facts["graph"]
             and compiling.is_worth_it(kernel, plan.steps[0])):
             compiling.request(dispatcher, kernel, plan.steps[0], facts, values)
 

@@ -85,7 +85,7 @@ class Auto:
 
     @property
     def models(self) -> tuple[LoadedModel, ...]:
-        """Those that are still there, in the order in which they were loaded."""
+        """The models that still exist, in the order in which they were loaded."""
         return tuple(loaded for loaded in _listed if loaded.model is not None)
 
     def unpatch(self) -> int:

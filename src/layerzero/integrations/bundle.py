@@ -18,6 +18,7 @@ import secrets
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,19 +26,21 @@ from typing import Any
 
 import torch
 
+from ..files.calls import Calls
 from ..machine.loading import installed_version
 from ..operate import inspection, readiness
 from ..operate.readiness import Readiness
 from ..perf import snapshot
 from ..perf.interface import StoreError
 from ..plan.lockfile import Lockfile, check_lockfile, load_lockfile
-from ..plan.readiness import Calls, OrPath, readiness_check
+from ..plan.readiness import OrPath, readiness_check
 from ..plan.table import Table, distribution_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..world import capabilities, config, events, perf_loading, redaction
 from ..world.snapshot import World
 
 SCHEMA = "layerzero.bundle/1"
+MOST_BYTES = 1 << 30                           # of all files that are read, unpacked
 MOST_LOG_BYTES = 1 << 20                       # taken from the end of a log file
 MOST_PERFDB_BYTES = 1 << 28
 SECRETS = ("LAYERZERO_SEAL_KEY",)              # their values are never written
@@ -91,20 +94,29 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
 def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the files of a bundle by name, each checked against the manifest."""
     files: Files = {}
+    room = MOST_BYTES
     try:
         with tarfile.open(path, "r:gz") as archive:
             for member in archive:
                 content = archive.extractfile(member)
                 if content is None or "/" in member.name:
                     raise DataError(f"{path}: {member.name!r} is no plain file of a bundle")
+                room -= member.size
+                if room < 0:
+                    raise DataError(f"{path}: wanted a bundle of at most {MOST_BYTES >> 20} MiB "
+                                    "unpacked; it is larger")
                 files[member.name] = content.read()
-        listed = json.loads(files["manifest.json"])["files"]
-    except (OSError, EOFError, tarfile.TarError, KeyError, ValueError, TypeError) as e:
+        listed = {name: str(row["sha256"])
+                  for name, row in json.loads(files["manifest.json"])["files"].items()}
+    except DataError:
+        raise
+    except (OSError, EOFError, tarfile.TarError, zlib.error, KeyError, ValueError, TypeError,
+            AttributeError, RecursionError) as e:
         raise DataError(
             f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
     for name in {*listed, *files} - {"manifest.json"}:
         digest = hashlib.sha256(files[name]).hexdigest() if name in files else "absent"
-        expected = listed[name]["sha256"] if name in listed else "nothing"
+        expected = listed.get(name, "nothing")
         if digest != expected:
             raise DataError(
                 f"{path}: {name}: the manifest says {expected[:16]}, this is {digest[:16]}")

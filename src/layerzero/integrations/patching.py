@@ -8,6 +8,9 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
+from .diffusers import patch_diffusers, patched_diffusers, unpatch_diffusers
+from .transformers import patch as patching
+
 
 def patch(model: Any, **options: Any) -> Any:
     """Let lz compute what it recognises of `model`; returns a report of what is served, what was
@@ -16,29 +19,23 @@ def patch(model: Any, **options: Any) -> Any:
     Options of a module: only, skip (kinds of modules). Of diffusers: parts.
     """
     if _of_diffusers(model):
-        from .diffusers import patch_diffusers
         return patch_diffusers(model, **options)
-    from .transformers.patch import patch as patch_module
-    return patch_module(model, **options)
+    return patching.patch(model, **options)
 
 
 def unpatch(model: Any) -> None:
     """Make it what it was before lz.patch."""
     if _of_diffusers(model):
-        from .diffusers import unpatch_diffusers
         unpatch_diffusers(model)
         return
-    from .transformers.patch import unpatch as unpatch_module
-    unpatch_module(model)
+    patching.unpatch(model)
 
 
 def patched(model: Any, **options: Any) -> AbstractContextManager[Any]:
     """lz.patch for a block."""
     if _of_diffusers(model):
-        from .diffusers import patched_diffusers
         return patched_diffusers(model, **options)
-    from .transformers.patch import patched as patched_module
-    return patched_module(model, **options)
+    return patching.patched(model, **options)
 
 
 def _of_diffusers(model: Any) -> bool:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import no_panic
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
 from ..ops.formulas.prefix import MIN_CHARACTERS
 from ..ops.formulas.tokenizer_identity import TokenizerHandle, kind_of
 from ..spec.errors import ConfigError, DataError, LayerZeroError
-from ..spec.reading import no_panic
 from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 from .gguf.model import GGUFModel
 from .gguf.tokenizer import gguf_tokenizer as gguf_tokenizer

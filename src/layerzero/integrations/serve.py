@@ -22,9 +22,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from ..files.calls import Calls, load_calls
 from ..operate import readiness
 from ..plan.lockfile import Lockfile
-from ..plan.readiness import Calls, OrPath, load_calls, readiness_check
+from ..plan.readiness import WANTED, OrPath, readiness_check
 from ..plan.table import Table
 from ..spec.errors import ConfigError, LayerZeroError
 from ..world import events, redaction
@@ -50,7 +51,7 @@ def serve_metrics(port: int = 0, host: str = LOOPBACK, *, calls: Calls = (),
 
     `calls`, `device`, `table` and `lock` are what /ready checks, as for lz.readiness_check.
     """
-    workload = load_calls(calls)
+    workload = load_calls(calls, WANTED)
     return Server(host, port, lambda: readiness_check(workload, device, table=table, lock=lock),
                   every)
 

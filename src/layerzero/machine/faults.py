@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.utils.checkpoint
 
-from ..spec.errors import DeviceLost, InvalidCall, LayerZeroError
+from ..spec.errors import DeviceLost, InvalidCall, KernelExecutionError, LayerZeroError
 from ..spec.kernel import SDPA_BACKENDS
 from ..spec.launch import LaunchRefused
 from ..spec.reason import Code, Reason
@@ -97,6 +97,11 @@ class WorkerStarting(WorkerFault):
     def __init__(self, worker: str, why: str, wait: Callable[[], None]) -> None:
         super().__init__(worker, f"it is being started again after: {why}")
         self.wait = wait                       # until it serves
+
+
+class KernelOutOfMemory(KernelExecutionError, torch.OutOfMemoryError):
+    """Every kernel of the plan ran out of memory; who retries with a smaller batch catches torch's
+    error."""
 
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError)

@@ -101,8 +101,8 @@ class Lock:
                 return False
 
     def _is_abandoned_by_self(self, state: _State, frame: FrameType) -> bool:
-        """Of a suspect lock that this thread owns: it was abandoned unless a frame below this one
-        holds it."""
+        """Was a suspect lock that this thread owns abandoned? Not if a frame below this one holds
+        it."""
         thread = threading.get_ident()
         if any(holder is not frame and is_running(holder, thread)
                for holder in list(state.holders)):

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from ..files.paths import cache_dir
+from ..files.sealed import PRIVATE_FILE, trusted_folder
 from ..spec.errors import DataError
-from ..spec.paths import cache_dir
-from ..spec.sealed import PRIVATE_FILE, trusted_folder
 
 log = logging.getLogger("layerzero")
 _POLL_SECONDS = 0.02

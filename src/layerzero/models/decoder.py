@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .block import Block, Either, Glue, Part, Stage
 from .decoder_config import DecoderConfig, activate, cast, make_weights, plain_weights
-from .ggml_weight import GgmlWeight, Weight, format_of, held_weights, raw_tensor
 from .kv_cache import kv_cache
 from .positions import rope_tables
+from .weights.ggml import GgmlWeight, Weight, format_of, held_weights, raw_tensor
 
 STAGES = ("ln1_out", "q", "k", "scores", "attn_out", "proj_out", "ln2_out", "fc1", "act", "output")
 

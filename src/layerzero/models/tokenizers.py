@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..files.reading import read_bytes
 from ..ops.formulas import prefix, tokenizer_identity
 from ..ops.formulas.prefix import PrefixCounts
 from ..ops.formulas.tokenizer_identity import TokenizerHandle
 from ..ops.formulas.tokenizer_schema import LIMITS
 from ..spec.errors import ConfigError, DataError
-from ..spec.reading import read_bytes
 from ..spec.reason import Code, Reason, shown
 
 

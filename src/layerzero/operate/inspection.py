@@ -15,10 +15,10 @@ from ..dispatch import casting, native
 from ..dispatch.background import compiling, jit, learning
 from ..dispatch.dispatcher import Dispatcher, dispatchers, public_function
 from ..dispatch.facts import check_types
+from ..files import codegen
 from ..machine import hardware, loading
 from ..machine.isolation import pool
 from ..selection.score import with_casts
-from ..spec import codegen
 from ..spec.codec import Record
 from ..spec.device import Device
 from ..spec.display import Cells, Displayed

@@ -21,6 +21,7 @@ from ..dispatch import native
 from ..machine import hardware
 from ..machine.loading import installed_version, satisfies
 from ..machine.memory import free_bytes, headroom
+from ..perf.interface import StoreError
 from ..selection.policy import REDACTIONS, PolicyRule
 from ..spec.codec import Record, encode
 from ..spec.display import Cells, Displayed
@@ -213,7 +214,6 @@ def check_database(world: World) -> ReadinessCheck:
     if not where.exists():
         return ReadinessCheck("database", OK, want, f"{where}: nothing was measured yet")
     from ..perf import snapshot  # sqlite3 is not loaded without a database
-    from ..perf.interface import StoreError
     try:
         summary = snapshot.summary(where, READ_SECONDS)
     except StoreError as e:

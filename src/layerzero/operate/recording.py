@@ -34,13 +34,13 @@ from ..dispatch.cache import Count, Entry
 from ..dispatch.facts import dtype_name
 from ..dispatch.facts import read as read_facts
 from ..dispatch.native import NO_WORLD
+from ..files.sealed import replace_output
 from ..machine import locks
 from ..perf.record import kind_of
 from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, DataError
 from ..spec.event import Event, Fallback
 from ..spec.op import Op
-from ..spec.sealed import replace_output
 from ..world import events
 from ..world import snapshot as worlds
 from ..world.context import Override

@@ -16,15 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..dispatch.background.compiling import EXIT_SECONDS, compile_now, share_caches
 from ..dispatch.dispatcher import Dispatcher
+from ..files.calls import load_calls
 from ..machine import faults, hardware
-from ..spec.call import Call, read_calls
+from ..spec.call import Call
 from ..spec.codec import Record, encode
 from ..spec.display import Displayed
 from ..spec.errors import ConfigError, LayerZeroError
@@ -48,6 +48,7 @@ class Artefact(Protocol):
     def call(self) -> Call: ...
 
 
+@runtime_checkable
 class HasCompiledCalls(Protocol):
     """A dispatch table: it lists the calls that a kernel must be compiled for."""
 
@@ -208,17 +209,10 @@ def warmup(calls: Source, *, critical: Source | None = None, background: bool = 
 
 
 def _read_source(source: Source) -> tuple[Call, ...]:
-    if isinstance(source, (str, os.PathLike)):
-        return read_calls(Path(source))
-    artefacts: Any = getattr(source, "jit", None)
-    calls = tuple(artefact.call for artefact in artefacts) if artefacts is not None else (
-        (source,) if isinstance(source, Call) else tuple(source))  # type: ignore[arg-type]
-    other = next((c for c in calls if not isinstance(c, Call)), None)
-    if other is not None:
-        raise ConfigError(
-            "lz.warmup: wanted calls (lz.testing.Call), a file of them or a table, got "
-            f"{other!r:.120}")
-    return calls
+    if isinstance(source, HasCompiledCalls):
+        source = [artefact.call for artefact in source.jit]
+    return load_calls(
+        source, "lz.warmup: wanted calls (lz.testing.Call), a file of them or a table")
 
 
 # the queue

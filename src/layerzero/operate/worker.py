@@ -20,6 +20,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,7 @@ from ..machine.isolation.wire import (
     CALL,
     CONTROL,
     CUDA,
+    CUDA_HANDLES,
     DROP,
     FAULT,
     FORM,
@@ -48,6 +50,7 @@ from ..machine.isolation.wire import (
     RUN,
     SEGMENT,
     SEGMENT_SHIFT,
+    STAGE,
     Closed,
     Link,
     Results,
@@ -108,6 +111,8 @@ class Form:
         # a tensor stands for any: only plain values decide
         self.run = kernel.bind([_ANY if isinstance(a, Spec) else a[0] for a in self.arguments])
         self.placed: dict[bytes, list[Any]] = {}
+        self.stage: cuda.Stage | None = None   # of a GPU, with these values in it
+        self.staged: list[Any] = []
 
 
 class Server:
@@ -120,7 +125,7 @@ class Server:
         self.kernels: dict[str, Loaded] = {}
         self.forms: dict[int, Form] = {}
         self.results: dict[Any, tuple[int, Results, dict[int, list[Tensor]]]] = {}
-        self.events: dict[int, cuda.Events] = {}
+        self.stages: dict[int, cuda.Stage] = {}
         self.state = list(config["state"])
         adopt(self.state)
 
@@ -128,7 +133,8 @@ class Server:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self.link.send(READY, json.dumps(versions).encode())
         actions = {RUN: self.run, FORM: self.define, LOAD: self.load, SEGMENT: self.map_segment,
-                   DROP: self.drop_segment, CUDA: self.run_cuda}
+                   DROP: self.drop_segment, CUDA: self.run_cuda,
+                   CUDA_HANDLES: self.run_by_handles, STAGE: self.map_stage}
         while True:
             kind, body = self.link.receive()
             try:
@@ -193,17 +199,13 @@ class Server:
 
     def reply(self, out: Any, room: int, nbytes: int) -> None:
         """Copies a result into the room that the process gave, or asks for more."""
-        items = [out] if isinstance(out, Tensor) else list(out)
-        key = (type(out) is list, *((t.dtype, t.shape, t.stride()) if isinstance(t, Tensor)
-                                    else (type(t), t) for t in items))
+        items, key = _items(out)
         known = self.results.get(key)
         text = b""
         if known is None:
             if len(self.results) >= MAX_FORMS:
                 self.results.clear()
-            kind = "tensor" if isinstance(out, Tensor) else "list" if type(out) is list else "tuple"
-            made = Results.of(kind, [_describe(t) if isinstance(t, Tensor) else (t,)
-                                     for t in items])
+            made = _described(out, items, "cpu")
             known = self.results[key] = len(self.results), made, {}
             text = made.to_json().encode()
         number, made, places = known
@@ -221,28 +223,64 @@ class Server:
                 places.clear()
             views = places[room] = [unexpanded(spec.view(self.segments[0], room + at))
                                     for spec, at in made.tensors()]
-        for view, t in zip(views, [t for t in items if isinstance(t, Tensor)]):
+        for view, t in zip(views, _tensors(items)):
             view.copy_(unexpanded(t))
         self.link.send(RESULT, FORM_ID.pack(number) + text)
 
+    def map_stage(self, body: bytes) -> None:
+        stage = cuda.Stage.of(json.loads(body))
+        self.stages[stage.device] = stage
+
     def run_cuda(self, body: bytes) -> None:
+        number, device, position = cuda.STAGED.unpack(body)
+        form, stage = self.forms[number], self.stages[device]
+        with torch.cuda.device(device):
+            if form.stage is not stage:
+                specs = [a for a in form.arguments if isinstance(a, Spec)]
+                views = iter(cuda.place(specs, stage)[0])
+                form.staged = [next(views) if isinstance(a, Spec) else a[0]
+                               for a in form.arguments]
+                form.stage = stage
+            stage.ready.wait()
+            out = form.run(self.in_state(form.state, form.staged))
+            answer = self.staged_answer(out, stage, position)
+            stage.done.record()
+        self.link.send(RESULT, answer)
+
+    def staged_answer(self, out: Any, stage: cuda.Stage, position: int) -> bytes:
+        """Copies a result into the stage, and describes it; by handles if it does not fit."""
+        items, key = _items(out)
+        known = self.results.get(key)
+        text = b""
+        if known is None:
+            made = _described(out, items, "cuda")
+            if position + made.nbytes > stage.size:
+                return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(made, _tensors(items))
+            if len(self.results) >= MAX_FORMS:
+                self.results.clear()
+            known = self.results[key] = len(self.results), made, {}
+            text = made.to_json().encode()
+        number, made, _ = known
+        if position + made.nbytes > stage.size:
+            return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(made, _tensors(items))
+        for (spec, at), t in zip(made.tensors(), _tensors(items)):
+            unexpanded(spec.view(stage.memory, position + at)).copy_(unexpanded(t))
+        return FORM_ID.pack(number) + text
+
+    def run_by_handles(self, body: bytes) -> None:
         told = json.loads(body)
         device = told["device"]
         with torch.cuda.device(device):
-            if "events" in told:
-                self.events[device] = cuda.Events(device, told["events"])
-            events = self.events[device]
+            stage = self.stages[device]
             values = [cuda.rebuild(a["cuda"]) if "cuda" in a else a["value"]
                       for a in told["arguments"]]
-            events.ready.wait()
+            stage.ready.wait()
             run = self.kernels[told["kernel"]].bind(values)
             out = run(self.in_state(told["state"], values))
-            items = [out] if isinstance(out, Tensor) else list(out)
-            shared = [{"cuda": cuda.share(t)} if isinstance(t, Tensor) else {"value": t}
-                      for t in items]
-            events.done.record()
-        kind = "tensor" if isinstance(out, Tensor) else "list" if type(out) is list else "tuple"
-        self.link.send(RESULT, json.dumps({"kind": kind, "items": shared}).encode())
+            items, _ = _items(out)
+            answer = cuda.by_handles(_described(out, items, "cuda"), _tensors(items))
+            stage.done.record()
+        self.link.send(RESULT, answer)
 
     def map_segment(self, body: bytes) -> None:
         number, = NUMBER.unpack(body)
@@ -267,19 +305,38 @@ class Server:
             os._exit(1)
 
 
-def _describe(t: Tensor) -> Spec:
-    if t.layout is not torch.strided or t.device.type != "cpu":
-        raise TypeError(f"a worker returns plain tensors of the CPU, got {t.layout} on {t.device}")
-    return Spec.of(t)
+def _items(out: Any) -> tuple[list[Any], Any]:
+    """Returns what a result is made of, and a key that is equal for results of one form."""
+    items = [out] if isinstance(out, Tensor) else list(out)
+    return items, (type(out) is list, *(
+        (t.dtype, t.shape, t.stride(), t.device) if isinstance(t, Tensor) else (type(t), t)
+        for t in items))
+
+
+def _tensors(items: Sequence[Any]) -> list[Tensor]:
+    return [t for t in items if isinstance(t, Tensor)]
+
+
+def _described(out: Any, items: Sequence[Any], device: str) -> Results:
+    """Returns the form of a result, whose tensors must be plain ones of this kind of device."""
+    for t in _tensors(items):
+        if t.layout is not torch.strided or t.device.type != device:
+            raise TypeError(f"a worker returns plain tensors of the {device.upper()}, got "
+                            f"{t.layout} on {t.device}")
+    kind = "tensor" if isinstance(out, Tensor) else "list" if type(out) is list else "tuple"
+    return Results.of(kind, [Spec.of(t) if isinstance(t, Tensor) else (t,) for t in items])
 
 
 def _find(told: dict[str, Any]) -> Kernel:
     """Returns the kernel as its module declares it here; the versions it wants are checked here."""
+    declared, remote = told["kernel"], told.get("remote")
+    if remote is not None:
+        load = partial(resolve_import_path(remote["load"]), **remote["arguments"])
+        return Kernel.from_json(declared, builtin_op(declared["op"]), lambda _: load)
     module = importlib.import_module(told["module"])
     for kernel in getattr(module, "KERNELS", ()):
         if kernel.id == told["id"]:
             return kernel  # type: ignore[no-any-return]
-    declared = told["kernel"]
     return Kernel.from_json(declared, builtin_op(declared["op"]), resolve_import_path)
 
 

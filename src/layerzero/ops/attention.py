@@ -187,6 +187,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"b": 1, "hq": 2, "hkv": 2, "sq": 1, "sk": 66_013, "d": 8},
     {"b": 1, "hq": 1, "hkv": 1, "sq": 8_269, "sk": 3, "d": 8},
     {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 8_269, "d": 16, "mask": "bool"},
+    # a window beyond 2^10
+    {"b": 1, "hq": 2, "hkv": 1, "sq": 2, "sk": 2_100, "d": 8, "window": (1_500, 0),
+     "align": "bottom_right"},
     # scale and softcap, with lse
     {"scale": 0.3, "softcap": 2.0, "lse": True, "sq": 5, "sk": 9},
     {"b": 8200, "hq": 8, "hkv": 8, "sq": 1, "sk": 2, "d": 8},

@@ -163,6 +163,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"items": ((0, 64, 0, 64), (64, 192, 0, 320)), "d": 64},
     {"items": ((0, 7, 0, 0), (7, 9, 3, 4))}, {"items": DECODE, "window": (0, 0), "lse": True},
     {"softcap": 3.0, "scale": 0.7, "hkv": 1}, {"chunk": 1, "lse": True},
+    # more than 256 items, keys beyond 2^16
+    {"items": tuple((i, 1, i % 7, 5) for i in range(300)), "hq": 2, "hkv": 1, "d": 8},
+    {"items": ((0, 2, 65_600, 30), (2, 1, 0, 9)), "hq": 1, "hkv": 1, "d": 8},
     {"items": ((0, 128, 0, 128), (128, 128, 0, 256)), "chunk": 64, "hkv": 4, "window": (50, 0)})
 
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (

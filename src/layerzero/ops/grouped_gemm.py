@@ -10,6 +10,7 @@ without a device synchronisation.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def read_group_ends(x: Tensor, group_sizes: Tensor | None, offsets: Tensor | Non
     boundaries = group_sizes if offsets is None else offsets
     assert boundaries is not None                   # extra_check requires one of them
     name = "group_sizes" if offsets is None else "offsets"
-    ends: list[int] = boundaries.tolist() if offsets is not None else boundaries.cumsum(0).tolist()
+    ends: list[int] = boundaries.tolist()
+    if offsets is None:
+        ends = list(accumulate(ends))
     if any(b < a for a, b in zip((0, *ends), ends)) or (ends and ends[-1] > x.shape[0]):
         want = "never negative and at most" if offsets is None else "never falling and at most"
         total = "in sum " if offsets is None else ""

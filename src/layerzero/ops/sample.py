@@ -151,8 +151,8 @@ def inputs(
         if "history" in penalties:
             arguments["history"] = tokens
         if "counts" in penalties:
-            arguments["token_counts"] = torch.randint(0, 3, (batch, vocab),
-                                                      generator=gen).to(device)
+            arguments["token_counts"] = torch.randint(
+                0, 400 if "many" in penalties else 3, (batch, vocab), generator=gen).to(device)
     if rows:
         ks = torch.randint(0, 12, (batch,), generator=gen).to(device)
         arguments |= {"top_k_rows": ks, "top_p_rows": rand(0.0, 1.2), "min_p_rows": rand(-0.1, 0.1)}
@@ -212,6 +212,9 @@ STRESS: tuple[dict[str, Any], ...] = (
     {"batch": 64, "vocab": 33, "special": "ties", "top_k": 2},
     {"penalties": "history"}, {"penalties": "history", "temperature": 0.0},
     {"vocab": 9001, "top_p": 0.9, "penalties": "history"},
+    # more candidates than a block of threads has, counts beyond 2^8
+    {"vocab": 5_003, "batch": 2, "top_k": 3_000, "scale": 0.5},
+    {"penalties": "many counts", "temperature": 0.0, "scale": 60.0},
     # ids beyond 2^16
     {"vocab": 150_001, "batch": 3, "scale": 1.0},
     {"vocab": 150_001, "batch": 3, "temperature": 0.0},

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files.reading import FileLimits, read_json_lines
 from ..spec.errors import DataError
-from ..spec.reading import FileLimits, read_json_lines
 from .record import Measurement, Rates, environment_id, is_cpu_place, is_text
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import read_json
 from ..spec.device import Device
 from ..spec.errors import DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
-from ..spec.reading import read_json
 from .record import MAX_TRUSTED_SAMPLES, Measurement, PerfView, Rates
 
 SCHEMA = "layerzero.shipped/1"

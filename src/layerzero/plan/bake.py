@@ -24,9 +24,9 @@ from ..dispatch import facts as reading
 from ..dispatch.binding import Binding
 from ..dispatch.binding import bind as bind_step
 from ..dispatch.dispatcher import Dispatcher, dispatchers
+from ..files import codegen
 from ..machine import loading
 from ..operate.inspection import dispatcher_of
-from ..spec import codegen
 from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..spec.event import PlanMissed

@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Union
 
+from ..files import reading
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
-from ..spec import reading
 from ..spec.codec import At, Record, Text, read, read_fields
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from ..spec import codegen
+from ..files import codegen
 from ..spec.errors import DataError
 from .table import Facts, Number, Row, Span, Table
 

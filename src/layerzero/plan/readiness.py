@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from ..dispatch.background import compiling
+from ..files.calls import Calls, load_calls
 from ..machine.builds import build_of
 from ..operate import readiness as base
 from ..operate.readiness import (
@@ -25,9 +26,10 @@ from ..operate.readiness import (
     ReadinessFinding,
     first_line,
 )
+from ..perf.interface import StoreError
 from ..selection.engine import is_warm
-from ..spec.call import Call, read_calls
-from ..spec.errors import ConfigError, LayerZeroError
+from ..spec.call import Call
+from ..spec.errors import LayerZeroError
 from ..spec.op import Op
 from ..spec.plan import DEFAULT, PRIOR, Plan
 from ..spec.reason import Code
@@ -40,7 +42,7 @@ from .table import Table
 
 T = TypeVar("T")
 OrPath = Union[T, str, "os.PathLike[str]", None]
-Calls = Union[Iterable[Call], str, "os.PathLike[str]"]
+WANTED = "lz.readiness_check: wanted calls (lz.testing.Call) or a file of them"
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: OrPa
     if isinstance(world, Readiness):
         return world
     kind = base.device_kind(device)
-    workload = load_calls(calls)
+    workload = load_calls(calls, WANTED)
     loaded, table_check = _table(table, world)
     if not workload and loaded is not None:
         workload = tuple(artefact.call for artefact in loaded.jit)
@@ -82,19 +84,6 @@ def readiness_check(calls: Calls = (), device: str | None = None, *, table: OrPa
         *base.check_surroundings(world, kind, workspace, None if capabilities is None
                                  else Path(capabilities))]
     return Readiness(tuple(checks), world.device(kind).name)
-
-
-def load_calls(calls: Calls) -> tuple[Call, ...]:
-    """Return the calls as a tuple: of an iterable, of one call, or of a file."""
-    if isinstance(calls, (str, os.PathLike)):
-        return read_calls(Path(calls))
-    workload = (calls,) if isinstance(calls, Call) else tuple(calls)
-    wrong = next((c for c in workload if not isinstance(c, Call)), None)
-    if wrong is not None:
-        raise ConfigError(
-            "lz.readiness_check: wanted calls (lz.testing.Call) or a file of them, got "
-            f"{wrong!r:.120}")
-    return workload
 
 
 def _decide(calls: Sequence[Call], world: World, kind: str) -> tuple[list[Decision],
@@ -273,11 +262,10 @@ def _measurements(decided: Sequence[Decision], world: World, kind: str) -> Readi
 def _stale(world: World, kind: str) -> int:
     """Count the rows of this device that are void; 0 where the database cannot be read, which
     another check says."""
-    from ..perf import snapshot
-    from ..perf.interface import StoreError
     where = perf_loading.location(world.policy)
     if not isinstance(where, Path) or not where.exists():
         return 0
+    from ..perf import snapshot  # sqlite3 is not loaded without a database
     signature, builds = world.device(kind).signature, {k.id: build_of(k)
                                                        for k in world.catalog.kernels}
     days = world.policy.setting("perfdb_ttl")

@@ -18,9 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 
+from ..files import reading
+from ..files.sealed import replace_output
 from ..machine.builds import build_of
 from ..machine.loading import installed_version
-from ..spec import reading
 from ..spec.call import Call
 from ..spec.codec import At, Check, Count, Record, Text, encode, encode_fields, one_of, read_fields
 from ..spec.device import Device
@@ -30,7 +31,6 @@ from ..spec.plan import Score, Step, Transform
 from ..spec.predicate import above, below
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
-from ..spec.sealed import replace_output
 from ..world import capabilities
 from ..world.snapshot import World
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ..files.reading import read_json
 from ..machine import hardware
 from ..machine.loading import installed_version
 from ..spec.codec import encode
 from ..spec.errors import ConfigError, DataError
 from ..spec.names import suggest
-from ..spec.reading import read_json
 from ..verify.kernel.declarations import Checked
 from . import waivers as waiving
 from .stages import STAGES, GateOptions, ModelChecked, run_stage
@@ -124,7 +124,8 @@ def combine(paths: Sequence[Path], required: Sequence[str]) -> dict[str, Any]:
         rows.append({"file": str(path), "target": data["target"], "passed": data["passed"],
                      "lane": data.get("lane"),
                      "left_out": left_out,
-                     "counts": bool(data["passed"] and not left_out and data["lane"] != "quick")})
+                     "counts": bool(data["passed"] and not left_out
+                                    and data.get("lane") in ("usual", "full"))})
     covered = {row["target"] for row in rows if row["counts"]}
     missing = [name for name in required if name not in covered]
     return {"accepted": not missing and bool(rows) and all(row["passed"] for row in rows),

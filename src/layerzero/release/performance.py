@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..files.reading import read_json
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
 from ..spec.codec import Check, Record
 from ..spec.errors import DataError
-from ..spec.reading import read_json
 from ..tuning.harness import in_turns
 from ..verify.kernel.declarations import Checked, Finding
 from ..world import snapshot as worlds

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..files.calls import read_calls, write_calls
 from ..machine.faults import FAULTS
 from ..perf import exchange, ownership
 from ..perf import schema as perf_schema
@@ -26,7 +27,6 @@ from ..perf import store as perf_store
 from ..perf.record import Measurement
 from ..plan import lockfile, table
 from ..plan.solver import solve
-from ..spec.call import read_calls, write_calls
 from ..spec.errors import DataError, LayerZeroError
 from ..tuning.workload import calls_for
 from ..verify.kernel.declarations import Checked, Finding
@@ -122,6 +122,7 @@ KINDS: Mapping[str, FileKind] = {
         capabilities.SCHEMA,
         _capabilities,
         capabilities.load,
+        by_name=("bounds",),
         opaque=("kernels[].requires", "kernels[].less_work_when", "kernels[].variants"),
     ),
     "table": FileKind(

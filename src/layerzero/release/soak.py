@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
+from ..files.reading import read_json
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
 from ..spec.codec import Record
 from ..spec.errors import ConfigError, DataError
-from ..spec.reading import read_json
 from ..world import events
 from ..world import snapshot as worlds
 from ..world.settings import configure

@@ -21,15 +21,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import read_text
 from ..spec.codec import Record
 from ..spec.errors import ConfigError
 from ..spec.names import suggest
 from ..verify.kernel.declarations import Checked, Finding
+from ..world.config import plain_loader
 
 VERSION = 1
 WAIVABLE = ("performance/", "soak/trend/")     # what a pattern must begin with
 REQUIRED, OPTIONAL = ("what", "reason", "expires"), ("target",)
-MOST_BYTES = 1 << 20
+MOST_BYTES = 64 << 10                          # reading YAML takes a second for ten times that
 LEAST_REASON = 10                              # letters: "todo" is none
 
 
@@ -51,15 +53,10 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
         raise ConfigError(f"{path}: reading waivers needs PyYAML; install pyyaml") from e
+    text = read_text(path, "a file of waivers", size=MOST_BYTES, error=ConfigError)
     try:
-        content = path.read_bytes()
-        if len(content) > MOST_BYTES:
-            raise ConfigError(
-                f"{path}: wanted at most {MOST_BYTES} bytes of waivers, got {len(content)}")
-        data = yaml.safe_load(content.decode("utf-8"))
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot read the waivers: {e.strerror}") from e
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as e:
+        data = plain_loader(yaml, text).get_single_data()
+    except (yaml.YAMLError, RecursionError, ValueError) as e:
         raise ConfigError(f"{path}: not a file of waivers: {e}") from e
     if (not isinstance(data, Mapping) or set(data) != {"version", "waivers"}
         or data["version"] != VERSION):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import read_json
 from ..spec.errors import DataError
-from ..spec.reading import read_json
 
 
 @dataclass(frozen=True)

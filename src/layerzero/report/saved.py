@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from ..files.reading import read_json
 from ..perf.record import EAGER
 from ..spec.codec import Check, Record, Text
-from ..spec.reading import read_json
 from ..tuning.harness import MARGIN
 
 SCHEMA = "layerzero-report-1"

@@ -254,6 +254,14 @@ INVARIANCE_CODES = {"batch_invariant": Code.BATCH_INVARIANCE_REQUIRED,
                     "tp_invariant": Code.TP_INVARIANCE_REQUIRED}
 
 
+def compiles_in_request(kernel: Kernel, settings: Mapping[str, Any]) -> bool:
+    """Whether a kernel may compile within a call: where policy says so, and where it keeps bits
+    that must stay, since a choice that waits until a size was compiled would change them."""
+    return (settings["jit"] == "in_request"
+            or (kernel.batch_invariant and settings["batch_invariant"])
+            or (kernel.tp_invariant and settings["tp_invariant"]))
+
+
 def _is_invariant(to: str, facts: Mapping[str, Any], kernel: Kernel) -> bool:
     return kernel.is_invariant(to, facts)
 
@@ -280,13 +288,14 @@ class Demands(NamedTuple):
     def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
         settings = around.policy.settings
         graph = (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda"
+        invariant = tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
+                          if settings[name])
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
-            tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
-                  if settings[name]), named, settings["disabled"],
+            invariant, named, settings["disabled"],
             around.certified if settings["require_certificates"] else None,
-            None if named or settings["jit"] == "in_request"
-            else lambda kernel: is_warm(kernel, facts, around.warmed),
+            None if named else lambda kernel: (compiles_in_request(kernel, settings)
+                                               or is_warm(kernel, facts, around.warmed)),
             not (named or settings["allow_untested"]), around.captures() if graph else {},
             facts.get("sdpa_backends"), partial(_refused, facts, around, named),
             {} if named else around.failed)

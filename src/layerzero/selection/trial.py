@@ -20,15 +20,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MARGIN = 0.02              # nearer than this is a tie, and a tie goes to torch's own default
+ACCEPTED = 0.03            # a kernel that is faster than the leader by this at most is dropped
 ERROR_RATE = 0.01          # how often an interval may miss the true ratio
 ROUNDS_PER_LOOK = 4        # between comparisons of all kernels
 FIRST_SAMPLES = 2          # of the base kernel, before another is tried
-MOST_SAMPLES = 160         # of one kind of call, over all kernels: then the medians decide
+MOST_SAMPLES = 120         # of one kind of call, over all kernels: then the medians decide
 MOST_CALLS = 20_000        # of one kind of call, timed or not: the budget may be used up for long
-MOST_IN_FLIGHT = 32        # calls whose time is not known yet
-MOST_UNKNOWN = 3           # in flight of a kernel that has no time yet: it may be slow
+MOST_IN_FLIGHT = 64        # calls whose time is not known yet
+MOST_UNKNOWN = 3           # in flight of a kernel of which no call is done yet: it may be slow
 HOPELESS = 3.0             # times slower than the best: eliminated at once
-SLOWER = 1.5               # times slower in each of the first samples: eliminated after those
+SLOWER = 1.5               # times slower in each of FEW_SAMPLES: eliminated after those
+FEW_SAMPLES = 4
 COSTLY_US = 1000.0         # a loss from which one sample is enough to eliminate
 TOO_SLOW = 10.0            # times slower than the base by expectation: never tried
 NEAR = 0.05                # of medians this near to the best, the device's share of them decides
@@ -70,6 +72,7 @@ class Runner:
         self.device_us: list[float] = []       # of the same calls, on the device alone
         self.median = math.nan
         self.in_flight = 0
+        self.known = False                     # whether any call of it is done
         self.warm_ups = 0                      # calls so far that were no samples
         self.out = ""                          # why it was eliminated
         self._ordered: list[float] = []
@@ -119,11 +122,14 @@ class Trial:
 
     @property
     def serving(self) -> str:
-        """The kernel for calls that are not timed."""
-        if self.winner or not self.runners[self.base].out:
+        """The kernel for calls that are not timed: the leader, once it is ahead of the base."""
+        base, leader = self.runners[self.base], self._leader()
+        if self.winner or leader is None:
             return self.winner or self.base
-        leader = self._leader()
-        return leader.kernel if leader is not None else self.base
+        if base.out or (len(leader.rounds) >= FEW_SAMPLES
+                        and leader.median * (1 + NEAR) < base.median):
+            return leader.kernel
+        return self.base
 
     def expected_us(self, kernel: str) -> float:
         """The measured median; before that, the base's median scaled by the ratio of guesses."""
@@ -152,7 +158,7 @@ class Trial:
         for _ in range(2):                     # the rest of this round, then a new one
             while self._queue:
                 runner = self.runners[self._queue.pop()]
-                waits = not runner.rounds and runner.in_flight >= MOST_UNKNOWN
+                waits = not runner.known and runner.in_flight >= self._most_unknown(runner)
                 if (runner.out or waits or not available(runner.kernel)
                     or not allowed(self.extra_us(runner.kernel))):
                     continue                   # it skips this round
@@ -165,6 +171,10 @@ class Trial:
             if not self._new_round(available, allowed):
                 return None
         return None
+
+    def _most_unknown(self, runner: Runner) -> int:
+        """The base would serve anyway, so that its first samples are taken at once."""
+        return self.warm_ups + FIRST_SAMPLES if runner.kernel == self.base else MOST_UNKNOWN
 
     def _new_round(self, available: Callable[[str], bool],
                    allowed: Callable[[float], bool]) -> bool:
@@ -192,6 +202,7 @@ class Trial:
         runner = self.runners[ticket.kernel]
         runner.in_flight -= 1
         self.in_flight -= 1
+        runner.known = True
         if self.winner or runner.out or ticket.warm_up or us is None:
             return
         runner.add(ticket.round, max(us, 1e-3))
@@ -214,10 +225,13 @@ class Trial:
             return
         best = min(others, key=lambda r: r.median)
         least, count = runner.least, len(runner.rounds)
+        if runner.kernel in (self.base, self.default) and count < fewest_samples():
+            return                             # a few disturbed samples do not overrule torch
         if (least > HOPELESS * best.median
             and (count >= FIRST_SAMPLES or least - best.median >= COSTLY_US)):
             self.drop(runner.kernel, f"{least / best.median:.1f} times as slow as {best.kernel}")
-        elif count >= 3 and len(best.rounds) >= 3 and least > SLOWER * best.most:
+        elif (count >= FEW_SAMPLES and len(best.rounds) >= FEW_SAMPLES
+              and least > SLOWER * best.most):
             self.drop(runner.kernel,
                       f"{runner.median / best.median:.1f} times as slow as {best.kernel}")
 
@@ -243,7 +257,7 @@ class Trial:
             elif leader.kernel == self.default:
                 if low > -margin:
                     self.drop(other.kernel, f"no faster than {leader.kernel}, which is torch's own")
-            elif low > 0.0 or (low > -margin and high < margin):
+            elif low > -math.log1p(ACCEPTED):
                 self.drop(other.kernel, f"no faster than {leader.kernel}")
 
     def _settle_if_alone(self) -> None:

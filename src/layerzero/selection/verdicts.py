@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..spec import codegen
+from ..files import codegen
 from ..spec.rules import Condition
 
 Verdicts = Callable[[Mapping[str, Any]], list[int]]

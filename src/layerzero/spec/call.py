@@ -7,19 +7,15 @@ all other tensors are drawn from a seed.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from .codec import At, Count, Record
 from .errors import SpecError
-from .reading import FileLimits, read_json_lines
 
 MOST_VALUES = 65536                            # of an integer tensor that is stored with its values
-LIMITS = FileLimits(size=256 << 20)                # of a file of calls
 Scalar = bool | int | float | str | None
 
 
@@ -64,14 +60,3 @@ class Call(Record, omit="count grad name"):
     def to_json(self) -> dict[str, Any]:
         unused = ("case", "dtype") if self.case is None else ("arguments",)
         return {name: value for name, value in super().to_json().items() if name not in unused}
-
-
-def write_calls(path: Path, calls: Iterable[Call]) -> None:
-    """One call a line."""
-    path.write_text("".join(json.dumps(call.to_json()) + "\n" for call in calls))
-
-
-def read_calls(path: Path) -> tuple[Call, ...]:
-    lines = read_json_lines(path, "calls as JSON lines, such as lz record writes", limits=LIMITS,
-                            nan=True)
-    return tuple(Call.from_json(data, f"{path}:{number}") for number, data in lines)

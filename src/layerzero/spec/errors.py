@@ -8,6 +8,7 @@
     │       └── BackendNotAvailableError  its library is missing or cannot be loaded
     ├── KernelExecutionError              every kernel of the plan failed           (RuntimeError)
     │   ├── CudaGraphUnsafeError          the graph capture under way was lost
+    │   ├── KernelOutOfMemory             all for want of memory  (torch.OutOfMemoryError as well)
     │   └── SelectionTimeoutError         the selected kernel exceeded call_timeout
     ├── InputDamaged                      a kernel wrote into its inputs and failed (RuntimeError)
     ├── DeviceLost                        a sticky fault; restart the process       (RuntimeError)
@@ -28,8 +29,9 @@
         ├── Unmapped                      a definition of others without a mapping to an op
         └── HubError                      the kernel hub; its kinds: integrations/hub/errors.py
 
-LaunchRefused is raised by spec/launch.py, UntrustedFile by spec/sealed.py, the errors of a store by
-perf/interface.py, Unmapped by verify/trace/readings.py; all others are defined here.
+LaunchRefused is defined in spec/launch.py, KernelOutOfMemory in machine/faults.py, UntrustedFile in
+files/sealed.py, the errors of a store in perf/interface.py, Unmapped in verify/trace/readings.py;
+all others are here.
 """
 
 from __future__ import annotations

@@ -179,8 +179,11 @@ class Kernel:
         read = {leaf.fact for rule in (*self.requires, *self.invariant_when)
                 for leaf in rule.leaves()
                 if not (leaf.test == "ge" and leaf.value == 1)}       # that it is not empty
+        # a ratio of sizes that ranks share alike, as of heads to KV heads, is the same on all
+        shared = {f"{a} // {b}" for a in op.shard_dims or () for b in op.shard_dims or ()}
         sized = sorted(fact for fact in read if fact in dims or (
-            fact in op.derived and dims & {*parse(op.derived[fact]).names}))
+            fact in op.derived and op.derived[fact] not in shared
+            and dims & {*parse(op.derived[fact]).names}))
         if sized:
             raise RegistrationError(
                 f"kernel {self.id!r} is declared invariant, and its rules read "

@@ -82,20 +82,20 @@ def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") 
 
     ConfigError with the nearest names if there is none; it begins with `what`, such as the option.
     """
-    found = tuple(k for k, of in kernels.items() if fnmatchcase(of, op) and names_kernel(name, k))
-    if not found:
+    matches = tuple(k for k, of in kernels.items() if fnmatchcase(of, op) and names_kernel(name, k))
+    if not matches:
         raise ConfigError(f"{what}{': ' if what else ''}{unknown_kernel(name, kernels, op)}")
-    return found
+    return matches
 
 
 def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> str:
     """The id of the one kernel of `op` that `name` stands for; ConfigError if it is not one."""
-    found = find_kernels(name, kernels, op, what)
-    exact = [pattern for pattern in kernel_patterns(name) if pattern in found]
-    if len(found) > 1 and not exact:
-        raise ConfigError(f"{what}{': ' if what else ''}{name!r} stands for {len(found)} kernels; "
-                          f"give one of them: {', '.join(found)}")
-    return (exact or found)[0]
+    matches = find_kernels(name, kernels, op, what)
+    exact = [pattern for pattern in kernel_patterns(name) if pattern in matches]
+    if len(matches) > 1 and not exact:
+        raise ConfigError(f"{what}{': ' if what else ''}{name!r} stands for {len(matches)} "
+                          f"kernels; give one of them: {', '.join(matches)}")
+    return (exact or matches)[0]
 
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:

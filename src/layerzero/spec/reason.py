@@ -338,7 +338,7 @@ class Code(str, Enum):
     TENSOR_UNREADABLE = (
         "TENSOR_UNREADABLE", Category.CALLER, "{fact} must be {want}, got {got}",
         "make it a plain tensor first: to_dense() of a sparse or mkldnn one, to_padded_tensor() of "
-        "a nested one")
+        "a nested one; a freed one needs its memory again, as in FSDP's unshard()")
     WRONG_NDIM = (
         "WRONG_NDIM", Category.CALLER, "{fact} must have {want} dimensions, got {got}",
         "reshape the tensor; help(lz.<op>) has the shapes")

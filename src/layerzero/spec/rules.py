@@ -251,7 +251,7 @@ def cpu_isa(name: str) -> Rule:
 
 
 def slow_half_matmul() -> tuple[Condition, ...]:
-    """For CPUs without matmul instructions for a half dtype: torch is very slow there."""
+    """Require a CPU without matmul instructions for the half dtype, where torch is very slow."""
     bf16, fp16 = (Rule(f"fast_{name}_matmul", "eq", False, Code.MATMUL_IS_FAST)
                   for name in ("bf16", "fp16"))
     # of the device alone

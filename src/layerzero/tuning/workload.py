@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..dispatch.facts import read as read_facts
+from ..files.calls import LIMITS, read_calls
+from ..files.reading import parse_json, read_lines
 from ..operate.calls import describe, make_values
 from ..operate.inspection import dispatcher_of
 from ..perf.record import kind_of
-from ..spec.call import LIMITS, Call, TensorSpec, read_calls
+from ..spec.call import Call, TensorSpec
 from ..spec.errors import ConfigError, DataError, InvalidCall, SpecError
 from ..spec.event import FileRefused
 from ..spec.names import suggest
 from ..spec.op import Op
-from ..spec.reading import parse_json, read_lines
 from ..world import events
 from ..world import snapshot as worlds
 from .models import MODELS, Model, calls_of

@@ -8,17 +8,19 @@ written from summaries and from the results of `lz verify definitions --mutate`.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.reading import parse_json, read_lines
 from ..spec.errors import DataError
 
 # What a verdict of a kernel depends on.
 _ROOMS = ("ops", "backends", "dispatch", "verify/kernel")
 _SUFFIXES = (".py", ".cpp", ".h", ".cu")
 _SAME = ("machine", "arch", "device", "torch", "python", "lane", "sources")
+_TEXTS, _NUMBERS = (*_SAME, "kernel", "op", "at", "says"), ("seed", "cases", "worst", "cpu_seconds")
+_STATES = ("passed", "failed", "skipped")
 
 
 def sources_digest() -> str:
@@ -33,14 +35,33 @@ def sources_digest() -> str:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a log; the last one may be cut where a run was ended."""
-    rows, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for i, line in enumerate(lines):
+    rows, lines = [], list(read_lines(path, "a log of benchmarks/false_alarms.py"))
+    for i, (number, line) in enumerate(lines):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as e:
+            row = parse_json(line, f"{path}: line {number}", "a verdict as JSON", nan=True)
+        except DataError:
             if i + 1 < len(lines):
-                raise DataError(f"{path}: line {i + 1}: wanted JSON, got {line[:80]!r}") from e
+                raise
+            continue
+        wrong = _problem(row)
+        if wrong:
+            raise DataError(f"{path}: line {number}: wanted a verdict of benchmarks/"
+                            f"false_alarms.py; {wrong}")
+        rows.append(row)
     return rows
+
+
+def _problem(row: Any) -> str:
+    """Says what a line lacks to be a verdict; "" if it is one."""
+    if not isinstance(row, dict):
+        return f"got {type(row).__name__}"
+    wrong = [name for name in _TEXTS if not isinstance(row.get(name), str)]
+    wrong += [name for name in _NUMBERS if type(row.get(name)) not in (int, float)]
+    if row.get("status") not in _STATES:
+        wrong.append("status")
+    if row.get("status") == "failed":
+        wrong += [name for name in ("class", "failures") if name not in row]
+    return f"missing or of another type: {', '.join(wrong)}" if wrong else ""
 
 
 def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -74,9 +95,10 @@ def _summary(about: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[s
 
 # The page.
 
-def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str, Any]]) -> str:
+def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str, Any]],
+         planted: Sequence[Mapping[str, Any]] = ()) -> str:
     """Returns the page about what was proved, in Markdown. A summary may have `notes`, which say
-    what its alarms were found to be."""
+    what its alarms were found to be. `planted`: runs of benchmarks/planted_faults.py."""
     parts = ["# Proof\n",
              "What was verified, when and on what, written from the logs in `benchmarks/results`. "
              "A sound kernel that fails is a false alarm of the verifier or a mistake of the "
@@ -104,6 +126,7 @@ def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str
             parts.append("Not run here:\n")
             parts += [f"- {why or 'nothing it accepts could be asked'}: {', '.join(names)}"
                       for why, names in refused.items()] + [""]
+    parts += _planted_faults(planted)
     parts += ["## Definitions\n",
               "References of public definitions, each changed in one place at a time "
               "(`lz verify definitions --mutate`). A mutant is killed where the check of the "
@@ -123,6 +146,27 @@ def page(summaries: Sequence[Mapping[str, Any]], mutations: Sequence[Mapping[str
             parts.append("Not mutated:\n")
             parts += [f"- {r['definition']}: {_cell(r['skipped'])[:160]}" for r in skipped] + [""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _planted_faults(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not runs:
+        return []
+    parts = ["## Planted faults\n",
+             "Kernels that are wrong in one way each (`tests/faults`), verified as any other by "
+             "`benchmarks/planted_faults.py`. A fault is named where the diagnosis has the right "
+             "class or says that it does not know.\n",
+             _table(("set", "machine", "torch", "lane", "seed", "when (UTC)", "planted", "caught",
+                     "named"),
+                    [(run["set"], run["machine"], run["torch"], run["lane"], str(run["seed"]),
+                      run["at"][:16].replace("T", " "), str(run["planted"]), str(run["caught"]),
+                      str(run["named"])) for run in runs])]
+    for run in runs:
+        wrong = [row for row in run["faults"] if not row["right"]]
+        parts += [f"- {run['set']}, {run['at'][:16]}: `{row['fault']}` of {row['op']}: "
+                  + (f"taken for {row['class']}" if row["status"] == "failed" else row["status"])
+                  for row in wrong] + ([""] if wrong else [])
+        parts += [f"{note}\n" for note in run.get("notes", ())]
+    return parts
 
 
 def _machine_row(s: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from ..files import reading
 from ..machine.loading import installed_version
-from ..spec import reading
 from ..spec.codec import decode
 from ..spec.errors import DataError, SpecError
 from ..spec.expr import parse
@@ -58,7 +58,19 @@ def export(catalog: Catalog) -> dict[str, Any]:
     """Returns the descriptor of a catalog: plain data, equal for equal declarations."""
     kernels = sorted(catalog.kernels, key=lambda kernel: kernel.id)
     return {"schema": SCHEMA, "library": installed_version("layerzero") or "unknown",
-            "kernels": [kernel.to_json() for kernel in kernels]}
+            "kernels": [kernel.to_json() for kernel in kernels],
+            "bounds": {kernel.id: bounds_of(kernel.op) for kernel in kernels
+                       if "quantiz" in kernel.op.name}}
+
+
+def bounds_of(op: Op) -> dict[str, dict[str, float]]:
+    """Returns how far a result of an op on quantized numbers may be from the formula over the same
+    codes and scales in float64, by dtype: |error| <= atol + rtol * |result|, and no more than
+    times_eager times the error of the formula at that dtype, beside a few roundings. Codes are
+    equal to the formula's."""
+    limits = ((dtype, op.tolerance.of(dtype)) for dtype in op.dtypes)
+    return {dtype: {"rtol": rtol, "atol": atol, "times_eager": op.tolerance.times_eager}
+            for dtype, (rtol, atol) in limits}
 
 
 _latest: tuple[Catalog | None, str] = None, ""     # the last catalog that was hashed
@@ -141,8 +153,14 @@ def _problems(data: Any, catalog: Catalog) -> Iterator[Reason]:
         yield Reason(Code.SCHEMA_UNKNOWN, SCHEMA, _shown(schema) if "schema" in data else "none",
                      "schema")
         return                                 # another version has other fields
-    faults = list(_field_problems(data, _TOP, ""))
+    # older files have none
+    faults = list(_field_problems(data, {**_TOP, "bounds": dict} if "bounds" in data else _TOP, ""))
     yield from faults
+    for name, stated in data["bounds"].items() if isinstance(data.get("bounds"), dict) else ():
+        kernel = catalog.by_id.get(name)
+        if kernel is not None and stated != bounds_of(kernel.op):
+            yield _invalid(f"bounds.{name}", f"{bounds_of(kernel.op)!r}, which the proof of "
+                           f"{name} holds it to", _shown(stated))
     if any(fault.fact == "kernels" for fault in faults):
         return
     seen: set[Any] = set()

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..files.paths import cache_dir
+from ..files.reading import read_json
+from ..files.sealed import SealedFolder, replace_file, trusted_folder
 from ..machine.builds import build_of, source_digest
 from ..spec.codec import Count, Record
 from ..spec.device import Device
@@ -25,10 +28,7 @@ from ..spec.errors import DataError
 from ..spec.event import CertificateRefused
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.paths import cache_dir
-from ..spec.reading import read_json
 from ..spec.reason import Code, Reason
-from ..spec.sealed import SealedFolder, replace_file, trusted_folder
 from . import events
 
 FORMAT = 1

@@ -16,6 +16,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ..files import paths
+from ..files.paths import cache_dir as cache_dir
+from ..files.reading import read_text
 from ..selection.conditions import parse_when
 from ..selection.policy import (
     ACTIONS,
@@ -25,11 +28,8 @@ from ..selection.policy import (
     PolicyRule,
     validate_setting,
 )
-from ..spec import paths
 from ..spec.errors import ConfigError, PolicyValidationError
 from ..spec.names import suggest
-from ..spec.paths import cache_dir as cache_dir
-from ..spec.reading import read_text
 from ..spec.reason import shown
 
 PREFIX = "LAYERZERO_"
@@ -224,7 +224,7 @@ class _Reader:
         settings: dict[str, Any] = {}
         rules: list[PolicyRule] = []
         try:
-            self.loader = _plain_loader(self.yaml, self.text)
+            self.loader = plain_loader(self.yaml, self.text)
             root = self.loader.get_single_node()
         except self.yaml.YAMLError as e:
             # an error of characters has a position instead
@@ -411,7 +411,7 @@ def _parse_time(value: Any) -> datetime | None:
     return when if when.tzinfo else when.replace(tzinfo=timezone.utc)
 
 
-def _plain_loader(yaml: Any, text: str) -> Any:
+def plain_loader(yaml: Any, text: str) -> Any:
     """Returns PyYAML's safe loader without what only a hostile file uses: aliases, tags, depth."""
 
     class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]

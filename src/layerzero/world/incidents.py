@@ -29,7 +29,7 @@ from ..spec.names import unknown_kernel
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
 from ..spec.reason import ANOTHER_KERNEL, Category, Code, Reason
-from . import events, health
+from . import certificates, events, health
 from . import snapshot as worlds
 from .catalog import Catalog
 from .context import Override
@@ -342,7 +342,6 @@ def _capture_error(kernel: Kernel, reason: Reason, op: str, guilty: bool) -> Cud
         return CudaGraphUnsafeError(
             f"lz.{op}: the CUDA graph capture under way was spoilt before {kernel.id} was called "
             f"({reason.got}); lz.graphs.validate_graph_capture says by what", [reason])
-    from . import certificates  # reads files; not needed before a capture
     certificates.record_capture(kernel, str(reason.got))
     worlds.publish(lambda w: w.replace(), f"capture:{kernel.id}")
     return CudaGraphUnsafeError(

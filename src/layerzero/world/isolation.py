@@ -16,13 +16,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import codegen
 from ..machine import builds, loading
 from ..machine.faults import WorkerFault
 from ..machine.isolation import pool
 from ..machine.isolation.process import Limits
 from ..selection.isolation import Isolation, parse
 from ..selection.policy import Policy
-from ..spec import codegen
 from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.op import Op
@@ -64,7 +64,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
             wanted[f"worker.{kernel.id}"] = kernel, entry
     if wanted == present:
         return catalog
-    pool.close_others({(k.backend, entry.python) for k, entry in wanted.values()})
+    pool.close_others({(_worker(k), entry.python) for k, entry in wanted.values()})
     kept = {k.id: k for k in catalog.kernels}
     made = [kept[name] if present.get(name) == origin
             else worker_kernel(name, *origin, policy_in_force) for name, origin in wanted.items()]
@@ -82,7 +82,8 @@ def why_not(kernel: Kernel) -> str:
     strange = [p.name for p in op.params if p.kind in ("generator", "object")]
     if op.read is not None or strange:
         return f"lz.{op.name} takes what does not travel: {', '.join(strange) or 'objects'}"
-    if _module(kernel) in ("__main__", "") or _module(kernel) not in sys.modules:
+    if _remote(kernel) is None and (_module(kernel) in ("__main__", "")
+                                    or _module(kernel) not in sys.modules):
         return "its load is not of a module that another process can import"
     return ""
 
@@ -103,10 +104,11 @@ def worker_kernel(name: str, kernel: Kernel, entry: Isolation,
                   policy_in_force: Callable[[], Policy]) -> Kernel:
     """Returns the kernel that has a worker run `kernel`."""
     where = entry.python or "an interpreter like this one"
-    dropout = (_NO_DROPOUT,) if "dropout_p" in kernel.op.by_name else ()
+    # what travels is memory: no subclass, no tangent, no wrapper of a transform
+    added = (r.plain_tensors(), *((_NO_DROPOUT,) if "dropout_p" in kernel.op.by_name else ()))
     return replace(
         kernel, id=name, load=_loader(kernel, entry, policy_in_force),
-        requires=(*kernel.requires, *(d for d in dropout if d not in kernel.requires)), package="",
+        requires=(*kernel.requires, *(a for a in added if a not in kernel.requires)), package="",
         distribution="", version="", torch="", prior=kernel.prior * 0.8,
         overhead_us=kernel.overhead_us + OVERHEAD_US, differentiable=False, graph_safe=False,
         traceable=False, baseline=False, less_work="", less_work_when=(), jit=False,
@@ -123,14 +125,20 @@ def _loader(kernel: Kernel, entry: Isolation,
                       max(setting("isolation_memory") or _half_of_memory(), MIN_BYTES))
 
     def load() -> Callable[..., Any]:
-        workers = pool.pool_of(kernel.backend, entry.python, limits,
+        workers = pool.pool_of(_worker(kernel), entry.python, limits,
                                lambda: int(policy_in_force().setting("isolation_workers")))
         declared = kernel.to_json()
         try:
             accepted = workers.load({"id": kernel.id, "module": _module(kernel),
-                                     "path": _folder(kernel), "kernel": declared})
+                                     "path": _folder(kernel), "kernel": declared,
+                                     "remote": _remote(kernel)})
         except (WorkerFault, OSError) as e:
             raise loading.LoadFailed(Reason(Code.WORKER_UNAVAILABLE, None, str(e)[:300])) from e
+        unknown = [name for name in accepted if name not in kernel.op.by_name]
+        if unknown:                            # another release of ours, perhaps
+            raise loading.LoadFailed(Reason(
+                Code.WORKER_UNAVAILABLE, None,
+                f"it takes {', '.join(unknown)}, which lz.{kernel.op.name} has not"[:300]))
         return _proxy(kernel.op, kernel.id, accepted, workers)
 
     load.build = partial(_build, kernel, entry.python)  # type: ignore[attr-defined]
@@ -166,6 +174,18 @@ def _declared(kernel: Kernel) -> Kernel:
 
 def _origin(kernel: Kernel) -> tuple[Kernel, Isolation] | None:
     return getattr(kernel.load, "origin", None)
+
+
+def _remote(kernel: Kernel) -> dict[str, Any] | None:
+    """How a worker loads what is not declared in a module; None for what is."""
+    remote: dict[str, Any] | None = getattr(kernel.load, "remote", None)
+    return remote
+
+
+def _worker(kernel: Kernel) -> str:
+    """Kernels with one name share a worker: those of a library, or of a version of a repository."""
+    remote = _remote(kernel)
+    return kernel.backend if remote is None else str(remote["worker"])
 
 
 def _module(kernel: Kernel) -> str:

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
+from ..files.paths import cache_dir
+from ..files.reading import read_json
+from ..files.sealed import replace_file, trusted_folder
 from ..machine.builds import files_digest
 from ..machine.watchdog import SOURCE, signal_name
 from ..spec.errors import LayerZeroError
 from ..spec.op import import_path, resolve_import_path
-from ..spec.paths import cache_dir
-from ..spec.reading import read_json
-from ..spec.sealed import replace_file, trusted_folder
 
 SECONDS = 30.0                                 # that an import may take
 AGAIN_AFTER = 3600.0                           # seconds; a hang or a crash may have been chance

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..files.paths import cache_dir
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
 from ..selection.engine import Roster, Shipped, Surroundings, make_roster, select
@@ -32,11 +33,10 @@ from ..spec.errors import RegistrationError
 from ..spec.event import Event, HealthChanged, PolicyRejected, WorldPublished
 from ..spec.kernel import Kernel
 from ..spec.op import Op
-from ..spec.paths import cache_dir
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import Condition, Rule
-from . import config, events, health, isolation, perf_loading, redaction
+from . import certificates, config, events, health, isolation, perf_loading, redaction
 from .catalog import Catalog, discover, plugin_policy
 from .context import Override
 from .tables import ActiveTable
@@ -119,7 +119,6 @@ class World:
             rates = self.perf.rates.get(place) or shipped.view.rates.get(place) or rates_of(kind)
             proven = self.certified
             if policy.setting("require_certificates"):
-                from . import certificates  # reads files; not needed unless policy requires it
                 proven |= certificates.certified_ids(self.catalog.kernels, device)
             around = self.memo[key] = Surroundings(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
@@ -143,7 +142,6 @@ class World:
         if failed is None:
             failed = {}
             if (cache_dir() / "certificates").is_dir():
-                from . import certificates  # reads files; not needed where nothing was verified
                 failed = certificates.failures(self.catalog.kernels, self.device(kind))
             self.memo["failed", kind] = failed
         return failed  # type: ignore[no-any-return]
@@ -152,7 +150,6 @@ class World:
         """Returns whether each kernel that was captured here is safe in a CUDA graph."""
         verdicts = self.memo.get(("captures", kind))
         if verdicts is None:
-            from . import certificates  # reads files; not needed before a capture
             verdicts = self.memo["captures", kind] = certificates.capture_verdicts(
                 self.catalog.kernels, self.device(kind))
         return verdicts  # type: ignore[no-any-return]

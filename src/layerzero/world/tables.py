@@ -46,9 +46,11 @@ class Agreement(NamedTuple):
     differences: tuple[str, ...] = ()          # between ranks, which inference goes on with
     denied: tuple[str, ...] = ()               # kernels that not all ranks have alike
     provisional: int = 0                       # kinds that this rank chose since, by itself
+    name: str = ""                             # of the group, where a process agrees with several
 
     def __str__(self) -> str:
-        text = f"{self.size} ranks, {self.kinds} kinds of call agreed ({self.mode})"
+        name = f"{self.name}: " if self.name else ""
+        text = f"{name}{self.size} ranks, {self.kinds} kinds of call agreed ({self.mode})"
         text += f", {self.provisional} not yet" if self.provisional else ""
         denied = f"; not used: {', '.join(self.denied[:8])}" if self.denied else ""
         return text + ("; " + "; ".join(self.differences) if self.differences else "") + denied
@@ -56,20 +58,25 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreedTable:
-    """The rows that ranks agreed on, before those of the table that was in force already."""
+    """The rows that ranks agreed on, before those of the table that was in force already, which
+    may be what this rank agreed on with another group."""
 
     miss_code: ClassVar[Code] = Code.NOT_AGREED
     rows: SelectionTable
     base: SelectionTable | None
     agreement: Agreement
+    order: int = 0                             # of the group, among those of this process
 
     @property
     def id(self) -> str:
-        return f"agreed-{self.agreement.id}"
+        more = f"+{self.base.id[7:]}" if isinstance(self.base, AgreedTable) else ""
+        return f"agreed-{self.agreement.id}{more}"
 
     @property
     def policy(self) -> str:
-        return self.rows.policy
+        """The hash that all groups agreed under; "" where some have not yet agreed anew."""
+        base = self.base.policy if isinstance(self.base, AgreedTable) else self.rows.policy
+        return self.rows.policy if base == self.rows.policy else ""
 
     def leaves(self, op: str) -> Iterable[Rule]:
         return (*self.rows.leaves(op), *(self.base.leaves(op) if self.base is not None else ()))

@@ -94,6 +94,9 @@ def test_the_wait_is_an_event():
 def test_a_target_outside_the_vocabulary_is_found(wrong):
     logits, targets = torch.randn(9, 24), torch.randint(0, 24, (9,))
     with lz.prefer("torch.compiled_cross_entropy", jit="in_request"):
+        refused = lz.validate("cross_entropy", "torch.compiled_cross_entropy", logits, targets)
+        if any(reason.code is lz.Code.VERSION_CONFLICT for reason in refused):
+            pytest.skip(refused[0].message)
         assert lz.which("cross_entropy", logits, targets) == "torch.compiled_cross_entropy"
         lz.cross_entropy(logits, targets)
         targets[4] = wrong

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from layerzero.backends.cuda import KERNELS, compiler
+from layerzero.files.sealed import SealedFolder
 from layerzero.machine import faults, loading
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.reason import Code, Reason
-from layerzero.spec.sealed import SealedFolder
 from layerzero.verify.kernel.contract import case_values
 
 needs_nvrtc = pytest.mark.skipif(compiler.ready() is not True,
@@ -175,8 +175,8 @@ class OnlyCompiled:
         self.source, self.name, self.macros = source, name, macros
         assert threads <= 1024 and shared <= 227 << 10 and cluster <= 16
 
-    def launch(self, grid, params):
-        assert all(type(n) is int and n > 0 for n in grid) and isinstance(params, bytes)
+    def launch(self, grid, params, *args, varying=(), **kept):
+        assert all(type(n) is int and n > 0 for n in grid) and args
         assert self.name.encode() in compiler.cubin(self.source, self.macros, ARCH)
 
 

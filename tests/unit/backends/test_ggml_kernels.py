@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.native import build, ggml
-from layerzero.models.packing import forget_packed, packed_weights
+from layerzero.models.weights.packing import forget_packed, packed_weights
 from layerzero.ops.formulas.ggml import block_product, random_blocks, rounded_activations
 
 pytestmark = pytest.mark.skipif(build.is_built() is not True,
@@ -115,3 +115,23 @@ def test_a_weight_is_packed_once_and_again_after_a_write():
     assert not torch.equal(linear(), first)
     assert packed_weights().weights == before + 1
     assert forget_packed(weight) == 1
+
+
+def test_packed_weights_are_shared_by_a_sealed_file(tmp_path, monkeypatch):
+    build.module()                             # that of the cache folder before
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    x, weight, _ = case("q4_k", 1, 16, 256)
+    want = ggml.pack_weight(weight, "q4_k")
+    assert torch.equal(ggml.packed_file(weight, "q4_k"), want)
+    written, = (tmp_path / "packed").glob("*.bin")
+    before = written.stat()
+    again = ggml.packed_file(weight.clone(), "q4_k")
+    assert torch.equal(again, want) and written.stat().st_mtime_ns == before.st_mtime_ns
+    assert torch.equal(ggml.multiply(x, again, None, 16, "q4_k"),
+                       ggml.multiply(x, want, None, 16, "q4_k"))
+    written.write_bytes(bytes(before.st_size))  # damaged: packed anew, and replaced
+    assert torch.equal(ggml.packed_file(weight, "q4_k"), want)
+    assert written.read_bytes() == want.numpy().tobytes()
+    (tmp_path / "packed").chmod(0o777)         # where others may write nothing is read or written
+    assert torch.equal(ggml.packed_file(case("q4_k", 2, 16, 256)[1], "q4_k"),
+                       ggml.pack_weight(case("q4_k", 2, 16, 256)[1], "q4_k"))

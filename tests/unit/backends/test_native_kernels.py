@@ -59,11 +59,14 @@ def empty_cache(tmp_path, monkeypatch):
     forget()
 
 
+PROCESSOR = {"isa", "fast_bf16_matmul", "fast_fp16_matmul"}    # facts of it that rules read
+
+
 def lacking(kernel) -> str:
     """What the kernel wants of a processor and this one has not; "" where it runs."""
     facts = hardware.probe("cpu").facts()
     reasons = (rule.check(facts) for rule in kernel.requires
-               if {leaf.fact for leaf in rule.leaves()} <= {"isa"})
+               if {leaf.fact for leaf in rule.leaves()} <= PROCESSOR)
     return "; ".join(reason.message for reason in reasons if reason is not None)
 
 
@@ -334,9 +337,12 @@ done
 exec {COMPILER} "$@" """))
     said: list[str] = []
     build.build(say=said.append)
-    assert said[1:-1] == ["the compiler has no OpenMP: the CPU kernels will use one thread"]
+    assert said[1:-1] == ["the compiler has no OpenMP: the CPU kernels have their own threads only"]
+    unproven = []
     for kernel in (k for k in KERNELS if not lacking(k)):
         cases = (*kernel.op.cases, *(DECODES if kernel.op is ATTENTION else ()))
         results = [check_case(kernel, case, dtype) for case in cases for dtype in DTYPES]
-        assert ([str(r) for r in results if r.status == "failed"] == []
-                and any(r.passed for r in results))
+        assert [str(r) for r in results if r.status == "failed"] == []
+        if not any(r.passed for r in results):
+            unproven.append((kernel.id, str(results[0])))
+    assert not unproven

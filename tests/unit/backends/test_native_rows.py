@@ -37,6 +37,22 @@ def test_the_generator_goes_on_as_with_any_other_kernel():
     assert torch.equal(*states)
 
 
+@pytest.mark.parametrize("width", [3, 2047, 2048, 5001])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_of_long_rows_and_of_numbers_that_are_none(width, smoothing):
+    gen = torch.Generator().manual_seed(width)
+    logits = torch.randn(8, width, generator=gen) * 30
+    logits[1] -= 1e6
+    logits[2, : width - 1] = -INF              # whole blocks of it, before the first number
+    logits[3, width // 2], logits[4, 0], logits[5] = NAN, INF, -INF
+    targets = torch.full((8,), width - 1)
+    targets[7] = -100
+    want, got = (lz.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none",
+                                  backend=f"{kernel}.cross_entropy")
+                 for kernel in ("reference", "native"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("block", [0, 16])
@@ -75,3 +91,12 @@ def test_threads_do_not_change_a_bit_of_a_group_norm(dtype):
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert results[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_first_pixel_far_from_the_mean_costs_no_digits_of_the_variance():
+    x = torch.randn(1, 8, 20, 20, generator=torch.Generator().manual_seed(1)) + 1e4
+    x[0, :, 0, 0] = 0.0
+    x = x.contiguous(memory_format=torch.channels_last)
+    got = lz.group_norm(x, 2, backend="native.group_norm_channels_last")
+    want = torch.nn.functional.group_norm(x.double(), 2)
+    torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)

@@ -11,7 +11,7 @@ import pytest
 from helpers import policy
 
 from layerzero.backends import aiter, flash_attn, habana, rocm_torch, triton, xpu
-from layerzero.cli.commands.verify_levels import verify_kernels
+from layerzero.cli.commands.prove.kernels import verify_kernels
 from layerzero.dispatch.facts import read
 from layerzero.machine.hardware import amd_device
 from layerzero.selection.engine import Surroundings, make_roster, select

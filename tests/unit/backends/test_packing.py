@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import layerzero as lz
 from layerzero.backends._packing import PACKED, PackedWeights
 from layerzero.machine.hardware import probe
-from layerzero.models.packing import forget_packed, limit_packed, packed_weights
+from layerzero.models.weights.packing import forget_packed, limit_packed, packed_weights
 
 HERE = "avx512f" in probe("cpu").isa
 needs_onednn = pytest.mark.skipif(not HERE, reason="torch.linear_prepacked needs AVX-512")

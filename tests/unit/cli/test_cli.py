@@ -16,9 +16,9 @@ import torch
 import layerzero as lz
 from layerzero.cli import _print_warning, main
 from layerzero.cli.arguments import parse_call
-from layerzero.cli.commands import gate
-from layerzero.cli.commands.fit import SIZES, Pace, Sizes, fit
-from layerzero.cli.commands.styles import STYLES, DecodeLayer
+from layerzero.cli.commands.measure.fit import SIZES, Pace, Sizes, fit
+from layerzero.cli.commands.measure.styles import STYLES, DecodeLayer
+from layerzero.cli.commands.prove import gate
 from layerzero.tuning.harness import Ratio, Timings, in_turns
 
 DECODE = ("q=1x8x1x64", "k=1x2x256x64", "v=1x2x256x64")
@@ -360,7 +360,14 @@ def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
 @pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3),
                                              (1.0, 3)])
 def test_a_slower_machine_shows_smaller_sizes(pace, place):
-    assert fitted(float32=Pace(pace, pace, pace)).sizes == SIZES["cpu"][place]
+    found = fitted(float32=Pace(pace, pace, pace))
+    assert found.sizes == SIZES["cpu"][place] and len(found.rows) + len(found.left_out) == 6
+
+
+def test_where_nothing_fits_one_row_is_tried_all_the_same():
+    slow = Pace(1.0, 1.0, 1.0)
+    found = fitted(float32=slow, bfloat16=slow)
+    assert [dtype for dtype, _ in found.rows] == ["float32"] and len(found.left_out) == 5
 
 
 def test_a_pass_has_as_many_multiplications_as_the_block_makes():

@@ -19,11 +19,12 @@ from layerzero.cli.options import ALIASES, DTYPES, dtype_name
 from layerzero.cli.panels import measure, prove
 from layerzero.cli.project import CALLS, POLICY, policy_text, workflow_text
 from layerzero.cli.root import EXIT_CODES
+from layerzero.files.calls import read_calls, write_calls
 from layerzero.perf.record import MODES
 from layerzero.plan import lockfile, table
 from layerzero.release.stages import SOAK_SECONDS, STAGES
 from layerzero.selection.policy import SETTINGS
-from layerzero.spec.call import Call, TensorSpec, read_calls, write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.errors import ConfigError
 from layerzero.tuning import regret
 from layerzero.verify.model.families import FAMILIES

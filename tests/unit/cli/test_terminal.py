@@ -16,9 +16,9 @@ import pytest
 
 import layerzero as lz
 from layerzero.cli import main, show, streams
+from layerzero.files.reading import printable
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.kernel import Kernel
-from layerzero.spec.reading import printable
 from layerzero.world import snapshot as worlds
 from layerzero.world.config import environment_layer
 

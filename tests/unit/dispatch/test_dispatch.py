@@ -302,6 +302,7 @@ def test_out_of_memory_everywhere_is_an_error_that_says_so(call, pair):
         call(rows())
     assert raised.value.codes == (Code.OUT_OF_MEMORY,) * 2
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert isinstance(raised.value, torch.OutOfMemoryError)    # as who retries with less expects
 
 
 # a sticky fault: the device is gone

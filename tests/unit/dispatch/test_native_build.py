@@ -18,8 +18,8 @@ from helpers import RMS_NORM, rows
 
 import layerzero as lz
 from layerzero.dispatch import native
+from layerzero.files.sealed import SealedFolder
 from layerzero.spec.errors import ConfigError
-from layerzero.spec.sealed import SealedFolder
 
 SOURCES = Path(lz.__file__).parents[1]
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")

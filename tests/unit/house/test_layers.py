@@ -5,22 +5,27 @@ each other.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "src" / "layerzero"
-RANK = {"spec": 0, "ops": 1, "perf": 1, "backends": 2, "selection": 2, "machine": 3, "world": 4,
-        "dispatch": 5, "models": 6, "operate": 6, "plan": 7, "tuning": 7, "verify": 7,
-        "integrations": 8, "report": 8, "release": 9,
+FACE = 11                                      # rooms on this floor may import each other
+RANK = {"spec": 0, "files": 1, "ops": 2, "perf": 2, "backends": 3, "selection": 3, "machine": 4,
+        "world": 5, "dispatch": 6, "models": 7, "operate": 7, "plan": 8, "tuning": 8, "verify": 8,
+        "integrations": 9, "report": 9, "release": 10,
         # "": __init__.py and the groups beside it, the public names
-        "cli": 10, "__main__": 10, "": 10}
+        "cli": FACE, "__main__": FACE, "": FACE}
+PURE = ("spec", "files")                       # rooms that import the standard library only
 STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
 HELPERS = {"ops": ("formulas",), "backends": ("_packing", "_pages", "_sequences")}
+Module = tuple[str, ...]                       # its names below the package
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -49,14 +54,12 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
     for target in imports(source, parts):
         top = target[0]
         if top != "layerzero":
-            if room == "spec" and top not in sys.stdlib_module_names:
-                found.append(
-                    f"{where} imports {top}; spec/ is pure data and imports the standard library "
-                    "only")
+            if room in PURE and top not in sys.stdlib_module_names:
+                found.append(f"{where} imports {top}; {room}/ imports the standard library only")
             continue
         aim = target[1] if len(target) > 1 and target[1] in RANK else ""
         named = ".".join(target)
-        if aim != room and RANK[aim] >= RANK[room] and not (RANK[aim] == RANK[room] == 10):
+        if aim != room and RANK[aim] >= RANK[room] and not (RANK[aim] == RANK[room] == FACE):
             found.append(
                 f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point "
                 "down only")
@@ -83,38 +86,51 @@ def parts_of(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
+def module_of(path: Path) -> Module:
+    parts = parts_of(path)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: "/".join(parts_of(p)))
 def test_imports_point_down(path):
     assert faults(path.read_text(), parts_of(path)) == []
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Modules of ours that a file imports anywhere but for its types, by their names below the
-    package."""
-    class Visitor(ast.NodeVisitor):
-        found: tuple[ast.ImportFrom, ...] = ()
+class Imports(NamedTuple):
+    """What a file imports, but for its types."""
 
-        def visit_If(self, node: ast.If) -> None:
-            if "TYPE_CHECKING" not in ast.dump(node.test):
-                self.generic_visit(node)
-
-        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-            if node.level:
-                self.found = (*self.found, node)
-
-    visitor = Visitor()
-    visitor.visit(ast.parse(path.read_text()))
-    parts = parts_of(path)
-    here = parts[:-1]
-    for node in visitor.found:
-        base = here[:len(here) - node.level + 1] + tuple(node.module.split(".") if node.module
-                                                         else ())
-        for alias in node.names:
-            deeper = (*base, alias.name)
-            yield ".".join(deeper if module_file(deeper) else base)
+    libraries: set[str]                        # when it is imported
+    early: set[Module]                         # modules of ours, when it is imported
+    late: list[tuple[int, Module]]             # inside functions, by line
 
 
-def module_file(parts: tuple[str, ...]) -> Path | None:
+@functools.cache
+def imports_of(path: Path) -> Imports:
+    found = Imports(set(), set(), [])
+    here = parts_of(path)[:-1]
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while nodes:
+        node, late = nodes.pop()
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[:len(here) - node.level + 1]
+            base += tuple(node.module.split(".")) if node.module else ()
+            ours = {(*base, a.name) if module_file((*base, a.name)) else base for a in node.names}
+            if late:
+                found.late.extend((node.lineno, module) for module in ours)
+            else:
+                found.early.update(ours)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)) and not late:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            found.libraries.update((name or "").split(".")[0] for name in names)
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        nodes += [(child, late)
+                  for child in (node.orelse if typing else ast.iter_child_nodes(node))
+                  if not isinstance(child, ast.expr)]
+    return found
+
+
+def module_file(parts: Module) -> Path | None:
     here = PACKAGE.joinpath(*parts)
     return next((p for p in (here.with_suffix(".py"), here / "__init__.py") if parts
                  and p.exists()), None)
@@ -122,28 +138,79 @@ def module_file(parts: tuple[str, ...]) -> Path | None:
 
 def test_no_circle():
     """Also none that an import inside a function would hide."""
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for path in FILES:
-        parts = parts_of(path)
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        graph[name] = {m for m in imported_modules(path) if m not in (name, "")}
+        module, found = module_of(path), imports_of(path)
+        graph[module] = (found.early | {late for _, late in found.late}) - {module, ()}
     order = TopologicalSorter(graph)
     try:
         order.prepare()
     except CycleError as e:
-        pytest.fail(f"modules import each other in a circle: {' -> '.join(e.args[1])}")
+        circle = " -> ".join(".".join(module) for module in e.args[1])
+        pytest.fail(f"modules import each other in a circle: {circle}")
+
+
+# imports inside functions
+
+LIGHT = {"packaging", *sys.stdlib_module_names} - {"sqlite3"}    # what may be loaded at any time
+# The loaders of our own kernels: the file of one is read when it is first selected.
+LOADERS = (("backends", "cuda", "__init__"),)
+
+
+def heavy_libraries(module: Module) -> set[str]:
+    """What is loaded when a module of ours and its packages are imported and costs time."""
+    seen: set[Module] = set()
+    libraries: set[str] = set()
+    waiting = [module]
+    while waiting:
+        last = waiting.pop()
+        for parts in {last[:n] for n in range(1, len(last) + 1)} - seen:
+            seen.add(parts)
+            if path := module_file(parts):
+                libraries |= imports_of(path).libraries
+                waiting += imports_of(path).early - seen
+            if parts[0] == "backends" and len(parts) > 1:
+                libraries.add("our backends")  # `import layerzero` reads none of them
+    return libraries - LIGHT
+
+
+def idle_imports(path: Path) -> list[str]:
+    """Imports of ours inside functions that keep nothing unloaded: they belong at the top."""
+    parts = parts_of(path)
+    if parts in LOADERS:
+        return []
+    late = imports_of(path).late
+    own = heavy_libraries(module_of(path)) if late else set()
+    return [f"{'/'.join(parts)}:{line} imports {'.'.join(module)} inside a function and keeps no "
+            "library unloaded by that; import it at the top"
+            for line, module in late if not heavy_libraries(module) - own]
+
+
+def test_an_import_inside_a_function_keeps_a_library_unloaded():
+    assert [fault for path in FILES for fault in idle_imports(path)] == []
+
+
+@pytest.mark.parametrize(("library", "faults"), [("re", 1), ("sqlite3", 0)])
+def test_an_import_that_keeps_nothing_unloaded_is_found(tmp_path, monkeypatch, library, faults):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    path = tmp_path / "spec" / "op.py"
+    path.parent.mkdir()
+    path.write_text("def f():\n    from .rules import Rule\n")
+    (tmp_path / "spec" / "rules.py").write_text(f"import {library}\n")
+    assert len(idle_imports(path)) == faults
 
 
 def test_every_room_was_read():
     seen = {parts_of(path)[0] for path in FILES}
-    assert {"spec", "ops", "backends", "selection", "machine", "world", "dispatch", "operate",
-            "cli"} <= seen
+    assert {"spec", "files", "ops", "backends", "selection", "machine", "world", "dispatch",
+            "operate", "cli"} <= seen
 
 
 @pytest.mark.parametrize(("parts", "source", "word"), [
-    (("spec", "op"), "import torch", "pure data"),
-    (("spec", "op"), "def f():\n    from torch import nn", "pure data"),
+    (("spec", "op"), "import torch", "standard library only"),
+    (("files", "reading"), "def f():\n    from torch import nn", "standard library only"),
     (("spec", "op"), "from ..world import snapshot", "point down"),
+    (("spec", "call"), "from ..files.reading import read_json", "point down"),
     (("ops", "attention"), "from ..selection.policy import Policy", "point down"),
     (("selection", "engine"), "from ..backends import torch_sdpa", "point down"),
     (("world", "snapshot"), "from .. import attention", "point down"),

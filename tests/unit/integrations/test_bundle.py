@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sqlite3
@@ -16,6 +17,7 @@ from helpers import Fake, register, rows
 
 import layerzero as lz
 from layerzero.cli import main
+from layerzero.integrations import bundle
 from layerzero.integrations.bundle import read_bundle
 from layerzero.perf.record import Measurement
 from layerzero.perf.store import SqliteStore
@@ -128,9 +130,35 @@ def test_what_was_changed_is_found(tmp_path):
                 forged.add(path, name)
     with pytest.raises(lz.errors.DataError, match=r"readiness\.json"):
         read_bundle(tmp_path / "forged.tar.gz")
-    out.write_bytes(out.read_bytes()[:500])
-    with pytest.raises(lz.errors.DataError, match="wanted a bundle"):
-        read_bundle(out)
+    whole = out.read_bytes()
+    # the second is what zlib notices, not gzip
+    for content in (whole[:500], whole[:300] + bytes(range(200)) + whole[500:]):
+        out.write_bytes(content)
+        with pytest.raises(lz.errors.DataError, match="wanted a bundle"):
+            read_bundle(out)
+
+
+@pytest.mark.parametrize("manifest", [b"[]", b'{"files": 3}', b'{"files": {"a": []}}', b"[" * 9999])
+def test_a_manifest_that_is_none(tmp_path, manifest):
+    path = tmp_path / "b.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        info = tarfile.TarInfo("manifest.json")
+        info.size = len(manifest)
+        archive.addfile(info, io.BytesIO(manifest))
+    with pytest.raises(lz.errors.DataError, match="wanted a bundle, as lz bundle writes it"):
+        read_bundle(path)
+
+
+def test_an_archive_that_would_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "MOST_BYTES", 1 << 20)
+    path = tmp_path / "b.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        info = tarfile.TarInfo("zeros")
+        info.size = 2 << 20
+        archive.addfile(info, io.BytesIO(bytes(info.size)))
+    assert path.stat().st_size < 10_000
+    with pytest.raises(lz.errors.DataError, match="at most 1 MiB unpacked; it is larger"):
+        read_bundle(path)
 
 
 # secrets and redaction

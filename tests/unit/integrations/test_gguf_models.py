@@ -21,8 +21,8 @@ from layerzero.integrations.gguf.architectures import read_model, rows_to_halves
 from layerzero.integrations.gguf.generation import TextGeneration  # noqa: E402
 from layerzero.integrations.gguf.reader import read_gguf_file  # noqa: E402
 from layerzero.integrations.gguf.token_step import TokenStep  # noqa: E402
-from layerzero.models.ggml_weight import GgmlWeight  # noqa: E402
 from layerzero.models.sequence_kv import SequenceKV  # noqa: E402
+from layerzero.models.weights.ggml import GgmlWeight  # noqa: E402
 from layerzero.ops.formulas.ggml import quantize_blocks  # noqa: E402
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -233,6 +233,11 @@ def test_all_layers_of_a_token_in_one_call(name, kind, kv, tmp_path):
         pytest.skip("needs our compiled kernels: lz build")
     model = build(name)
     ours = lz.load_gguf(write(tmp_path / "m.gguf", name, model, kind))
+    assert "0.q" in ours.weights and "0.gate" in ours.weights   # the kernels pack their own copy
+    if name == "llama":                        # as in Q4_K_M, where values have more bits
+        more = {n: GgmlWeight(quantize_blocks(w.dequantized(), "q8_0"), "q8_0")
+                for n, w in ours.weights.items() if n in ("0.v", "2.v", "1.up")}
+        ours = replace(ours, weights={**ours.weights, **more})
     wanted, memory = ours.logits(IDS[:1])[0], SequenceKV(ours.config, 17, kv)
     run = ours.decoder(length=17)
     with torch.no_grad():
@@ -338,3 +343,17 @@ def test_rows_go_to_pairs_and_back():
     assert torch.equal(rows_to_halves(pairs(weight, 2), 2), weight)
     blocks = GgmlWeight(pairs(weight, 2).to(torch.uint8), "q8_0")
     assert torch.equal(rows_to_halves(blocks, 2).blocks, weight.to(torch.uint8))
+
+
+def test_packed_weights_of_a_model_are_shared(tmp_path, monkeypatch):
+    if native_build.is_built() is not True:
+        pytest.skip("needs our compiled kernels: lz build")
+    native_build.module()                      # that of the cache folder before
+    path = write(tmp_path / "m.gguf", "llama", build("llama"), "Q8_0")
+    wanted = lz.load_gguf(path).logits(IDS)
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for _ in range(2):                         # written, then mapped
+        assert torch.equal(lz.load_gguf(path, shared=True).logits(IDS), wanted)
+        # 3 layers of 7 products, and the head
+        assert len(list((tmp_path / "cache" / "packed").glob("*.bin"))) == 3 * 7 + 1

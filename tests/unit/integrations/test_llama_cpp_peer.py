@@ -6,11 +6,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from layerzero.integrations.gguf import llama_cpp
+from layerzero.integrations.gguf import llama_cpp, llama_cpp_stages
 from layerzero.spec.errors import ConfigError
 
 # Answers as llama_cpp_runner.py does, with a model whose next token is the last one plus 1.
@@ -20,6 +21,9 @@ print("a line of llama.cpp's own", flush=True)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
+    if "stages" in request:
+        print(json.dumps({"stages": {f"{n}-0": [1.0, 2.0] for n in request["stages"]}}), flush=True)
+        continue
     if request["count"] > 9:
         raise SystemExit(3)
     first = request["prompt"][-1] + 1
@@ -62,6 +66,34 @@ def test_agreement_counts_ties():
     assert llama_cpp.agreement("same", [listed(row, 3) for row in rows], rows).passed
 
 
+def test_stages_are_compared_layer_by_layer():
+    """With a decoder that records two layers, and a peer whose second one is 10 % off."""
+    values = {name: torch.arange(1.0, 5.0) for name in llama_cpp_stages.STAGES.values()}
+
+    class Decoder:
+        trace = None
+
+        def __call__(self, tokens):
+            for i in range(2):
+                self.trace.update({f"{i}.{name}": SimpleNamespace(value=v[None, None])
+                                   for name, v in values.items()})
+
+    peer = SimpleNamespace(ask_stages=lambda ids, names: {
+        f"{n}-{i}": (torch.arange(1.0, 5.0) * (1 + 0.1 * i)).tolist() for n in names
+        for i in range(2)})
+    model = SimpleNamespace(tokenize=lambda text, special: [1, 2], config=SimpleNamespace(layers=2),
+                            decoder=lambda **options: Decoder())
+    found = llama_cpp_stages.compare_stages(model, peer)
+    assert [s.name for s in found] == list(llama_cpp_stages.STAGES.values())
+    assert all((s.first, s.worst_layer, s.passed) == (0.0, 1, True) for s in found)
+    assert found[0].largest == pytest.approx(0.1 / 1.1)
+    values["attn_out"] = torch.tensor([1.0, 2.0, 3.0, 5.0])    # the first layer must be close
+    wrong = [s.name for s in llama_cpp_stages.compare_stages(model, peer) if not s.passed]
+    assert wrong == ["attn_out"]
+    blind = SimpleNamespace(ask_stages=lambda ids, names: {})
+    assert llama_cpp_stages.compare_stages(model, blind) == []
+
+
 def test_the_process(monkeypatch, tmp_path):
     runner = tmp_path / "runner.py"
     runner.write_text(STAND_IN)
@@ -69,5 +101,6 @@ def test_the_process(monkeypatch, tmp_path):
     with llama_cpp.peer_process(Path(sys.executable), "model", 1, 64) as peer:
         assert peer.ask([4, 5], 3)["tokens"] == [6, 7, 8]
         assert peer.ask([1], 1, top=1)["top"] == [[[2, -0.5]]]
+        assert peer.ask_stages([1], ["l_out"]) == {"l_out-0": [1.0, 2.0]}
         with pytest.raises(ConfigError, match="ended with 3 before it answered"):
             peer.ask([1], 10)

@@ -13,7 +13,7 @@ import torch
 from helpers import RMS_NORM
 
 import layerzero as lz
-from layerzero.machine.faults import WorkerFault, WorkerStarting
+from layerzero.machine.faults import WorkerFault, WorkerLost, WorkerStarting
 from layerzero.machine.isolation import pool as pools
 from layerzero.machine.isolation.arena import Arena, ArenaFull
 from layerzero.machine.isolation.wire import SMALL, Spec
@@ -106,6 +106,14 @@ def test_memory_that_torch_shares_is_not_copied(workers):
     assert torch.equal(lz.rms_norm(other, weight, backend=ISOLATED),
                        torch.rms_norm(other, (1024,), weight, 1e-6))
     assert len(worker.segments) == 1
+
+
+def test_a_worker_that_died_between_two_calls_is_named_by_its_signal(workers):
+    workers.workers[0].process.kill()
+    workers.workers[0].process.wait()
+    with pytest.raises(WorkerLost, match="signal 9"):      # of a form that it has not been told
+        workers.call("misbehaving.rms_norm", (torch.randn(3, 8), wish(0), 1e-6), ())
+    workers.wait()
 
 
 def test_errors_keep_their_type_and_words(workers):

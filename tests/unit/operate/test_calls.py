@@ -9,9 +9,10 @@ import torch
 
 import layerzero as lz
 from layerzero.dispatch import facts
+from layerzero.files.calls import read_calls, write_calls
 from layerzero.operate import calls
 from layerzero.perf.record import kind_of
-from layerzero.spec.call import Call, TensorSpec, read_calls, write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.world import snapshot as worlds
 
 OPS = worlds.current().catalog.ops

@@ -22,9 +22,10 @@ import layerzero as lz
 from layerzero.dispatch import dispatcher as dispatching
 from layerzero.dispatch import native
 from layerzero.dispatch.dispatcher import dispatchers, public_function
+from layerzero.files.calls import read_calls
 from layerzero.operate import calls as written
 from layerzero.operate import recording
-from layerzero.spec.call import TensorSpec, read_calls
+from layerzero.spec.call import TensorSpec
 from layerzero.tuning.workload import read_recordings
 from layerzero.world import config
 

@@ -21,10 +21,11 @@ from layerzero.backends.native import build as native_build
 from layerzero.cli import main
 from layerzero.dispatch.background import compiling, jit, sizes
 from layerzero.dispatch.facts import read
+from layerzero.files.calls import write_calls
 from layerzero.operate import warmup as warming
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.operate.warmup import warmup
-from layerzero.spec.call import Call, TensorSpec, write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.event import (
     BackendUnavailable,
     Fallback,
@@ -233,7 +234,8 @@ def test_when_a_kernel_fails_what_might_compile_is_tried_last(compiler):
     first.fault = RuntimeError("broken")
     compiler.threads.clear()
     lz.rms_norm(rows(40))
-    assert last.calls == 1 and not compiler.threads
+    # not by the call; it may be compiled in the background meanwhile
+    assert last.calls == 1 and threading.current_thread().name not in compiler.threads
 
 
 def test_equal_sizes_and_sizes_of_one_are_part_of_the_form():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.backends import torch_loss
+from layerzero.backends.native import build
 from layerzero.world import snapshot as worlds
 
 KERNELS = ("torch.cross_entropy", "torch.cross_entropy_chunked", "reference.cross_entropy")
@@ -262,6 +263,10 @@ def test_the_chunked_loss_makes_nothing_as_large_as_the_logits_but_their_gradien
 def test_which_kernel(world):
     small, large = (rand(4, 32), torch.zeros(4).long()), (torch.empty(1024, 32000),
                                                           torch.zeros(1024).long())
+    own = "native" if build.is_built() is True else "torch"
+    assert {lz.which("cross_entropy", *call) for call in (small, large)} == {f"{own}.cross_entropy"}
+    for logits, _ in (small, large):
+        logits.requires_grad_()
     assert lz.which("cross_entropy", *small) == "torch.cross_entropy"
     assert lz.which("cross_entropy", *large) == "torch.cross_entropy_chunked"
     hidden, weight, targets = torch.empty(4096, 64).requires_grad_(), torch.empty(

@@ -14,7 +14,12 @@ from torch.nn import functional as F
 import layerzero as lz
 from layerzero.backends._packing import PACKED
 from layerzero.machine.hardware import probe
-from layerzero.models.quantization import ACCURACIES, EXPECTED, choose_format, quantized_shard
+from layerzero.models.weights.quantization import (
+    ACCURACIES,
+    EXPECTED,
+    choose_format,
+    quantized_shard,
+)
 from layerzero.ops.formulas.quant import E2M1, FORMATS, NF4, pack_nibbles, unpack_nibbles
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.contract import call, case_values, refusals, results_of

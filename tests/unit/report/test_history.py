@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from report_pages import BASELINES, RATES, ROWS, Reader, flat, overview, usages
 
-from layerzero.cli.commands.report import report
+from layerzero.cli.commands.measure.report import report
 from layerzero.perf.record import Measurement
 from layerzero.report import gathering, timeline
 from layerzero.report.history import SESSION_GAP, Point, Reference, Timed, times_of, trace

@@ -24,7 +24,7 @@ from report_pages import (
     usages,
 )
 
-from layerzero.cli.commands.report import report
+from layerzero.cli.commands.measure.report import report
 from layerzero.operate import inspection
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.plan.call_facts import facts_of

@@ -7,6 +7,8 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import NoKernelFoundError
+from layerzero.ops.linear import OP as LINEAR
+from layerzero.spec.kernel import Kernel
 
 pytestmark = pytest.mark.usefixtures("world")
 BATCH, TP = {"batch_invariant": True}, {"tp_invariant": True}
@@ -64,3 +66,18 @@ def test_rows_keep_their_bits_and_gradients_flow():
     x.requires_grad_()
     lz.linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(9, -1))
+
+
+def test_a_kernel_that_compiles_serves_at_once_where_bits_must_stay():
+    """To wait until it is compiled would change the choice, and with it the bits."""
+    def load():
+        return lambda x, weight, bias=None, activation=None: x @ weight.t()
+
+    lz.register(Kernel("fake.compiled", LINEAR, load, jit=True, prior=99.0, batch_invariant=True,
+                       tp_invariant=True))
+    x, weight = torch.ones(5, 64), torch.ones(48, 64)
+    assert lz.Code.JIT_NOT_WARMED in codes(lz.explain("linear", x, weight), "fake.compiled")
+    for rows in (1, 5, 200):
+        lz.linear(torch.ones(rows, 64), weight, policy={**BATCH, **TP})
+        assert lz.which("linear", torch.ones(rows, 64), weight,
+                        policy={**BATCH, **TP}) == "fake.compiled"

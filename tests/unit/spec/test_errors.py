@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.files.sealed import UntrustedFile
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.perf.interface import CorruptStore, StoreError
 from layerzero.spec import errors
-from layerzero.spec.sealed import UntrustedFile
 from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 

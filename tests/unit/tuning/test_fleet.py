@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli.commands.plan import diff
+from layerzero.cli.commands.plan.tables import diff
 from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.plan.places import compare_places, find_place, places

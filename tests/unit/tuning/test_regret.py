@@ -13,7 +13,8 @@ from helpers import Fake, only, register
 
 import layerzero as lz
 from layerzero.cli import main
-from layerzero.spec.call import Call, TensorSpec, write_calls
+from layerzero.files.calls import write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.tuning import regret as regrets
 from layerzero.tuning.regret import (
     NotReplayed,

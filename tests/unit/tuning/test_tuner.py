@@ -17,9 +17,10 @@ from helpers import ATTENTION, Fake, only, register
 
 import layerzero as lz
 from layerzero import cli
+from layerzero.files.calls import write_calls
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.perf.record import Measurement, Rates
-from layerzero.spec.call import Call, TensorSpec, write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.errors import ConfigError, DeviceLost
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import Rule, contiguous

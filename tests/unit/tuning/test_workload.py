@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.files.calls import write_calls
 from layerzero.operate import calls as written
-from layerzero.spec.call import Call, TensorSpec, write_calls
+from layerzero.spec.call import Call, TensorSpec
 from layerzero.tuning.models import MODELS, Level, Model, calls_of
 from layerzero.tuning.workload import calls_for, cases_of, kind_key, merge, standard
 from layerzero.world import snapshot as worlds

@@ -443,7 +443,7 @@ def test_the_configurations_are_those_of_the_table():
 # As a command.
 
 def told(capsys, *args, **options):
-    from layerzero.cli.commands.ladder import ladder
+    from layerzero.cli.commands.prove.ladder import ladder
     code = ladder(*args, **options)
     return code, capsys.readouterr().out
 
@@ -478,7 +478,7 @@ def test_the_command_fails_where_what_was_named_served_nothing(capsys):
     {"backend": "torch", "kernel": "torch.rope"}, {"dtypes": ["int8"]}, {"configs": ["giant"]},
     {"against": "everyone"}, {"kernel": "torch.ropes"}, {"effort": "some"}])
 def test_a_wrong_command_is_refused(options):
-    from layerzero.cli.commands.ladder import ladder
+    from layerzero.cli.commands.prove.ladder import ladder
     with pytest.raises(ConfigError):
         ladder(4, **{"model": "none", **options})
 

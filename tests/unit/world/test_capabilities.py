@@ -303,6 +303,22 @@ def test_nothing_is_applied_of_a_descriptor_with_a_fault():
     assert [k.to_json() for k in CATALOG.kernels] == before
 
 
+def test_the_bounds_of_quantized_kernels_are_stated_and_belong_to_the_code():
+    catalog = worlds.current().catalog
+    data = export(catalog)
+    quantized = {k.id for k in catalog.kernels if k.op.name in (
+        "quantize", "dequantize", "quantized_linear")}
+    assert data["bounds"].keys() == quantized and quantized
+    stated = data["bounds"]["torch.dequantized_linear"]
+    rtol, atol = catalog.ops["quantized_linear"].tolerance.of("bfloat16")
+    assert stated["bfloat16"] == {"rtol": rtol, "atol": atol, "times_eager": 2.0}
+    validate(data, catalog)
+    validate({name: part for name, part in data.items() if name != "bounds"}, catalog)
+    stated["bfloat16"]["rtol"] = 0.5
+    with pytest.raises(DataError, match=r"bounds\.torch\.dequantized_linear"):
+        validate(data, catalog)
+
+
 # in force
 
 @pytest.mark.usefixtures("world")

@@ -48,7 +48,7 @@ def _grouped_attention() -> Callable[..., Any]:
 
 
 def _paged_attention_shared() -> Callable[..., Any]:
-    from .grouped import paged_attention_shared
+    from .cascade import paged_attention_shared
     return paged_attention_shared
 
 
@@ -133,8 +133,8 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# grouped.shared_bytes of the small configurations
-GROUPED_SHARED = "70696 + 28920 * (head_dim > 128)"
+# grouped.shared_bytes and cascade.shared_bytes of the small configurations, at most
+GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and
 # scales.
@@ -192,7 +192,7 @@ KERNELS = (
             r.any_of(r.absent("max_seqlen_q"), r.at_least("max_seqlen_q", 1, Code.EMPTY_INPUT)),
             r.at_least("tokens", 1, Code.EMPTY_INPUT), r.at_most("tokens", MAX_GRID),
             r.at_most("seq_k", 1 << 22), variants=("NHD", "HND"),
-            shared_memory=GROUPED_SHARED,
+            shared_memory=CASCADE_SHARED,
             note="finds on the device which leading pages neighbouring sequences share, and reads "
                  "these once"),
     _kernel("grouped_attention_decode", grouped_attention, _grouped_attention, 10.0, 30.0,

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...files.paths import cache_dir
+from ...files.sealed import SealedFolder
 from ...spec import replay
 from ...spec.errors import ConfigError, DataError, warn_caller
 from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, grid_problems
-from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
 from ...spec.replay import Varying
-from ...spec.sealed import SealedFolder
 
 _log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent

@@ -64,6 +64,7 @@ FN void sync_block() { __syncthreads(); }
 FN void sync_warp() { __syncwarp(); }
 template <typename T> FN T shuffle_xor(T v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 template <typename T> FN T shuffle(T v, int from) { return __shfl_sync(0xFFFFFFFFu, v, from); }
+FN int lowest_bit(u32 v) { return __ffs((int)v) - 1; }
 FN u32 ballot(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
 
 template <typename T> FN T warp_sum(T v) {

@@ -1,10 +1,8 @@
 // Attention of few queries each of many items over keys that the items share: each byte of K and V
 // that several items see is read once.
 //
-// Keys have one coordinate: the row of the buffer, or a virtual row for each page of each sequence,
-// the same one where neighbouring sequences share leading pages (`compare` counts these before). An
-// item's queries see ranges of it, which may overlap in any way. A block takes one KV head and one
-// of `splits` ranges of about equal cost; the rows of all items that see a key of the range
+// An item's queries see ranges of the buffer, which may overlap in any way. A block takes one KV
+// head and one of `splits` ranges of about equal cost; the rows of all items that see a key of the range
 // (queries times GROUP heads) are columns of MMA tiles whose rows are 16 keys. Warps are row groups
 // times key sets, by the number of columns: all warps copy STEP keys at a time to a ring in shared
 // memory, and each processes its keys for its columns. A block stores the maximum, sum and output
@@ -12,7 +10,7 @@
 //
 // Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
 // COLS (tiles of 8 columns of a warp), STAGES, STEP (keys of a stage), K_TOKEN and V_TOKEN (token
-// strides), PAGE (0: K and V are buffers; else the page size, a multiple of 16), SOFTCAP.
+// strides), SOFTCAP.
 #define SPLITS 1                                   // of combine.h: blocks are no clusters
 #include "device.h"
 #include "combine.h"
@@ -24,24 +22,15 @@ KERNEL(grouped, Params, WARPS * 32)
     u8* const room = shared() + RING;
     Span* const spans = (Span*)room;               // MOST
     Column* const columns = (Column*)(spans + MOST);                           // MOST
-    Range* const sources = (Range*)(columns + MOST);                           // with PAGE, MOST: row and shift of items
-    Range* const steps = sources + (PAGE ? MOST : 0);                          // STAGES
+    Range* const steps = (Range*)(columns + MOST); // STAGES
     i32* const cut = (i32*)(steps + STAGES);       // begin and end of this split
     const int split = block_x(), kv_head = block_y(), pass = block_z();
     const int g = lane() / 4, t = lane() % 4, unit = lane() % UNITS, row_in_copy = lane() / UNITS;
     const Workspace workspace = workspace_of(p);
 
     // The items of this pass, one for each thread.
-    const int count = PAGE ? p.pass_items : (p.count - pass + p.passes - 1) / p.passes;
-#if PAGE
-    const Item item = plan(p, workspace, shared(), pass);
-    if (thread() < count) {
-        sources[thread()] = Range{item.row, item.shift};
-        if (kv_head == 0 && split == 0) workspace.items[index_of(p, pass, thread())] = item;
-    }
-#else
+    const int count = (p.count - pass + p.passes - 1) / p.passes;
     const Item item = thread() < count ? item_of(p, index_of(p, pass, thread())) : Item{};
-#endif
     const Range keys = keys_of(p, item);
     if (thread() < count) spans[thread()] = Span{keys.begin, keys.end, 0, keys.begin < keys.end ? item.n * GROUP : 0};
     sync_block();
@@ -84,8 +73,6 @@ KERNEL(grouped, Params, WARPS * 32)
 
     // Steps of keys, each of which some item sees, are copied a few ahead.
     int x = begin, until = begin;                  // the next key; one item covers [x, until)
-    Range source = {0, 0};                         // with PAGE: table row and shift of that item,
-    i32 page = 0;                                  // of this warp's rows of the next step; not touched before that
     const int copied = warp() * COPIED;
     auto seek = [&]() {
         if (x >= until) {
@@ -93,20 +80,11 @@ KERNEL(grouped, Params, WARPS * 32)
             ROLLED for (int n = lane(); n < count; n += 32)
                 if (spans[n].high > x) next = least(next, most(spans[n].low, x));
             x = -warp_max(-next);
-            u64 furthest = 0;
+            int furthest = 0;
             ROLLED for (int n = lane(); n < count; n += 32)
-                if (spans[n].low <= x && spans[n].high > x) {
-                    const u64 end = (u64)(u32)spans[n].high << 32 | (u32)n;
-                    furthest = end > furthest ? end : furthest;
-                }
-            furthest = warp_max(furthest);
-            until = (int)(furthest >> 32);
-            if (PAGE) source = sources[(u32)furthest];
+                if (spans[n].low <= x && spans[n].high > x) furthest = most(furthest, spans[n].high);
+            until = warp_max(furthest);
         }
-#if PAGE
-        if (x + copied / KEYS * KEYS < least(until, stop))
-            page = p.table[offset64(source.begin, p.table_row) + (x + copied + source.end) / PAGE];
-#endif
     };
     const u16* const k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN) + unit * 8;
     const u16* const v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN) + unit * 8;
@@ -116,13 +94,7 @@ KERNEL(grouped, Params, WARPS * 32)
         const int end = x < stop ? least(least(x + STEP, until), stop) : x;
         if (thread() == 0) steps[filled] = Range{x, end};
         if (x + copied / PAIR * PAIR < end) {
-#if PAGE
-            const int slot = (x + copied + source.end) % PAGE;
-            const u16* k_from = k + offset64(page, p.k_page) + offset64(slot, K_TOKEN);
-            const u16* v_from = v + offset64(page, p.v_page) + offset64(slot, V_TOKEN);
-#else
             const u16 *k_from = k + offset64(x + copied, K_TOKEN), *v_from = v + offset64(x + copied, V_TOKEN);
-#endif
             const int real = end - x - copied - row_in_copy;
             UNROLL for (int n = 0; n < COPIED; n += AT_ONCE) {
                 u8* to = shared() + filled * STAGE + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
@@ -399,24 +371,3 @@ KERNEL(merge, Params, WARPS * 32)
     if (p.lse && lane() == 0)
         p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
 }
-
-#if PAGE
-// Counts the leading pages of each sequence that are those of the one before: a block each.
-KERNEL(compare, Params, WARPS * 32)
-{
-    i32* const first = (i32*)shared();             // the first page that differs, for each warp
-    const int index = block_x(), width = p.max_pages;
-    const i32* row = p.table + offset64(index, p.table_row);
-    int differs = index ? FAR : 0;
-    if (index)
-        for (int n = thread(); n < width; n += THREADS)
-            if (row[n] != row[n - p.table_row]) differs = least(differs, n);
-    differs = -warp_max(-differs);
-    if (lane() == 0) first[warp()] = differs;
-    sync_block();
-    if (thread() > 0) return;
-    UNROLL for (int n = 0; n < WARPS; ++n) differs = least(differs, first[n]);
-    const int full = index ? least(p.lengths[index], p.lengths[index - 1]) / PAGE : 0;
-    workspace_of(p).common[index] = least(differs, full);
-}
-#endif

@@ -273,15 +273,11 @@ template <class T> struct Decoder {
     char *memory = (char *)std::aligned_alloc(64, rounded_up(state_bytes, 64) + threads * query_bytes);
     if (!memory) return false;
     float *states = (float *)memory;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      float *query = (float *)(memory + rounded_up(state_bytes, 64) + thread_number() * query_bytes);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < homes * parts; i++)
-        run_part(i / parts / a.kv_heads, i / parts % a.kv_heads, i % parts, states + i * state, query);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < homes; i++) finish(i / a.kv_heads, i % a.kv_heads, states + i * parts * state);
-    }
+    share(threads, homes * parts, [&](int64_t i, int thread) {
+      float *query = (float *)(memory + rounded_up(state_bytes, 64) + thread * query_bytes);
+      run_part(i / parts / a.kv_heads, i / parts % a.kv_heads, i % parts, states + i * state, query);
+    });
+    share(threads, homes, [&](int64_t i, int) { finish(i / a.kv_heads, i % a.kv_heads, states + i * parts * state); });
     std::free(memory);
     return true;
   }

@@ -1,8 +1,9 @@
 """Compiles our own CPU kernels into the cache folder and loads them. A user's call never compiles.
 
 The library does not depend on torch, so it works with every version; its name contains hashes of
-the processor and the source. It links the OpenMP that torch has loaded: two of them in one process
-would each keep threads spinning on the same cores.
+the processor and the source. Work is shared out by a pool of its own (threads.h); OpenMP, to be had
+in its place, is the one that torch has loaded: two of them in one process would each keep threads
+spinning on the same cores.
 """
 
 from __future__ import annotations
@@ -13,29 +14,30 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from ...spec import toolchain
+from ...files import toolchain
+from ...files.paths import cache_dir
+from ...files.sealed import SealedFolder
 from ...spec.errors import ConfigError, DataError
-from ...spec.paths import cache_dir
 from ...spec.reason import Code, Reason
-from ...spec.sealed import SealedFolder
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
+SOURCES = (SOURCE, FOLDER / "ggml.cpp")       # compiled side by side
 PART = toolchain.BuildPart("the CPU kernels", "its own CPU kernels", "them")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
-         "-fno-math-errno",
-         "-fno-trapping-math", "-w")
+         "-fno-math-errno", "-fno-trapping-math", "-pthread", "-w")
 _STABLE_ABI = (sys.implementation.name == "cpython"
                and not sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def library_path(environ: Mapping[str, str] | None = None) -> Path:
     digest = hashlib.sha256(repr(FLAGS).encode())
-    for source in (SOURCE, *sorted(FOLDER.rglob("*.h"))):
+    for source in (*SOURCES, *sorted(FOLDER.rglob("*.h"))):
         digest.update(source.read_bytes())
     python = "abi3" if _STABLE_ABI else str(sys.implementation.cache_tag)
     tag = f"kernels-{python}-{platform.machine()}-{processor()[:8]}-{digest.hexdigest()[:12]}"
@@ -90,23 +92,28 @@ def build(force: bool = False, say: Callable[[str], None] = lambda text: None) -
 
 
 def _compile(compiler: list[str], folder: Path, say: Callable[[str], None]) -> None:
-    object_file, library = folder / "kernels.o", folder / "kernels.so"
+    library, objects = folder / "kernels.so", [folder / f"{s.stem}.o" for s in SOURCES]
     native = ("-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64")
               else "-march=native")
     abi = ["-DPy_LIMITED_API=0x030A0000"] if _STABLE_ABI else []
-    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c",
-                str(SOURCE), "-o",
-                str(object_file)]
-    link = [*compiler, "-shared", str(object_file), "-o", str(library),
+    compile_ = [*compiler, *FLAGS, native, *abi, f"-I{sysconfig.get_paths()['include']}", "-c"]
+    link = [*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library),
             *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
-    runtime = loaded_openmp()
-    if not (toolchain.run_compiler(PART, [*compile_, "-fopenmp"])
-            or toolchain.run_compiler(PART, [*link, runtime or "-fopenmp"])):
+
+    def problem(*openmp: str, runtime: str = "") -> str:
+        commands = [[*compile_, *openmp, str(source), "-o", str(made)]
+                    for source, made in zip(SOURCES, objects)]
+        with ThreadPoolExecutor(len(commands)) as threads:
+            found = threads.map(lambda command: toolchain.run_compiler(PART, command), commands)
+            first = next((p for p in list(found) if p), "")
+        return first or toolchain.run_compiler(PART, [*link, runtime] if runtime else link)
+
+    if not problem("-fopenmp", runtime=loaded_openmp() or "-fopenmp"):
         return
-    say("the compiler has no OpenMP: the CPU kernels will use one thread")
-    problem = toolchain.run_compiler(PART, compile_) or toolchain.run_compiler(PART, link)
-    if problem:
-        raise toolchain.compile_error(PART, problem)
+    say("the compiler has no OpenMP: the CPU kernels have their own threads only")
+    wrong = problem()
+    if wrong:
+        raise toolchain.compile_error(PART, wrong)
 
 
 def loaded_openmp() -> str:

@@ -1,19 +1,27 @@
 """Linear layers with weights in ggml's formats, multiplied as bytes; see quant/linear.h.
 
 A weight is packed once, its rows interleaved so that one vector load feeds several of them, and
-kept beside the weight (see _packing.py).
+kept beside the weight (see _packing.py), or for all processes in a sealed file of the cache folder,
+which is named after the content of the weight and the layout, and mapped.
 """
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...files.paths import cache_dir
+from ...files.sealed import SealedFolder
 from ...ops.formulas.ggml import GGML_FORMATS
+from ...spec.errors import DataError
 from .._packing import PACKED
 from . import build
 from .declaration import DTYPES
@@ -50,14 +58,47 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, forma
     return out
 
 
+def packed_file(weight_q: Tensor, format: str) -> Tensor:
+    """Returns a packed weight mapped from its file, which is written where there is none or one
+    that is not trusted; a copy in memory where it cannot be written."""
+    rows = weight_q.contiguous()
+    digest = hashlib.sha256(rows.numpy().data)
+    layout = f"{format}-{tuple(rows.shape)}-{Path(str(build.module().__file__)).parent.name}"
+    digest.update(layout.encode())
+    store, name = SealedFolder(cache_dir(), "packed"), f"{digest.hexdigest()}.bin"
+    try:
+        return _mapped(store, name)
+    except (FileNotFoundError, DataError):     # a damaged one is replaced
+        packed = pack_weight(rows, format)
+    try:
+        store.write(packed.numpy().tobytes(), name)
+        return _mapped(store, name)
+    except (OSError, DataError):               # a full disk, a folder that others can write
+        return packed
+
+
+def _mapped(store: SealedFolder, name: str) -> Tensor:
+    """Returns the content of a file that was checked against its seal, shared with all who map it.
+    """
+    file, content = store.open(name)
+    try:
+        del content
+        return torch.frombuffer(mmap.mmap(file, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
 _PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
     f: partial(pack_weight, format=f) for f in FORMATS}
+_SHARED: dict[str, Callable[[Tensor], Tensor]] = {
+    f: partial(packed_file, format=f) for f in FORMATS}
 
 
-def packed_weight(weight_q: Tensor, format: str) -> Tensor:
+def packed_weight(weight_q: Tensor, format: str, shared: bool = False) -> Tensor:
     """Returns the packed copy that is kept beside a weight, or a new one where none is kept."""
-    packed = PACKED.get(f"ggml {format}", _PACKERS[format], weight_q)
-    return _PACKERS[format](weight_q) if packed is None else packed
+    packer = (_SHARED if shared else _PACKERS)[format]
+    packed = PACKED.get(f"ggml {format}", packer, weight_q)
+    return packer(weight_q) if packed is None else packed
 
 
 def linear() -> Callable[..., Any]:

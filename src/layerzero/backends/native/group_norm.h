@@ -1,6 +1,6 @@
 // Group norm of images whose channels are adjacent in memory (channels_last). Torch's own path for
 // them computes E[x^2] - E[x]^2, which loses the variance if the mean is large; this one subtracts
-// the mean first.
+// about the mean first.
 #pragma once
 
 #include <algorithm>
@@ -28,48 +28,68 @@ struct Moments {
 template <class T> struct GroupNormer {
   const GroupNorm &a;
   const int64_t size = a.channels / a.groups;
-  // Pixels that fit into the first cache: their mean and squares take one pass over memory.
-  const int64_t block = std::max<int64_t>(1, 32768 / (a.channels * int64_t(sizeof(T))));
+  // Pixels that stay near: their mean and squares take one pass over memory.
+  const int64_t block = std::max<int64_t>(1, 65536 / (a.channels * int64_t(sizeof(T))));
   const int64_t blocks = (a.pixels + block - 1) / block;
 
-  // Calls f(pixels, i, d, n) for each vector of a block, d its first channel: of four pixels at once,
-  // whose numbers are at i, i + channels, ..., or of one.
-  template <class F> void each_vector(int64_t image, int64_t b, F f) const {
-    const int64_t end = std::min((b + 1) * block, a.pixels);
-    int64_t p = b * block;
-    auto row = [&](auto pixels) {
-      const int64_t at = (image * a.pixels + p) * a.channels;
-      for_each_vector(a.channels, [&](int64_t d, int n) { f(pixels, at + d, d, n); });
+  // The first number of a block, and how many pixels it has.
+  const T *start(const T *x, int64_t image, int64_t b) const { return x + (image * a.pixels + b * block) * a.channels; }
+  int64_t length(int64_t b) const { return std::min(block, a.pixels - b * block); }
+
+  // Calls f(pixels, at, d, n) for each vector of a block, d its first channel: of four pixels at
+  // once, whose numbers are at `at`, at + channels, ..., or of one.
+  template <class F> INLINE void each_vector(int64_t count, F f) const {
+    const int64_t channels = a.channels;
+    int64_t p = 0;
+    auto rows = [&](auto pixels) INLINE {
+      for_each_vector(channels, [&](int64_t d, int n) INLINE { f(pixels, p * channels + d, d, n); });
       p += pixels;
     };
-    while (p + 4 <= end) row(std::integral_constant<int, 4>{});
-    while (p < end) row(std::integral_constant<int, 1>{});
+    while (p + 4 <= count) rows(std::integral_constant<int, 4>{});
+    while (p < count) rows(std::integral_constant<int, 1>{});
   }
 
-  void measure(int64_t image, int64_t b, float *sums, float *mean, Moments *to) const {
-    const T *x = (const T *)a.x;
-    const double count = double(std::min(block, a.pixels - b * block)) * size;
-    auto add_up = [&](auto f, auto use) {
-      std::fill(sums, sums + a.channels, 0.0f);
-      each_vector(image, b, [&](auto pixels, int64_t i, int64_t d, int n) {
-        vf total = load_n(sums + d, n);
-        each<decltype(pixels)::value>([&](auto p) { total += f(load_n(x + i + p * a.channels, n), d, n); });
-        store_n(sums + d, total, n);
+  // Sums of x - from and of its square over a block, for each channel.
+  void add_up(const T *x, int64_t pixels, const float *from, float *sums, float *squares) const {
+    const int64_t channels = a.channels;
+    std::fill(sums, sums + channels, 0.0f), std::fill(squares, squares + channels, 0.0f);
+    each_vector(pixels, [&](auto count, int64_t at, int64_t d, int n) INLINE {
+      const vf less = load_n(from + d, n);
+      vf total = load_n(sums + d, n), squared = load_n(squares + d, n);
+      each<decltype(count)::value>([&](auto i) INLINE {
+        const vf v = load_n(x + at + i * channels, n) - less;
+        total += v, squared += v * v;
       });
-      for (int64_t g = 0; g < a.groups; g++) {
-        double total = 0;
-        for (int64_t d = g * size; d < (g + 1) * size; d++) total += sums[d];
-        use(g, total);
-      }
-    };
-    add_up([](vf v, int64_t, int) { return v; }, [&](int64_t g, double total) {
-      to[g].sum = total;
-      std::fill(mean + g * size, mean + (g + 1) * size, float(total / count));
+      store_n(sums + d, total, n), store_n(squares + d, squared, n);
     });
-    add_up([&](vf v, int64_t d, int n) {
-      v -= load_n(mean + d, n);
-      return v * v;
-    }, [&](int64_t g, double total) { to[g].squares = total; });
+  }
+
+  // One pass over a block, its numbers taken from about their mean: that of its first pixel. Where
+  // that is far off, which would cost digits of the variance, another pass takes them from the mean.
+  void measure(int64_t image, int64_t b, float *sums, float *squares, float *from, Moments *to) const {
+    const T *x = start((const T *)a.x, image, b);
+    const int64_t pixels = length(b);
+    const double count = double(pixels) * size;
+    for (int64_t g = 0; g < a.groups; g++) {
+      double total = 0;
+      for (int64_t d = g * size; d < (g + 1) * size; d++) total += to_float(x[d]);
+      std::fill(from + g * size, from + (g + 1) * size, float(total / size));
+    }
+    bool far_off = true;
+    for (int pass = 0; pass < 2 && far_off; pass++) {
+      far_off = false;
+      add_up(x, pixels, from, sums, squares);
+      for (int64_t g = 0; g < a.groups; g++) {
+        double total = 0, squared = 0;
+        for (int64_t d = g * size; d < (g + 1) * size; d++) total += sums[d], squared += squares[d];
+        const double apart = total * total / count, shift = from[g * size];
+        to[g] = {shift * count + total, std::max(squared - apart, 0.0)};
+        if (apart > 256 * to[g].squares) {
+          far_off = true;
+          std::fill(from + g * size, from + (g + 1) * size, float(shift + total / count));
+        }
+      }
+    }
   }
 
   // Mean, factor and shift of each channel, from the moments of all blocks.
@@ -92,6 +112,19 @@ template <class T> struct GroupNormer {
     }
   }
 
+  void normalize(int64_t image, int64_t b, const float *mean, const float *factor, const float *shift) const {
+    const T *x = start((const T *)a.x, image, b);
+    T *out = (T *)a.out + (x - (const T *)a.x);
+    const int64_t channels = a.channels;
+    each_vector(length(b), [&](auto count, int64_t at, int64_t d, int n) INLINE {
+      const vf from = load_n(mean + d, n), by = load_n(factor + d, n), plus = load_n(shift + d, n);
+      each<decltype(count)::value>([&](auto i) INLINE {
+        const int64_t j = at + i * channels;
+        store_n(out + j, (load_n(x + j, n) - from) * by + plus, n);
+      });
+    });
+  }
+
   template <class P> bool run() const {
     const int threads = a.batch * a.channels * a.pixels < 32768 ? 1 : a.threads;
     const int64_t row = 3 * a.channels;         // mean, factor and shift of an image
@@ -99,26 +132,18 @@ template <class T> struct GroupNormer {
     Moments *moments = (Moments *)std::malloc(bytes);
     if (!moments) return false;
     float *images = (float *)(moments + a.batch * blocks * a.groups), *scratch = images + row * a.batch;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < a.batch * blocks; i++) {
-      float *own = scratch + row * thread_number();
-      measure(i / blocks, i % blocks, own, own + a.channels, moments + i * a.groups);
-    }
+    share(threads, a.batch * blocks, [&](int64_t i, int thread) {
+      float *own = scratch + row * thread;
+      measure(i / blocks, i % blocks, own, own + a.channels, own + 2 * a.channels, moments + i * a.groups);
+    });
     for (int64_t i = 0; i < a.batch; i++) {
       float *mean = images + row * i;
       combine<P>(moments + i * blocks * a.groups, mean, mean + a.channels, mean + 2 * a.channels);
     }
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < a.batch * blocks; i++) {
-      const float *mean = images + row * (i / blocks), *factor = mean + a.channels, *shift = factor + a.channels;
-      each_vector(i / blocks, i % blocks, [&](auto pixels, int64_t at, int64_t d, int n) {
-        const vf m = load_n(mean + d, n), by = load_n(factor + d, n), plus = load_n(shift + d, n);
-        each<decltype(pixels)::value>([&](auto p) {
-          const int64_t j = at + p * a.channels;
-          store_n((T *)a.out + j, (load_n((const T *)a.x + j, n) - m) * by + plus, n);
-        });
-      });
-    }
+    share(threads, a.batch * blocks, [&](int64_t i, int) {
+      const float *mean = images + row * (i / blocks);
+      normalize(i / blocks, i % blocks, mean, mean + a.channels, mean + 2 * a.channels);
+    });
     std::free(moments);
     return true;
   }

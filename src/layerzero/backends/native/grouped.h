@@ -301,37 +301,40 @@ template <class T> struct GroupedAttention {
     if (!memory) return false;
     std::vector<Row> all_rows(threads * most_rows);
     std::vector<float *> all_found(threads * most_parts);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      const int thread = thread_number();
+    // What a thread has of its own.
+    struct Own {
+      float *query, *local, *panel, *merged;
+      Row *rows;
+      float **found;
+    };
+    auto own_of = [&](int thread) {
       float *query = memory + rounded_up(state, 16) + thread * own, *local = query + most_rows * g.query_row;
       float *panel = local + most_rows * g.state_row, *merged = panel + BLOCK * (g.query_row + g.out_row);
-      Row *rows = all_rows.data() + thread * most_rows;
-      float **found = all_found.data() + thread * most_parts;
-#pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < int64_t(stretches.size()) * a.kv_heads; i++) {
-        const Stretch &s = stretches[i / a.kv_heads];
-        const int64_t head = i % a.kv_heads;
-        float *to = s.alone ? local : memory + (s.state + head * s.rows) * g.state_row;
-        g.run_stretch(s, head, to, query, rows, panel);
-        if (s.alone) g.finish_item(plan.items[plan.members[s.first_member].item], head, &to, 1, merged);
+      return Own{query, local, panel, merged, all_rows.data() + thread * most_rows, all_found.data() + thread * most_parts};
+    };
+    share(threads, int64_t(stretches.size()) * a.kv_heads, [&](int64_t i, int thread) {
+      const Own own = own_of(thread);
+      const Stretch &s = stretches[i / a.kv_heads];
+      const int64_t head = i % a.kv_heads;
+      float *to = s.alone ? own.local : memory + (s.state + head * s.rows) * g.state_row;
+      g.run_stretch(s, head, to, own.query, own.rows, own.panel);
+      if (s.alone) g.finish_item(plan.items[plan.members[s.first_member].item], head, &to, 1, own.merged);
+    });
+    share(threads, int64_t(plan.items.size()) * a.kv_heads, [&](int64_t i, int thread) {
+      const Own own = own_of(thread);
+      const int64_t item = i / a.kv_heads, head = i % a.kv_heads, count = first[item + 1] - first[item];
+      if (count && stretches[parts[first[item]].stretch].alone) return;
+      for (int64_t p = 0; p < count; p++) {
+        const Part &part = parts[first[item] + p];
+        const Stretch &s = stretches[part.stretch];
+        own.found[p] = memory + (s.state + head * s.rows + part.row) * g.state_row;
       }
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < int64_t(plan.items.size()) * a.kv_heads; i++) {
-        const int64_t item = i / a.kv_heads, head = i % a.kv_heads, count = first[item + 1] - first[item];
-        if (count && stretches[parts[first[item]].stretch].alone) continue;
-        for (int64_t p = 0; p < count; p++) {
-          const Part &part = parts[first[item] + p];
-          const Stretch &s = stretches[part.stretch];
-          found[p] = memory + (s.state + head * s.rows + part.row) * g.state_row;
-        }
-        g.finish_item(plan.items[item], head, found, count, merged);
-      }
-#pragma omp for schedule(static)
-      for (int64_t token = 0; token < a.tokens; token++)
-        if (!covered[token])
-          for (int64_t head = 0; head < a.heads; head++) g.finish(token, head, nullptr, 0, merged);
-    }
+      g.finish_item(plan.items[item], head, own.found, count, own.merged);
+    });
+    share(threads, a.tokens, [&](int64_t token, int thread) {
+      if (covered[token]) return;
+      for (int64_t head = 0; head < a.heads; head++) g.finish(token, head, nullptr, 0, own_of(thread).merged);
+    });
     std::free(memory);
     return true;
   }

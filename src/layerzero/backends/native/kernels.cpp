@@ -2,16 +2,13 @@
 // torch.
 //
 // Rules in __init__.py check dtypes and strides; here sizes and strides are read, the GIL is
-// released if the work is worth it, and `threads` threads of torch's own OpenMP do the work.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
+// released if the work is worth it, and up to `threads` threads of one pool do the work (threads.h).
+#include "arguments.h"
 #include "attention.h"
 #include "group_norm.h"
 #include "grouped.h"
 #include "norms.h"
 #include "products.h"
-#include "quant/decode.h"
 #include "rope.h"
 #include "rows.h"
 #include "token.h"
@@ -19,74 +16,6 @@
 namespace {
 
 using namespace lz;
-
-// Reads the arguments in order; `ok` is false after the first error.
-struct Arguments {
-  PyObject *const *at;
-  Py_ssize_t left;
-  bool ok = true;
-
-  PyObject *next() {
-    if (!left) {
-      if (ok) PyErr_SetString(PyExc_TypeError, "too few arguments");
-      ok = false;
-      return nullptr;
-    }
-    left--;
-    return *at++;
-  }
-  int64_t whole(PyObject *o) {
-    int64_t n = ok && o ? PyLong_AsLongLong(o) : 0;
-    if (ok && n == -1 && PyErr_Occurred()) ok = false;
-    return n;
-  }
-  int64_t whole() { return whole(next()); }
-  void *address() { return (void *)(intptr_t)whole(); }
-  // An address, or None if absent. An address of 0 does not mean absent: a tensor without elements
-  // may have it.
-  void *address(bool &given) {
-    PyObject *o = next();
-    given = ok && o && o != Py_None;
-    return given ? (void *)(intptr_t)whole(o) : nullptr;
-  }
-  double real() {
-    PyObject *o = next();
-    double x = ok && o ? PyFloat_AsDouble(o) : 0.0;
-    if (ok && x == -1.0 && PyErr_Occurred()) ok = false;
-    return x;
-  }
-  template <int N> void tuple(int64_t (&to)[N]) {
-    PyObject *o = next();
-    for (int i = 0; i < N; i++) {
-      PyObject *item = ok && o ? PyTuple_GetItem(o, i) : nullptr;
-      if (!item) { ok = false; return; }
-      to[i] = whole(item);
-    }
-  }
-};
-
-template <class F> bool without_gil(bool worth_it, F work) {
-  if (!worth_it) return work();
-  PyThreadState *state = PyEval_SaveThread();
-  bool done = work();
-  PyEval_RestoreThread(state);
-  return done;
-}
-
-// Calls work(a value of that dtype), numbered as DTYPES in __init__.py.
-template <class F> bool for_dtype(int64_t dtype, F work) {
-  return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(0.0f);
-}
-
-// Runs the kernel for the dtypes of the data and of its parameters.
-#define FOR_DTYPES(run, call, dtype, of_parameters)                                                      \
-  for_dtype(dtype, [&](auto t) {                                                                         \
-    return for_dtype(of_parameters, [&](auto p) { return run<decltype(t), decltype(p)>(call); });        \
-  })
-
-PyObject *none_or_memory_error(bool done) {
-  return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
-}
 
 PyObject *attention_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
@@ -321,6 +250,19 @@ PyObject *gate(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return none_or_memory_error(without_gil(a.rows * a.experts > 65536, [&] { return run_gate(a); }));
 }
 
+PyObject *cross_entropy(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  CrossEntropy a;
+  int64_t dtype = in.whole();
+  a.x = in.address(), a.targets = (int64_t *)in.address(), a.out = (float *)in.address();
+  a.rows = in.whole(), a.width = in.whole(), a.x_row = in.whole(), a.ignored = in.whole();
+  a.smoothing = float(in.real()), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.rows * a.width > 65536, [&] {
+    return for_dtype(dtype, [&](auto t) { return run_cross_entropy<decltype(t)>(a); });
+  }));
+}
+
 PyObject *quantize(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
   Quantize a;
@@ -346,79 +288,19 @@ PyObject *dequantize(PyObject *, PyObject *const *args, Py_ssize_t count) {
   }));
 }
 
-// Calls work(the ISA of this build or the portable one, the format), both as types.
-template <class W> auto for_quantized(bool portable, int64_t format, W work) {
-  return quant::for_format(format, [&](auto f) { return portable ? work(quant::Portable{}, f) : work(quant::Isa{}, f); });
-}
-
-PyObject *ggml_packed_bytes(PyObject *, PyObject *const *args, Py_ssize_t count) {
+// Whether OpenMP is to share out the work in place of the pool; returns whether it does.
+PyObject *use_openmp(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
-  const bool portable = in.whole();
-  const int64_t format = in.whole(), outputs = in.whole(), inputs = in.whole();
+  const bool wanted = in.whole();
   if (!in.ok) return nullptr;
-  return PyLong_FromLongLong(for_quantized(portable, format, [&](auto s, auto f) {
-    return quant::packed_bytes<decltype(s), f>(outputs, inputs);
-  }));
-}
-
-PyObject *ggml_pack(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Arguments in{args, count};
-  const bool portable = in.whole();
-  const int64_t format = in.whole();
-  const uint8_t *from = (const uint8_t *)in.address();
-  void *to = in.address();
-  const int64_t outputs = in.whole(), inputs = in.whole();
-  const int threads = int(in.whole());
-  if (!in.ok) return nullptr;
-  return none_or_memory_error(without_gil(true, [&] {
-    for_quantized(portable, format, [&](auto s, auto f) {
-      quant::pack_all<decltype(s), f>(from, outputs, inputs, to, threads);
-    });
-    return true;
-  }));
-}
-
-PyObject *ggml_linear(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Arguments in{args, count};
-  quant::Linear q;
-  const bool portable = in.whole();
-  const int64_t format = in.whole(), dtype = in.whole();
-  q.x = in.address(), q.weight = in.address(), q.bias = in.address(q.has_bias), q.out = in.address();
-  q.rows = in.whole(), q.inputs = in.whole(), q.outputs = in.whole(), q.x_row = in.whole();
-  q.threads = int(in.whole());
-  if (!in.ok) return nullptr;
-  return none_or_memory_error(without_gil(q.rows * q.inputs * q.outputs > 65536, [&] {
-    return for_quantized(portable, format, [&](auto s, auto f) {
-      return for_dtype(dtype, [&](auto t) { return quant::run_linear<decltype(s), f, decltype(t)>(q); });
-    });
-  }));
-}
-
-// One token through a decoder; returns the likeliest next one. Product and layers are what
-// quant/decode.h calls so, written by Python.
-PyObject *ggml_decode(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Arguments in{args, count};
-  quant::DecoderStep s;
-  const int64_t dtype = in.whole();
-  s.layers = (const quant::DecoderLayer *)in.address(), s.count = in.whole();
-  s.head = *(const quant::Product *)in.address(), s.norm = (const float *)in.address();
-  s.hidden = in.whole(), s.heads = in.whole(), s.kv_heads = in.whole(), s.dim = in.whole();
-  s.half = in.whole(), s.inner = in.whole(), s.activation = Activation(in.whole());
-  s.eps = float(in.real()), s.scale = float(in.real()), s.softcap = float(in.real());
-  s.x = (float *)in.address(), s.logits = (float *)in.address(), s.position = in.whole();
-  s.threads = int(in.whole());
-  if (!in.ok) return nullptr;
-  const bool done = without_gil(true, [&] {
-    return for_dtype(dtype, [&](auto kept) { return quant::run_decoder<decltype(kept)>(s); });
-  });
-  return done ? PyLong_FromLongLong(quant::likeliest(s.logits, s.head.outputs)) : PyErr_NoMemory();
+#ifdef _OPENMP
+  by_openmp() = wanted;
+#endif
+  return PyBool_FromLong(by_openmp());
 }
 
 PyMethodDef methods[] = {
-    {"ggml_decode", (PyCFunction)(void (*)(void))ggml_decode, METH_FASTCALL, nullptr},
-    {"ggml_packed_bytes", (PyCFunction)(void (*)(void))ggml_packed_bytes, METH_FASTCALL, nullptr},
-    {"ggml_pack", (PyCFunction)(void (*)(void))ggml_pack, METH_FASTCALL, nullptr},
-    {"ggml_linear", (PyCFunction)(void (*)(void))ggml_linear, METH_FASTCALL, nullptr},
+    {"use_openmp", (PyCFunction)(void (*)(void))use_openmp, METH_FASTCALL, nullptr},
     {"token", (PyCFunction)(void (*)(void))token, METH_FASTCALL, nullptr},
     {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL, nullptr},
     {"feed_forward", (PyCFunction)(void (*)(void))feed_forward, METH_FASTCALL, nullptr},
@@ -429,6 +311,7 @@ PyMethodDef methods[] = {
     {"group_norm", (PyCFunction)(void (*)(void))group_norm, METH_FASTCALL, nullptr},
     {"argmax", (PyCFunction)(void (*)(void))argmax, METH_FASTCALL, nullptr},
     {"gate", (PyCFunction)(void (*)(void))gate, METH_FASTCALL, nullptr},
+    {"cross_entropy", (PyCFunction)(void (*)(void))cross_entropy, METH_FASTCALL, nullptr},
     {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, nullptr},
     {"dequantize", (PyCFunction)(void (*)(void))dequantize, METH_FASTCALL, nullptr},
     {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},
@@ -437,4 +320,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "layerzero_cpu_kernels", nullptr, -
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_layerzero_cpu_kernels() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_layerzero_cpu_kernels() {
+  PyObject *made = PyModule_Create(&module);
+  if (made && PyModule_AddFunctions(made, lz::ggml_methods) == 0) return made;
+  Py_XDECREF(made);
+  return nullptr;
+}

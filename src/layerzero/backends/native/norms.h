@@ -95,8 +95,7 @@ template <class T> bool norm_rows(const Norm &a, void (*widen_weight)(const Norm
   if (!memory) return false;
   float *weight = a.has_weight ? memory : nullptr;
   if (weight) widen_weight(a, weight);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++) norm_row<T>(a, row, weight, memory + (1 + thread_number()) * room);
+  share(threads, a.rows, [&](int64_t row, int thread) { norm_row<T>(a, row, weight, memory + (1 + thread) * room); });
   std::free(memory);
   return true;
 }

@@ -176,42 +176,38 @@ template <class T> bool run_product(const Product &a) {
   float *memory = (float *)std::aligned_alloc(64, (tokens * wide_row + threads * panel + 15) / 16 * 64);
   if (!memory) return false;
   std::fill(memory + a.tokens * wide_row, memory + tokens * wide_row, 0.0f);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    float *x = memory, *own = memory + tokens * wide_row + thread_number() * panel;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < a.tokens; t++) {
-      if (a.wide_x) split<T>((const float *)a.x + t * a.x_row, a.inputs, filled, x + t * wide_row);
-      else widen<T>((const T *)a.x + t * a.x_row, a.inputs, x + t * wide_row);
-    }
-#pragma omp for schedule(static)
-    for (int64_t block = 0; block < blocks; block++) {
-      const int64_t first = block * rows, count = std::min(rows, a.outputs - first);
-      const T *weights[2] = {(const T *)a.weight + first * a.weight_row,
-                             a.has_second ? (const T *)a.second + first * a.second_row : nullptr};
-      const int64_t steps[2] = {a.weight_row, a.second_row};
-      if (panels)
-        for (int64_t i = 0; i < matrices; i++)
-          for (int64_t r = 0; r < count; r++)
-            widen<T>(weights[i] + r * steps[i], a.inputs, own + (i * rows + r) * wide_row);
-      for (int64_t t = 0; t < a.tokens; t += TOKENS) {
-        const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t), rows_of_x = a.invariant ? TOKENS : some;
-        alignas(64) float results[2][TOKENS * MOST_ROWS];
-        for (int64_t i = 0; i < matrices; i++) {
-          if (panels) few_tokens<float>(rows_of_x, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
-                                        results[i]);
-          else few_tokens<T>(rows_of_x, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
-        }
-        for (int64_t m = 0; m < some; m++) {
-          float *one = results[0] + m * MOST_ROWS;
-          finish_products<T>(a, first, count, one, results[1] + m * MOST_ROWS);
-          const int64_t at = (t + m) * a.out_row + first;
-          if (a.wide_out) std::memcpy((float *)a.out + at, one, count * sizeof(float));
-          else for (int64_t r = 0; r < count; r++) from_float((T *)a.out + at + r, one[r]);
-        }
+  float *x = memory;
+  share(threads, a.tokens, [&](int64_t t, int) {
+    if (a.wide_x) split<T>((const float *)a.x + t * a.x_row, a.inputs, filled, x + t * wide_row);
+    else widen<T>((const T *)a.x + t * a.x_row, a.inputs, x + t * wide_row);
+  });
+  share(threads, blocks, [&](int64_t block, int thread) {
+    float *own = memory + tokens * wide_row + thread * panel;
+    const int64_t first = block * rows, count = std::min(rows, a.outputs - first);
+    const T *weights[2] = {(const T *)a.weight + first * a.weight_row,
+                           a.has_second ? (const T *)a.second + first * a.second_row : nullptr};
+    const int64_t steps[2] = {a.weight_row, a.second_row};
+    if (panels)
+      for (int64_t i = 0; i < matrices; i++)
+        for (int64_t r = 0; r < count; r++)
+          widen<T>(weights[i] + r * steps[i], a.inputs, own + (i * rows + r) * wide_row);
+    for (int64_t t = 0; t < a.tokens; t += TOKENS) {
+      const int64_t some = std::min<int64_t>(TOKENS, a.tokens - t), rows_of_x = a.invariant ? TOKENS : some;
+      alignas(64) float results[2][TOKENS * MOST_ROWS];
+      for (int64_t i = 0; i < matrices; i++) {
+        if (panels) few_tokens<float>(rows_of_x, own + i * rows * wide_row, wide_row, count, x + t * wide_row, wide_row, filled,
+                                      results[i]);
+        else few_tokens<T>(rows_of_x, weights[i], steps[i], count, x + t * wide_row, wide_row, a.inputs, results[i]);
+      }
+      for (int64_t m = 0; m < some; m++) {
+        float *one = results[0] + m * MOST_ROWS;
+        finish_products<T>(a, first, count, one, results[1] + m * MOST_ROWS);
+        const int64_t at = (t + m) * a.out_row + first;
+        if (a.wide_out) std::memcpy((float *)a.out + at, one, count * sizeof(float));
+        else for (int64_t r = 0; r < count; r++) from_float((T *)a.out + at + r, one[r]);
       }
     }
-  }
+  });
   std::free(memory);
   return true;
 }

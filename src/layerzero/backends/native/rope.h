@@ -78,20 +78,16 @@ template <class T> void rotate_heads(const Rope &a, const Heads &h, int64_t b, i
 template <class T, class P> bool run_rope(const Rope &a) {
   const int64_t tokens = a.batch * a.seq, work = tokens * (a.query.count + a.key.count) * a.dim;
   const int threads = work < 32768 ? 1 : a.threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    std::vector<float> angles(2 * a.half);
-    float *cos = angles.data(), *sin = cos + a.half;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tokens; i++) {
-      int64_t b = i / a.seq, s = i % a.seq, row = a.position(b, s);
-      const P *c = (const P *)a.cos + b * a.cos_batch + row * a.cos_row;
-      const P *n = (const P *)a.sin + b * a.sin_batch + row * a.sin_row;
-      for_each_vector(a.half, [&](int64_t d, int k) { store_n(cos + d, load_n(c + d, k), k), store_n(sin + d, load_n(n + d, k), k); });
-      rotate_heads<T>(a, a.query, b, s, cos, sin);
-      rotate_heads<T>(a, a.key, b, s, cos, sin);
-    }
-  }
+  std::vector<float> angles(2 * a.half * threads);
+  share(threads, tokens, [&](int64_t i, int thread) {
+    float *cos = angles.data() + 2 * a.half * thread, *sin = cos + a.half;
+    int64_t b = i / a.seq, s = i % a.seq, row = a.position(b, s);
+    const P *c = (const P *)a.cos + b * a.cos_batch + row * a.cos_row;
+    const P *n = (const P *)a.sin + b * a.sin_batch + row * a.sin_row;
+    for_each_vector(a.half, [&](int64_t d, int k) { store_n(cos + d, load_n(c + d, k), k), store_n(sin + d, load_n(n + d, k), k); });
+    rotate_heads<T>(a, a.query, b, s, cos, sin);
+    rotate_heads<T>(a, a.key, b, s, cos, sin);
+  });
   return true;
 }
 

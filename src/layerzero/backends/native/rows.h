@@ -1,5 +1,5 @@
-// Work on one row of numbers at a time: the highest of a row, the k highest, quantizing and
-// dequantizing. Torch runs several kernels for each, and most of their time is overhead.
+// Work on one row of numbers at a time: the highest of a row, the k highest, its cross entropy,
+// quantizing and dequantizing. Torch runs several kernels for each, and most of their time is overhead.
 #pragma once
 
 #include <algorithm>
@@ -46,9 +46,7 @@ template <class T> int64_t argmax_row(const T *x, int64_t width) {
 
 template <class T> bool run_argmax(const Argmax &a) {
   const int threads = a.rows * a.width < SMALL ? 1 : a.threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++)
-    a.out[row] = argmax_row((const T *)a.x + row * a.x_row, a.width);
+  share(threads, a.rows, [&](int64_t row, int) { a.out[row] = argmax_row((const T *)a.x + row * a.x_row, a.width); });
   return true;
 }
 
@@ -82,8 +80,63 @@ inline void gate_row(const Gate &a, int64_t row) {
 
 inline bool run_gate(const Gate &a) {
   const int threads = a.rows * a.experts < SMALL ? 1 : a.threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++) gate_row(a, row);
+  share(threads, a.rows, [&](int64_t row, int) { gate_row(a, row); });
+  return true;
+}
+
+// -log softmax(x)[target] of each row, with label smoothing; 0 where the target is `ignored`.
+struct CrossEntropy {
+  const void *x;
+  const int64_t *targets;
+  float *out;
+  int64_t rows, width, x_row, ignored;
+  float smoothing;
+  int threads;
+};
+
+// The sum of e^(x - top) in blocks that stay in the first cache, so that the logits are read once
+// from memory; the sum of x, if asked for.
+template <class T> double log_sum_exp(const T *x, int64_t width, double *plain) {
+  constexpr int64_t BLOCK = 2048;
+  float top = -INFINITY;
+  double total = 0;
+  for (int64_t begin = 0; begin < width; begin += BLOCK) {
+    const int64_t end = std::min(begin + BLOCK, width), whole = begin + (end - begin) / (4 * W) * (4 * W);
+    vf tops[4], sums[4];
+    each<4>([&](auto i) { tops[i] = all(-INFINITY), sums[i] = vf{}; });
+    for (int64_t d = begin; d < whole; d += 4 * W)
+      each<4>([&](auto i) INLINE { tops[i] = larger(load(x + d + i * W), tops[i]); });
+    float high = std::max(top, largest(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]))));
+    for (int64_t d = whole; d < end; d++) high = to_float(x[d]) > high ? to_float(x[d]) : high;
+    if (high > top) total *= std::exp(double(top) - high), top = high;
+    const float from = top == -INFINITY ? 0.0f : top;   // nothing but -inf so far, or NaN
+    for (int64_t d = whole; d < end; d += W) {
+      const int n = int(std::min<int64_t>(W, end - d));
+      float rest[W];
+      store(rest, exponential((n == W ? load(x + d) : load_some(x + d, n)) - from));
+      for (int i = 0; i < n; i++) total += rest[i];
+    }
+    for (int64_t d = begin; d < whole; d += 4 * W)
+      each<4>([&](auto i) INLINE { sums[i] += exponential(load(x + d + i * W) - from); });
+    total += sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (int64_t d = begin; plain && d < end; d++) *plain += to_float(x[d]);
+  }
+  return top + std::log(total);
+}
+
+template <class T> bool run_cross_entropy(const CrossEntropy &a) {
+  const int threads = a.rows * a.width < SMALL ? 1 : a.threads;
+  share(threads, a.rows, [&](int64_t row, int) {
+    const T *x = (const T *)a.x + row * a.x_row;
+    const int64_t target = a.targets[row];
+    double plain = 0, loss = 0;
+    if (target != a.ignored) {
+      const double all_of = log_sum_exp(x, a.width, a.smoothing > 0 ? &plain : nullptr);
+      loss = all_of - to_float(x[target]);
+      if (a.smoothing > 0) loss += a.smoothing * (all_of - plain / a.width - loss);
+    }
+    a.out[row] = float(loss);
+  });
   return true;
 }
 
@@ -98,74 +151,73 @@ struct Quantize {
   int threads;
 };
 
-// Rounds to nearest, ties to even; |x| <= 448 or NaN.
-inline uint8_t to_e4m3(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, sizeof u);
-  const uint8_t sign = uint8_t(u >> 24) & 0x80;
-  u &= 0x7fffffff;
-  if (u > 0x7f800000) return sign | 0x7f;
-  if (u < 0x3c800000) {                         // below 2^-6, the smallest normal number
-    float shifted, magnitude;
-    std::memcpy(&magnitude, &u, sizeof magnitude);
-    shifted = magnitude + 16384.0f;             // 2^14: its last bit is 2^-9
-    std::memcpy(&u, &shifted, sizeof u);
-    return sign | uint8_t(u - 0x46800000);
-  }
-  u += 0x7ffff + ((u >> 20) & 1);
-  return sign | uint8_t((u >> 20) - (120u << 3));
+// Numbers at a time between floats and bytes: narrowing and widening them in a loop of its own is
+// what compilers make vector instructions of.
+constexpr int CHUNK = 64;
+
+// The e4m3 codes, rounded to nearest, ties to even, of |v| <= 448 or NaN.
+INLINE inline vi to_e4m3(vf v) {
+  vu u = float_to_bits(v), sign = (u >> 24) & 0x80, size = u & 0x7fffffff;
+  // below 2^-6, the smallest normal number: the last bit of 2^14 + x is 2^-9
+  vu small = float_to_bits(bits_to_float(size) + 16384.0f) - 0x46800000;
+  vu normal = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120u << 3);
+  vu code = size < 0x3c800000 ? small : normal;
+  code = size > 0x7f800000 ? vu{} + 0x7f : code;
+  return (vi)(code | sign);
 }
 
-template <class T> void quantize_block(const T *x, int64_t n, bool fp8, float *scale, void *codes) {
-  vf tops = {};
-  int64_t d = 0;
-  for (; d + W <= n; d += W) {
-    vf v = load(x + d);
+INLINE inline vi to_int8(vf v) {
+  v = v == v ? v : vf{};
+  return (vi)float_to_bits(v + 12582912.0f) - 0x4b400000;         // 1.5 * 2^23: rounds
+}
+
+template <bool FP8> INLINE inline vi to_code(vf v) { return FP8 ? to_e4m3(v) : to_int8(v); }
+
+template <class T> float largest_magnitude(const T *x, int64_t n) {
+  vf tops[4] = {};
+  auto take = [](vf &top, vf v) INLINE {
     v = v < 0.0f ? -v : v;
-    tops = (v > tops) & (v <= FLT_MAX) ? v : tops;
+    top = (v > top) & (v <= FLT_MAX) ? v : top;
+  };
+  int64_t d = 0;
+  for (; d + 4 * W <= n; d += 4 * W) each<4>([&](auto i) INLINE { take(tops[i], load(x + d + i * W)); });
+  for (; d < n; d += W) take(tops[0], d + W <= n ? load(x + d) : load_some(x + d, int(n - d)));
+  return largest(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+}
+
+template <bool FP8, class T> void quantize_block(const T *x, int64_t n, float *scale, uint8_t *to) {
+  const float most = FP8 ? 448.0f : 127.0f, s = *scale = std::max(largest_magnitude(x, n) / most, FLT_MIN);
+  int32_t codes[CHUNK];
+  auto encode = [&](int at, vf v) INLINE {
+    v = v / s;
+    v = v < -most ? all(-most) : v;
+    v = v > most ? all(most) : v;
+    vi code = to_code<FP8>(v);
+    std::memcpy(codes + at, &code, sizeof code);
+  };
+  int64_t d = 0;
+  for (; d + CHUNK <= n; d += CHUNK) {
+    for (int i = 0; i < CHUNK; i += W) encode(i, load(x + d + i));
+    for (int i = 0; i < CHUNK; i++) to[d + i] = uint8_t(codes[i]);
   }
-  float top = largest(tops);
-  for (int64_t i = d; i < n; i++) {
-    const float v = std::fabs(to_float(x[i]));
-    if (v > top && v <= FLT_MAX) top = v;
-  }
-  const float s = *scale = std::max(top / (fp8 ? 448.0f : 127.0f), FLT_MIN);
-  if (fp8) {
-    for (int64_t i = 0; i < n; i++) {
-      const float v = to_float(x[i]) / s;
-      ((uint8_t *)codes)[i] = to_e4m3(v != v ? v : std::min(std::max(v, -448.0f), 448.0f));
-    }
-    return;
-  }
-  int8_t *to = (int8_t *)codes;
-  d = 0;
-  for (; d + W <= n; d += W) {
-    vf v = load(x + d) / s;
-    v = v < -127.0f ? all(-127.0f) : v;
-    v = v > 127.0f ? all(127.0f) : v;
-    v = v == v ? v : vf{};
-    vi whole = (vi)float_to_bits(v + 12582912.0f) - 0x4b400000;   // 1.5 * 2^23: rounds
-    typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
-    vb bytes = __builtin_convertvector(whole, vb);
-    std::memcpy(to + d, &bytes, sizeof bytes);
-  }
-  for (; d < n; d++) {
-    float v = to_float(x[d]) / s;
-    v = v != v ? 0.0f : std::min(std::max(v, -127.0f), 127.0f);
-    to[d] = int8_t(std::nearbyintf(v));
+  for (int left; (left = int(std::min<int64_t>(W, n - d))) > 0; d += left) {
+    encode(0, left == W ? load(x + d) : load_some(x + d, left));
+    for (int i = 0; i < left; i++) to[d + i] = uint8_t(codes[i]);
   }
 }
 
 template <class T> bool run_quantize(const Quantize &a) {
   const int64_t blocks = (a.width + a.block - 1) / a.block;
   const int threads = a.rows * a.width < SMALL ? 1 : a.threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++)
+  share(threads, a.rows, [&](int64_t row, int) {
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t begin = b * a.block, n = std::min(a.block, a.width - begin);
-      quantize_block((const T *)a.x + row * a.x_row + begin, n, a.fp8, a.scales + row * blocks + b,
-                     (char *)a.codes + row * a.width + begin);
+      const T *x = (const T *)a.x + row * a.x_row + begin;
+      float *scale = a.scales + row * blocks + b;
+      uint8_t *codes = (uint8_t *)a.codes + row * a.width + begin;
+      a.fp8 ? quantize_block<true>(x, n, scale, codes) : quantize_block<false>(x, n, scale, codes);
     }
+  });
   return true;
 }
 
@@ -181,22 +233,21 @@ struct Dequantize {
 template <class T> bool run_dequantize(const Dequantize &a) {
   const int64_t blocks = (a.width + a.block - 1) / a.block;
   const int threads = a.rows * a.width < SMALL ? 1 : a.threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < a.rows; row++)
+  share(threads, a.rows, [&](int64_t row, int) {
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t begin = b * a.block, n = std::min(a.block, a.width - begin);
       const float scale = a.scales[row * blocks + b];
       const int8_t *codes = a.codes + row * a.width + begin;
       T *out = (T *)a.out + row * a.width + begin;
       int64_t d = 0;
-      typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
-      for (; d + W <= n; d += W) {
-        vb bytes;
-        std::memcpy(&bytes, codes + d, sizeof bytes);
-        store(out + d, __builtin_convertvector(__builtin_convertvector(bytes, vi), vf) * scale);
+      float numbers[CHUNK];
+      for (; d + CHUNK <= n; d += CHUNK) {
+        for (int i = 0; i < CHUNK; i++) numbers[i] = float(codes[d + i]) * scale;
+        for (int i = 0; i < CHUNK; i += W) store(out + d + i, load(numbers + i));
       }
       for (; d < n; d++) from_float(out + d, float(codes[d]) * scale);
     }
+  });
   return true;
 }
 

@@ -1,5 +1,5 @@
-"""Our own CPU kernels that work on one row after the other: greedy sampling, routing, quantizing,
-and group norm of channels_last images."""
+"""Our own CPU kernels that work on one row after the other: greedy sampling, routing, cross
+entropy, quantizing, and group norm of channels_last images."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.cross_entropy import OP as cross_entropy
 from ...ops.dequantize import OP as dequantize
 from ...ops.dequantize import check_size
+from ...ops.formulas.loss import check_targets
 from ...ops.formulas.moe import mask_groups, score_experts
 from ...ops.formulas.quant import FORMATS
 from ...ops.formulas.sampling import random_numbers
@@ -89,6 +91,28 @@ def _gate() -> Callable[..., Any]:
     return run
 
 
+def _cross_entropy() -> Callable[..., Any]:
+    losses_of = build.module().cross_entropy
+    empty, threads, float32 = torch.empty, torch.get_num_threads, torch.float32
+
+    def run(logits: Tensor, targets: Tensor, *, ignore_index: int = -100,
+            label_smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+        x, step = rows_of(logits)
+        flat = targets.reshape(-1).long()
+        # on every call: a target outside the row would be read all the same
+        if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < x.shape[-1]):
+            check_targets("cross_entropy", {"targets": flat, "ignore_index": ignore_index},
+                          {"vocab": x.shape[-1], "tensor_kind": "plain", "graph": False})
+        losses = empty(targets.shape, dtype=float32)
+        losses_of(DTYPES[x.dtype], x.data_ptr(), flat.data_ptr(), losses.data_ptr(), losses.numel(),
+                  x.shape[-1], step, ignore_index, label_smoothing, threads())
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.sum() / (flat != ignore_index).sum()
+
+    return run
+
+
 def _quantize() -> Callable[..., Any]:
     encode = build.module().quantize
     empty, threads, float32 = torch.empty, torch.get_num_threads, torch.float32
@@ -150,6 +174,8 @@ KERNELS = (
             r.any_of(r.equals("top_k", 1), r.equals("temperature", 0.0)), name="sample_greedy",
             less_work=ONE_PASS),
     declare(moe_gate, _gate, 6.0, 12.0, less_work=ONE_PASS),
+    declare(cross_entropy, _cross_entropy, 8.0, 10.0, r.unit_stride("logits"),
+            less_work="one pass over the logits, and no copy of them"),
     declare(quantize, _quantize, 8.0, 5.0, r.unit_stride("x"),
             r.one_of("format", "int8", "fp8_e4m3", code=Code.QUANT_FORMAT_UNSUPPORTED),
             r.one_of("granularity", None, "channel", "block", code=Code.SCALE_LAYOUT_MISMATCH),

@@ -20,12 +20,7 @@
 #include <arm_neon.h>
 #endif
 
-#ifdef _OPENMP
-#include <omp.h>
-inline int thread_number() { return omp_get_thread_num(); }
-#else
-inline int thread_number() { return 0; }
-#endif
+#include "threads.h"
 
 namespace lz {
 

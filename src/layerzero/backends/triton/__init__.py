@@ -42,6 +42,21 @@ def _attention() -> Callable[..., Any]:
     return attention_decode
 
 
+def _attention_invariant() -> Callable[..., Any]:
+    from .decode import attention_invariant
+    return attention_invariant
+
+
+def _linear_invariant() -> Callable[..., Any]:
+    from .invariant import linear
+    return linear
+
+
+def _mlp_invariant() -> Callable[..., Any]:
+    from .invariant import mlp
+    return mlp
+
+
 def _paged_attention() -> Callable[..., Any]:
     from .decode import paged_attention_decode
     return paged_attention_decode
@@ -180,6 +195,9 @@ def _decode_shared(tokens: str) -> str:
 # reduction over threads.
 GEMV_SHARED = "8192 + 81920 * (rows > 1)"
 SMALL_SHARED = "16384"         # for reductions and layout conversions only
+# Stages of 128 x 64 of x and of the weight in half types; fewer rows or columns in float32.
+INVARIANT_SHARED = "98304"
+IN_ORDER = "inputs are added in one order, however many rows and columns there are"
 
 POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
 HEAD_RULES: tuple[r.Condition, ...] = (
@@ -233,6 +251,26 @@ DEFAULTS = (
             workspace="264 * 4 * 64 * (head_dim_v + 1)", shared_memory=_decode_shared("seq_q"),
             note="reads each key and value once for all query heads and tokens that share it; one "
                  "launch"),
+    _kernel("attention_invariant", attention, _attention_invariant, 20.0, 25.0, HALF,
+            *_few_rows("seq_q"), *HEAD_RULES[:4], POSITIVE_SCALE,
+            r.at_least("batch", 1, Code.EMPTY_INPUT), r.at_least("seq_q", 1, Code.EMPTY_INPUT),
+            r.at_least("kv_heads", 1, Code.EMPTY_INPUT), r.unit_stride("query"),
+            r.unit_stride("key"), r.unit_stride("value"), r.unit_stride("alibi_slopes"),
+            r.absent("attn_mask.dtype", Code.MASK_UNSUPPORTED),
+            r.equals("dropout_p", 0.0, Code.DROPOUT_UNSUPPORTED), variants=("bhsd", "bshd"),
+            workspace="4 * batch * heads * seq_q * 32 * (head_dim_v + 1)",
+            shared_memory=_decode_shared("seq_q"), batch_invariant=True, tp_invariant=True,
+            only_invariant=True,
+            note="keys are split alike, however many heads and sequences there are"),
+    _kernel("linear_invariant", linear, _linear_invariant, 1.0, 14.0, FLOATS, r.unit_stride("x"),
+            r.unit_stride("weight"), r.unit_stride("bias"),
+            r.at_least("in_features", 1, Code.EMPTY_INPUT), shared_memory=INVARIANT_SHARED,
+            batch_invariant=True, tp_invariant=True, only_invariant=True, note=IN_ORDER),
+    _kernel("mlp_invariant", mlp, _mlp_invariant, 1.0, 40.0, FLOATS, r.unit_stride("x"),
+            *(r.unit_stride(name) for name in ("weight_in", "weight_down", "weight_up", "bias_in",
+                                               "bias_up", "bias_down")),
+            workspace="3 * itemsize * rows * inner", shared_memory=INVARIANT_SHARED,
+            replayable=False, batch_invariant=True, only_invariant=True, note=IN_ORDER),
     _kernel("paged_attention_decode", paged_attention, _paged_attention, 8.0, 25.0, HALF,
             *_few_rows("max_seqlen_q"), *HEAD_RULES, POSITIVE_SCALE,
             r.at_least("batch", 1, Code.EMPTY_INPUT),

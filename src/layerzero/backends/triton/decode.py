@@ -20,6 +20,7 @@ from .machine import counters, device_size
 MAX_ROWS = 64              # of one tile: query heads of a KV head times their tokens
 MAX_SPLITS = 32            # the last program of a KV head merges all: more cost more than they save
 MERGE_TILE = 8192          # elements of a tile of parts
+FIXED_ROWS = 8             # keys are split as for so many KV heads, where the batch must not count
 
 
 _launch = Launcher(decode_kernel)
@@ -98,7 +99,7 @@ def launch(
     lengths: Tensor | None = None, starts: Tensor | None = None, page: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     chosen: Config | None = None, programs: float = 1.0,
-    growing: Callable[[int, int], tuple[Varying, ...]] | None = None,
+    growing: Callable[[int, int], tuple[Varying, ...]] | None = None, fixed: bool = False,
 ) -> None:
     """`shape`: batch, heads, kv_heads, max_queries (per head), keys, dim, dim_v. Strides: batch,
     head, token. `growing(low, high)`: the arguments that may vary in a replay with low to high
@@ -113,8 +114,8 @@ def launch(
                                                                          min(sizes) < 2)
 
     def config_of(tiles: int) -> Config:
-        return (chosen or config(rows, batch * kv_heads, tiles, stage, page > 0, query.device,
-                                 programs, beside))
+        return (chosen or config(rows, FIXED_ROWS if fixed else batch * kv_heads, tiles, stage,
+                                 page > 0, query.device, programs, beside))
 
     cfg = config_of(-(-seen // 64))
     varying: tuple[Varying, ...] = ()
@@ -164,19 +165,31 @@ def attention_decode(
                  alibi_slopes, softcap, return_lse, layout, None, programs)
 
 
+def attention_invariant(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
+    *, causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
+    alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
+    layout: str = "bhsd",
+) -> Any:
+    return dense(query, key, value, is_causal, scale, causal_align, window_left, window_right,
+                 alibi_slopes, softcap, return_lse, layout, fixed=True)
+
+
 def dense(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None,
     causal_align: str | None = None, window_left: int = -1, window_right: int = -1,
     alibi_slopes: Tensor | None = None, softcap: float = 0.0, return_lse: bool = False,
     layout: str = "bhsd", chosen: Config | None = None,
-    programs: float = 1.0,
+    programs: float = 1.0, fixed: bool = False,
 ) -> Any:
-    """`chosen` overrides the configuration, for benchmarks."""
+    """`chosen` overrides the configuration, for benchmarks; `fixed`: it depends neither on the
+    batch nor on the number of heads."""
     head, seq = (1, 2) if layout == "bhsd" else (2, 1)
     sizes = query.shape
     batch, heads, max_queries, dim = sizes[0], sizes[head], sizes[seq], sizes[3]
     whole = key, value
-    if key.stride(head) == 0 == value.stride(head) and heads * max_queries <= MAX_ROWS:
+    if (key.stride(head) == 0 == value.stride(head) and heads * max_queries <= MAX_ROWS
+            and not fixed):
         # one expanded head: read it once
         key, value = key.narrow(head, 0, 1), value.narrow(head, 0, 1)
     kv_heads, keys, dim_v = key.shape[head], key.shape[seq], value.shape[3]
@@ -206,7 +219,7 @@ def dense(
            strides(value), strides(out), (heads * max_queries, max_queries,
                                           1), dim ** -0.5 if scale is None else scale, softcap,
            window_left, right, bottom, alibi_slopes, chosen=chosen, programs=programs,
-           growing=growing)
+           fixed=fixed, growing=growing)
     return out if lse is None else (out, lse)
 
 

@@ -93,8 +93,8 @@ def one_row_kernel(
     SCALED: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """For weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for the whole
-    row."""
+    """Multiply by weights of floats or of one-byte codes. GROUP: inputs that share a scale, 0 for
+    the whole row."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end are clamped, and not stored
     source = tl.minimum(row, n - 1).to(tl.int64)
@@ -234,7 +234,7 @@ def few_rows_kernel(
     K: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """For weights of floats; those of codes are in quantized.py."""
+    """Multiply few rows by weights of floats; those of codes are in quantized.py."""
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     source = tl.minimum(row, n - 1).to(tl.int64)
@@ -263,13 +263,13 @@ def few_rows_kernel(
             for s in range(splits):
                 part = (tl.program_id(0).to(tl.int64) * splits + s) * BLOCK_N * ROWS
                 acc += tl.load(part_ptr + part + inner, cache_modifier=".cg")
-            _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
+            store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
     else:
-        _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
+        store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
 
 
 @triton.jit
-def _store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS: tl.constexpr):
+def store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS: tl.constexpr):
     inside = row < n
     if BIAS:
         acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]

@@ -25,7 +25,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ...spec import codegen, replay
+from ...files import codegen
+from ...spec import replay
 from ...spec.launch import (
     LaunchLimits,
     LaunchRefused,

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...ops.formulas.quant import code_values
+from .gemv import store_tile
 from .launch import Launcher
 from .machine import counters, device_size
 
@@ -154,18 +155,9 @@ def tiled_kernel(
             for s in range(splits):
                 place = (block.to(tl.int64) * splits + s) * BLOCK_N * ROWS
                 acc += tl.load(part_ptr + place + inner, cache_modifier=".cg")
-            _store(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
+            store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
     else:
-        _store(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
-
-
-@triton.jit
-def _store(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS: tl.constexpr):
-    inside = row < n
-    if BIAS:
-        acc += tl.load(bias_ptr + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-    tl.store(out_ptr + m[None, :].to(tl.int64) * n + row[:, None], acc.to(out_ptr.dtype.element_ty),
-             mask=inside[:, None] & (m[None, :] < rows))
+        store_tile(acc, row, m, rows, n, bias_ptr, out_ptr, BIAS)
 
 
 @triton.jit(do_not_specialize=["n"])

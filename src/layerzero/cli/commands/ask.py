@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...files.reading import read_json
 from ...machine import hardware
 from ...operate import inspection
 from ...operate import matrix as compatibility
 from ...spec.device import Device
 from ...spec.names import find_kernel, find_kernels
 from ...spec.plan import Plan
-from ...spec.reading import read_json
 from ...world import snapshot as worlds
 from .. import show
 from ..arguments import parse_call

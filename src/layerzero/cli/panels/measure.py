@@ -33,7 +33,7 @@ def demo(seconds: Annotated[float, typer.Option(
          device: o.DeviceKind = None, as_json: o.Json = False) -> None:
     """A decoder block through lz and through plain torch: who serves, why, is it equal, what is
     gained."""
-    from ..commands.demo import demo as run
+    from ..commands.measure.demo import demo as run
     raise typer.Exit(run(device, seconds, as_json))
 
 
@@ -49,7 +49,7 @@ def record(command: Command, out: Annotated[Path, typer.Option(
     """
     o.check_out("--out", out)
     program = check_program(command, "lz record")
-    from ..commands.workload import record as run
+    from ..commands.measure.workload import record as run
     raise typer.Exit(run(program, out, as_json))
 
 
@@ -84,7 +84,7 @@ def tune(
                     context=context).check("lz tune", needed=False)
     for name in mode or ():
         _check_mode(name)
-    from ..commands.tune import tune as run
+    from ..commands.measure.tune import tune as run
     raise typer.Exit(run(source, device=device, seconds=seconds, again=again, mode=mode or None,
                          cold=cold, compiling=compiling, rounds=rounds, ray=ray, as_json=as_json))
 
@@ -117,7 +117,7 @@ def regret(
     source = o.Source(op, words or (), calls, model, dtype=dtype, batch=batch, prompt=prompt,
                     context=context, scale=scale).check("lz regret", needed=False)
     _check_mode(mode)
-    from ..commands.workload import regret as run
+    from ..commands.measure.workload import regret as run
     raise typer.Exit(run(source, device=device, seconds=seconds_per_call, mode=mode,
                          max_median=max_median,
                          max_p95=max_p95, everything=everything, as_json=as_json))
@@ -148,7 +148,7 @@ def report(
     o.check_file("--calls", calls, "lz record -- python app.py writes one")
     for path in against or ():
         o.check_file("--against", path, "lz report --json > report.json writes one")
-    from ..commands.report import report as run
+    from ..commands.measure.report import report as run
     raise typer.Exit(run(out, regret, device, calls, model, dtype, batch, prompt, context,
                          against or (), as_json))
 
@@ -160,7 +160,7 @@ def show_rows(op: o.OnlyOp = None, kernel: KernelPattern = "*",
               limit: Annotated[int, typer.Option(min=0, help="at most so many rows; 0: all")] = 50,
               as_json: o.Json = False) -> None:
     """The measurements, and whether each still counts here: builds, drivers and toolkits change."""
-    from ..commands import perf as commands
+    from ..commands.measure import perf as commands
     raise typer.Exit(commands.show_rows(kernel, op or "*", everything, limit, as_json))
 
 
@@ -168,7 +168,7 @@ def show_rows(op: o.OnlyOp = None, kernel: KernelPattern = "*",
 def show_places(as_json: o.Json = False) -> None:
     """The models of device that were measured, and the machines of each: those of one place share
     what they measured, and lz diff compares two places."""
-    from ..commands import perf as commands
+    from ..commands.measure import perf as commands
     raise typer.Exit(commands.show_places(as_json))
 
 
@@ -183,7 +183,7 @@ def prune(kernel: KernelPattern = "*",
           as_json: o.Json = False) -> None:
     """Remove what does not count any more: other builds, drivers or toolkits of this machine, what
     expired."""
-    from ..commands import perf as commands
+    from ..commands.measure import perf as commands
     raise typer.Exit(commands.prune(kernel, older_than, everything, dry_run, as_json))
 
 
@@ -192,7 +192,7 @@ def export(path: Annotated[Path, typer.Argument(
     help="a file of JSON lines; replaced if it exists")],
            as_json: o.Json = False) -> None:
     """Write every measurement, its environment, and the rates of each device to a file."""
-    from ..commands import perf as commands
+    from ..commands.measure import perf as commands
     raise typer.Exit(commands.export(path, as_json))
 
 
@@ -202,7 +202,7 @@ def import_rows(paths: Annotated[list[Path], typer.Argument(
                 as_json: o.Json = False) -> None:
     """Take over the measurements of other machines. Of two of the same thing the better one stays.
     """
-    from ..commands import perf as commands
+    from ..commands.measure import perf as commands
     raise typer.Exit(commands.import_rows(paths, as_json))
 
 

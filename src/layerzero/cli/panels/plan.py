@@ -24,8 +24,8 @@ def dry_run(
     source = o.Source(op, words or (), calls, model, program, None, dtype, batch, prompt,
                       context).check(
         "lz dry-run", "--program")
-    from ..commands import plan
-    raise typer.Exit(plan.dry_run(source, device, as_json))
+    from ..commands.plan import tables
+    raise typer.Exit(tables.dry_run(source, device, as_json))
 
 
 @declare(PANEL, "lz solve --calls calls.jsonl -o dispatch_table.json",
@@ -48,8 +48,8 @@ def solve(
         "lz solve", "--program")
     o.check_out("--out", out)
     o.check_out("--python", python)
-    from ..commands import plan
-    raise typer.Exit(plan.solve(source, device, out, python, fill, as_json))
+    from ..commands.plan import tables
+    raise typer.Exit(tables.solve(source, device, out, python, fill, as_json))
 
 
 @declare(PANEL, "lz lock --table dispatch_table.json",
@@ -69,14 +69,14 @@ def lock(
     """
     if check:
         o.check_file("--file", path, "lz lock --table dispatch_table.json writes one")
-        from ..commands import plan
-        raise typer.Exit(plan.check_lock(path, as_json))
+        from ..commands.plan import tables
+        raise typer.Exit(tables.check_lock(path, as_json))
     source = o.Source(op, words or (), calls, model, program, table, dtype, batch, prompt,
                       context).check(
         "lz lock", "--program", "--table")
     o.check_out("--file", path)
-    from ..commands import plan
-    raise typer.Exit(plan.lock(source, device, path, as_json))
+    from ..commands.plan import tables
+    raise typer.Exit(tables.lock(source, device, path, as_json))
 
 
 @declare(PANEL, "lz diff laptop.json server.json")
@@ -89,8 +89,8 @@ def diff(
     as_json: o.Json = False,
 ) -> None:
     """Where two machines choose differently. Exit code 1 if they do anywhere."""
-    from ..commands import plan
-    raise typer.Exit(plan.diff(a, b, everything, as_json))
+    from ..commands.plan import tables
+    raise typer.Exit(tables.diff(a, b, everything, as_json))
 
 
 @declare(PANEL, "lz warmup --calls calls.jsonl --timeout 600",
@@ -109,5 +109,5 @@ def warmup(
     source = o.Source(op, words or (), calls, model, None, table, dtype, batch, prompt,
                       context).check(
         "lz warmup", "--table")
-    from ..commands.warmup import warmup as run
+    from ..commands.plan.warmup import warmup as run
     raise typer.Exit(run(source, device, timeout, as_json))

@@ -71,7 +71,7 @@ def against(
     if level == 1 and not peer:
         lane = _lane("lz verify --level 1", quick=quick, full=full)
         from ..calls import device_kind
-        from ..commands.verify_levels import verify_kernels
+        from ..commands.prove.kernels import verify_kernels
         path = Path(f"lz-verify-{device_kind(device)}.json") if report else None
         raise typer.Exit(verify_kernels(lane, device=device, untested=allow_untested, report=path,
                                         as_json=as_json))
@@ -81,7 +81,7 @@ def against(
     lane = _lane("lz verify --peer", quick=quick, full=full, perf=perf)
     o.check_file("--model", Path(model) if model else None, "give a GGUF file")
     o.check_out("--out", out)
-    from ..commands.verify_peer import verify_llama_cpp as run
+    from ..commands.prove.llama_cpp import verify_llama_cpp as run
     raise typer.Exit(run(lane, model, build=build, threads=threads, out=out, as_json=as_json))
 
 
@@ -97,7 +97,7 @@ def kernels(
 ) -> None:
     """Every kernel against the contract of its operation; those that pass get a certificate."""
     lane = _lane("lz verify kernels", quick=quick, full=full, stress=stress)
-    from ..commands.verify_levels import verify_kernels as run
+    from ..commands.prove.kernels import verify_kernels as run
     raise typer.Exit(run(lane, backend=backend, kernel=kernel, op=op or "", device=device,
                          as_json=as_json, isolated=isolated))
 
@@ -124,7 +124,7 @@ def models(
         raise ConfigError(f"lz verify models takes one of {', '.join(CHECKS)}, got {check!r}")
     lane = _lane("lz verify models", quick=quick, full=full, stress=stress)
     _check_gguf(model)
-    from ..commands.ladder import ladder
+    from ..commands.prove.ladder import ladder
     raise typer.Exit(ladder(CHECKS[check], effort=lane, backend=backend, kernel=kernel,
                             configs=tuple(config or ()), dtypes=tuple(dtype or ()), device=device,
                             seed=seed,
@@ -153,7 +153,7 @@ def peer(
                           "got none")
     lane = _lane("lz verify peer", quick=quick, full=full, stress=stress)
     _check_gguf(model)
-    from ..commands.ladder import ladder
+    from ..commands.prove.ladder import ladder
     raise typer.Exit(ladder(CHECKS[check], effort=lane, backend=backend, kernel=kernel,
                             dtypes=tuple(dtype or ()), device=device, seed=seed, model=model,
                             text=text, against="transformers", verbose=verbose, as_json=as_json))
@@ -202,7 +202,7 @@ def definitions(
     unknown = [s for s in size or () if s not in SIZES]
     if unknown:
         raise ConfigError(f"--size must be one of {', '.join(SIZES)}, got {unknown[0]!r}")
-    from ..commands.verify import verify_definitions as run
+    from ..commands.prove.definitions import verify_definitions as run
     raise typer.Exit(run(names or (), folder, op_type=op_type or "", sizes=size or ("small",),
                          workloads=workloads, trust=trust or (), timeout=timeout,
                          tolerance=tolerance, as_is=as_is, seed=seed, device=device, traces=traces,
@@ -224,7 +224,7 @@ def report(
     for path in logs:
         o.check_file("LOG", path, "benchmarks/false_alarms.py writes one")
     o.check_out("--out", out)
-    from ..commands.verify import verify_report as run
+    from ..commands.prove.definitions import verify_report as run
     raise typer.Exit(run(logs, out, as_json))
 
 
@@ -273,7 +273,7 @@ def gate(
         raise ConfigError(f"--out: wanted a folder, {out} is a file")
     lane = "quick" if quick else "full" if full else "usual"
     words = [*(stages or ()), *(["static"] if static else ()), *(["models"] if models else ())]
-    from ..commands import gate as commands
+    from ..commands.prove import gate as commands
     if combined or require:
         raise typer.Exit(commands.combine_reports(combined or (), require or (), as_json))
     raise typer.Exit(commands.gate(
@@ -314,7 +314,7 @@ def soak(
         raise ConfigError("lz soak wants --hours or --minutes, or --resume FILE; got none of them")
     o.check_file("--resume", resume, "lz soak --out writes one")
     o.check_out("--out", out)
-    from ..commands.soak import command as run
+    from ..commands.prove.soak import command as run
     raise typer.Exit(run(hours * 3600 + minutes * 60, resume, out, threads=threads, faults=faults,
                          forks=forks, ops=tuple(ops or ()), device=device, as_json=as_json))
 

@@ -25,7 +25,7 @@ def ready(
     """May this machine serve? Nothing is run or written. Exit code 0: ready, 1: not ready."""
     source = o.Source(op, words or (), calls, model, dtype=dtype, batch=batch, prompt=prompt,
                       context=context).check("lz ready", needed=False)
-    from ..commands.ready import ready as run
+    from ..commands.serve.ready import ready as run
     raise typer.Exit(run(source, table, lock, capabilities, device, strict, as_json))
 
 
@@ -50,7 +50,7 @@ def serve_metrics(
     """
     source = o.Source(op, words or (), calls, model, dtype=dtype, batch=batch, prompt=prompt,
                       context=context).check("lz serve-metrics", needed=False)
-    from ..commands.serve import serve_metrics as run
+    from ..commands.serve.metrics import serve_metrics as run
     raise typer.Exit(run(source, host, port, every, table, lock, capabilities, device, as_json))
 
 
@@ -67,5 +67,5 @@ def bundle(
     """Write capabilities, table, measurements, lockfile, environment, events and readiness,
     redacted, to one file."""
     o.check_file("--calls", calls, "lz record -- python app.py writes one")
-    from ..commands.bundle import bundle as run
+    from ..commands.serve.bundle import bundle as run
     raise typer.Exit(run(out, table, lock, calls, log, force, device, as_json))

@@ -60,7 +60,7 @@ def init(
     program = check_program(command, "lz init") if command else []
     if not force:
         project.check_absent(project.targets(folder, bool(program or calls)))
-    from ..commands.init import init as run
+    from ..commands.setup.init import init as run
     raise typer.Exit(run(folder, program, calls, as_json))
 
 
@@ -70,7 +70,7 @@ def build(force: Annotated[bool, typer.Option(
     "--force", help="compile even if it is built already")] = False,
           as_json: o.Json = False) -> None:
     """Compile the native call path for this Python and this torch, and our own CPU kernels."""
-    from ..commands.build import build as run
+    from ..commands.setup.build import build as run
     raise typer.Exit(run(force, as_json))
 
 
@@ -114,7 +114,7 @@ def generate(
     if kv and kv not in KV_KINDS:
         raise ConfigError(f"--kv must be one of {', '.join(KV_KINDS)}, got {kv!r}")
     o.check_file("--model", model, "give a GGUF file")
-    from ..commands.generate import generate as run
+    from ..commands.setup.generate import generate as run
     raise typer.Exit(run(said, max_tokens, temperature, top_p, top_k, seed, dtype, kv, device,
                          model, raw, chat, explain, as_json))
 
@@ -122,7 +122,7 @@ def generate(
 @declare("", "lz hub list", "list", to=hub)
 def list_cached(cache: Cache = None, as_json: o.Json = False) -> None:
     """The versions in the cache, and the build that fits this machine."""
-    from ..commands import hub as commands
+    from ..commands.setup import hub as commands
     raise typer.Exit(commands.list_cached(cache, as_json))
 
 
@@ -133,7 +133,7 @@ def explain(name: Name, folder: Folders = None, allow: Allow = None, lock: HubLo
     """Every check and every build with its verdict. Runs nothing of it. Exit code 1 if it would be
     refused."""
     _check_folders(folder)
-    from ..commands import hub as commands
+    from ..commands.setup import hub as commands
     raise typer.Exit(commands.explain(name, folder, allow, lock, cache, portable, signed, as_json))
 
 
@@ -143,7 +143,7 @@ def load(name: Name, folder: Folders = None, allow: Allow = None, lock: HubLock 
          portable: Portable = False, signed: Signed = False, as_json: o.Json = False) -> None:
     """Import it, and say what it offers."""
     _check_folders(folder)
-    from ..commands import hub as commands
+    from ..commands.setup import hub as commands
     raise typer.Exit(commands.load(name, folder, allow, lock, cache, portable, signed, as_json))
 
 
@@ -155,7 +155,7 @@ def lock(names: Names, out: Annotated[Path, typer.Option(
     allow it."""
     _check_folders(folder)
     o.check_out("--out", out)
-    from ..commands import hub as commands
+    from ..commands.setup import hub as commands
     raise typer.Exit(commands.lock(names, out, folder, cache, as_json))
 
 
@@ -165,7 +165,7 @@ def verify(lock: Annotated[Path, typer.Argument(
            cache: Cache = None, as_json: o.Json = False) -> None:
     """Is everything that a lockfile pins here, and unchanged? Exit code 1 if not."""
     _check_folders(folder)
-    from ..commands import hub as commands
+    from ..commands.setup import hub as commands
     raise typer.Exit(commands.verify(lock, folder, cache, as_json))
 
 

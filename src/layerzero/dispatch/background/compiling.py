@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...files.sealed import PRIVATE_FOLDER, check_folder, trusted_folder
 from ...machine import faults, loading, locks
 from ...machine.process_lock import lock_path, process_lock
 from ...selection.engine import kind_to_compile
@@ -37,7 +38,6 @@ from ...spec.kernel import Kernel
 from ...spec.launch import LaunchRefused
 from ...spec.op import Op
 from ...spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
-from ...spec.sealed import PRIVATE_FOLDER, check_folder, trusted_folder
 from ...world import config, events, health
 from ...world import snapshot as worlds
 from ...world.catalog import Catalog

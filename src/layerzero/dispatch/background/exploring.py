@@ -62,8 +62,6 @@ class Account:
         self.began: float | None = None        # when the first call came
         # calls served by another kernel than without learning
         self.explored = 0
-        # kernels are being loaded: Python runs one thread at a time, so nothing can be timed
-        self.paused = False
         self._last: float | None = None
 
     def charge(self, lost_us: float = 0.0, reserved_us: float = 0.0,
@@ -150,7 +148,6 @@ class LearnedKind:
         self.calls = 0                         # that came until it was settled, timed or not
         self.skip = self.pause = 0             # calls to let pass while there is no budget
         self.disturbed: dict[str, int] = {}    # kernel -> how often in a row
-        self.called: set[str] = set()          # kernels that were called once, in the background
 
     def cost(self, step: Step, us: float) -> float:
         """Return the cost that selection counts: the user's boosts divide the time."""
@@ -304,22 +301,16 @@ class Exploring:
         self.base = plan.steps[0].kernel
         self.candidates: Mapping[str, Candidate] = {self.base: base}
         self.cuda = plan.facts["device"] == "cuda"
-        # called with the arguments of the first call
-        self.prepare: Callable[[tuple[Any, ...]], object] | None = None
         self.main = (dispatcher.names.index(dispatcher.op.main_tensor) if dispatcher.op.main_tensor
                      else -1)
 
     def __call__(self, *values: Any) -> Any:
-        if self.prepare is not None:
-            prepare, self.prepare = self.prepare, None
-            prepare(values)
         kind, candidates = self.kind, self.candidates
         kind.calls += not kind.settled         # not exact between threads, and need not be
         if kind.skip > 0:
             kind.skip -= 1
             return self._serve(candidates, values)
-        if kind.settled or len(candidates) < 2 or (
-                self.cuda and (account.paused or not self._timeable(values))):
+        if kind.settled or len(candidates) < 2 or (self.cuda and not self._timeable(values)):
             return self._serve(candidates, values)
         ticket: Ticket | None = None
         try:

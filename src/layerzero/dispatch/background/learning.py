@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from ...machine import faults, loading, locks
+from ...machine import loading, locks
 from ...perf.record import EAGER, kind_of, mode_of
 from ...selection.engine import is_warm
 from ...selection.key import fixed_by_key
@@ -41,7 +39,7 @@ from ...world.snapshot import World
 from .. import protection, wrapping
 from ..binding import Binding
 from ..cache import Entry
-from . import inputs, jit
+from . import jit
 from .exploring import Candidate, Exploring, Key, LearnedKind, account
 
 if TYPE_CHECKING:
@@ -90,26 +88,8 @@ def explore(dispatcher: Dispatcher, world: World, plan: Plan, run: Callable[...,
     exploring = Exploring(dispatcher, kind, plan, run,
                           _candidate(dispatcher, world, kernel, plan, run))
     protection.unguard_later(run, exploring, "run_plain")
-    if exploring.cuda:
-        exploring.prepare = lambda values: _worker.prepare(
-            exploring, world, steps, override, _inputs_like(kernel, plan.facts, values))
-    else:
-        _worker.prepare(exploring, world, steps, override, None)
+    _worker.prepare(exploring, world, steps, override)
     return exploring
-
-
-def _inputs_like(kernel: Kernel, facts: Mapping[str, Any],
-                 values: tuple[Any, ...]) -> inputs.Inputs | None:
-    """Return what candidates can be called with in the background; None if nothing can be made.
-
-    The first call of a kernel loads it onto the GPU, which takes up to 20 ms.
-    """
-    if faults.capturing() or inputs.why_not(kernel, facts, values):
-        return None
-    try:
-        return inputs.describe(values, grad=False)
-    except faults.FAULTS:                      # no memory for the copies: the call goes on
-        return None
 
 
 def _key(op: Op, world: World, plan: Plan) -> Key:
@@ -199,10 +179,11 @@ def _readiness(world: World, kernel: Kernel,
 
 
 def _prepare(exploring: Exploring, world: World, steps: list[Step],
-             override: Override | None, like: inputs.Inputs | None) -> None:
+             override: Override | None) -> None:
     """Load and bind the kernels of these steps, in the background: an import may take seconds.
 
-    If inputs `like` those of the call can be made, each is called once with them.
+    None is called here: on a GPU that would disturb the calls that are being timed, and the first
+    calls of a kernel, which load it, are no samples.
     """
     dispatcher, kind, plan = exploring.dispatcher, exploring.kind, exploring.plan
     fixed = fixed_by_key(world.program(dispatcher.op), plan.facts)
@@ -214,11 +195,6 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step],
         except loading.LoadFailed as e:
             mark_unloadable(kernel, e.reason)
             continue
-        # one that compiles is warm, so it was called when it was compiled
-        if like is not None and not kernel.jit and kernel.id not in kind.called:
-            if not _call_once(kernel, binding.run, like):
-                continue
-            kind.called.add(kernel.id)
         reordered = replace(plan, steps=(step, *(s for s in plan.steps if s is not step)))
         run = (wrapping.wrap_jit(dispatcher, world, kernel, binding.run, reordered, override)
                if kernel.jit else binding.run)
@@ -238,19 +214,6 @@ def _prepare(exploring: Exploring, world: World, steps: list[Step],
     if len(kind.trial.runners) == 1:
         kind.trial.winner = kind.trial.base
         kind.end()
-
-
-def _call_once(kernel: Kernel, run: Callable[..., Any], like: inputs.Inputs) -> bool:
-    """Call the kernel with made-up inputs, so that it is loaded; return False if it failed."""
-    try:
-        with like.own_stream(), torch.inference_mode(False), torch.no_grad():
-            run(*like.make(kernel.op))
-            torch.cuda.current_stream().synchronize()
-    except faults.FAULTS as e:
-        if faults.classify(e) == "sticky":
-            raise
-        return False
-    return True
 
 
 # the background thread
@@ -296,7 +259,6 @@ class Worker:
                 if self._thread is not me:
                     return
                 task = self._tasks.popleft() if self._tasks else None
-                account.paused = task is not None
                 if task is None and not self._settled:
                     self._thread = None
                     self._hurry = False
@@ -446,7 +408,6 @@ atexit.register(flush, 5.0)
 
 
 def _after_fork() -> None:
-    account.paused = False                     # the thread that loaded kernels is gone
     for kind in list(_kinds.values()):
         kind.after_fork()
     _worker.after_fork()

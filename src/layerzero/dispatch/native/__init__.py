@@ -25,16 +25,16 @@ from typing import Any
 
 import torch
 
+from ...files import toolchain
+from ...files.paths import cache_dir
+from ...files.sealed import SealedFolder
 from ...machine.faults import FAULTS
 from ...selection.key import KeyProgram, NumberField
 from ...selection.policy import Layer
-from ...spec import toolchain
 from ...spec.errors import ConfigError, DataError, RegistrationError
 from ...spec.expr import parse
 from ...spec.kernel import Const, Direct, LastSize
 from ...spec.op import INT64, Op, Param
-from ...spec.paths import cache_dir
-from ...spec.sealed import SealedFolder
 from ...world import context
 from ...world.context import Override
 from ..cache import Entry

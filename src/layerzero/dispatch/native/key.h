@@ -359,6 +359,23 @@ inline PyObject *override_of(const Extras &extras) {
   return extras.backend || extras.policy ? named_override(extras, context) : context;
 }
 
+// Are the values not what lies in memory: a wrapper that has left its transform, a negated or conjugated view, zeros that
+// were never written, a storage that was freed? Python says which.
+inline bool is_unreadable(const c10::TensorImpl *impl, c10::Device device) {
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
+                                      c10::DispatchKey::Functionalize});
+  if (impl->key_set().has_any(lazy)) return true;
+  if (!device.is_cpu() && !device.is_cuda()) return false;
+  if (!impl->has_storage()) return true;
+  return !impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() && impl->numel();
+}
+
+// Does the tensor carry a tangent (torch.autograd.forward_ad)? A view may get its base's when asked for it.
+inline bool is_dual(const at::Tensor &tensor, c10::TensorImpl *impl) {
+  auto *meta = static_cast<torch::autograd::AutogradMeta *>(impl->autograd_meta());
+  return meta && (meta->fw_grad_ || meta->is_view_) && tensor._fw_grad(0).defined();
+}
+
 // Read the key of a call, as outside of a capture, into `words`; returns their number, 0 for a call that is not ordinary.
 inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObject *override, uint64_t *words) {
   int n = 0;
@@ -411,6 +428,7 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
     if (impl->layout() != c10::kStrided || tensor.is_nested()) return 0;
     c10::Device device = impl->device();
     if (main && device != main->device()) return 0;             // the caller's mistake: Python says so
+    if (is_unreadable(impl, device) || is_dual(tensor, impl)) return 0;
     if (t.same_dtype && impl->dtype() != main->dtype()) return 0;
     uint64_t broadcast = 0;
     if (!sizes.bind(t.shapes[variant], impl->sizes(), &broadcast)) return 0;
@@ -427,7 +445,7 @@ inline int read_key(const Program &p, uint64_t given, PyObject **values, PyObjec
     if (t.want_stride && !contiguous)
       words[n++] = impl->sizes().back() == 1 ? 1 : (uint64_t)impl->strides().back();
     if (t.want_alignment == 1 || (t.want_alignment && !device.is_cpu())) {
-      if (!impl->has_storage()) return 0;       // a wrapper, as under vmap, has none
+      if (!impl->has_storage()) return 0;       // as on other accelerators
       words[n++] = device.is_meta() ? 0 : alignment_of(tensor);
     }
   }

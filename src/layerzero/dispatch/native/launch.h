@@ -9,8 +9,7 @@
 // The driver's launch function comes as an address: neither CUDA headers nor torch's CUDA library are needed.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/rand.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Exceptions.h>
@@ -46,7 +45,13 @@ struct TensorForm {                             // what a tensor of the call mus
   std::vector<Range> ranges;                    // sizes and strides that may vary
 };
 struct Scalar { int param; PyObject *value; };
-struct Allocation { bool is_random, dense; std::vector<int64_t> sizes, strides; at::TensorOptions options; };
+struct Allocation {
+  bool is_random, dense;
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  c10::Allocator *allocator;                    // that of the recorded call
+  size_t bytes;
+};
 enum Origin { INPUT, ALLOCATED, KEPT };
 struct Pointer { size_t offset; Origin origin; int index; int64_t add; };
 struct Number { size_t offset; int width, param; bool is_stride; int axis; int64_t factor; };
@@ -158,15 +163,20 @@ struct WithoutGil {
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
 
+// As at::empty, but not through torch's dispatcher, which takes longer than the allocation itself. The current device is
+// that of the recording.
+inline at::Tensor allocate(const Allocation &a) {
+  if (a.is_random) return at::rand(a.sizes, a.options);
+  const c10::DispatchKeySet keys(a.options.computeDispatchKey());
+  const c10::ScalarType dtype = c10::typeMetaToScalarType(a.options.dtype());
+  return a.dense ? at::detail::empty_generic(a.sizes, a.allocator, keys, dtype, std::nullopt)
+                 : at::detail::empty_strided_generic(a.sizes, a.strides, a.allocator, keys, dtype);
+}
+
 // Allocate and launch; returns the driver's error code, and in `at` the launch that failed.
 inline int allocate_and_launch(const Recording &r, const uint8_t *const *inputs, const int64_t *varying,
                                uintptr_t stream, at::Tensor *allocated, size_t *at) {
-  for (size_t i = 0; i < r.allocations.size(); i++) {
-    const Allocation &a = r.allocations[i];
-    allocated[i] = a.is_random ? at::rand(a.sizes, a.options)
-                   : a.dense   ? at::empty(a.sizes, a.options)
-                               : at::empty_strided(a.sizes, a.strides, a.options);
-  }
+  for (size_t i = 0; i < r.allocations.size(); i++) allocated[i] = allocate(r.allocations[i]);
   size_t next = 0;
   for (*at = 0; *at < r.launches.size(); ++*at) {
     const Launch &l = r.launches[*at];
@@ -320,6 +330,36 @@ inline bool read_launch(Recording *r, PyObject *tuple, size_t *numbers) {
   return true;
 }
 
+// Make one allocation of all that the call neither returns nor draws at random: each takes the host a microsecond or two.
+inline void join_workspaces(Recording *r) {
+  constexpr int64_t ALIGNMENT = 512;            // of torch's allocator
+  std::vector<Allocation> kept;
+  std::vector<int> place(r->allocations.size(), -1);
+  std::vector<int64_t> offset(r->allocations.size(), 0);
+  int64_t total = 0;
+  const Allocation *first = nullptr;
+  for (int i = 0; i < (int)r->allocations.size(); i++) {
+    const Allocation &a = r->allocations[i];
+    if (a.is_random || std::find(r->outputs.begin(), r->outputs.end(), i) != r->outputs.end()) {
+      place[i] = (int)kept.size();
+      kept.push_back(a);
+    } else {
+      first = first ? first : &a;
+      offset[i] = total;
+      total += ((int64_t)a.bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    }
+  }
+  if (first) kept.push_back({false, true, {total}, {1}, first->options.dtype(c10::kByte), first->allocator, (size_t)total});
+  for (Launch &l : r->launches)
+    for (Pointer &p : l.pointers) {
+      if (p.origin != ALLOCATED) continue;
+      p.add += offset[p.index];
+      p.index = place[p.index] < 0 ? (int)kept.size() - 1 : place[p.index];
+    }
+  for (int &i : r->outputs) i = i < 0 ? i : place[i];
+  r->allocations = std::move(kept);
+}
+
 // add(values, ranges, allocations, is_random, launches, outputs, single, device, stream or None, hooks, kept) -> bool
 // values: of the call. ranges: ((param, is_stride, axis, low, high, step), ...). allocations: the tensors.
 // is_random: was each filled with random numbers? outputs: as in Recording. hooks: lists. kept: anything.
@@ -341,8 +381,10 @@ inline PyObject *add_recording(PyObject *self, PyObject *args) {
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(allocations); i++) {
     const at::Tensor &t = THPVariable_Unpack(PyTuple_GET_ITEM(allocations, i));
+    if (!t.storage().allocator()) Py_RETURN_FALSE;
     r->allocations.push_back({number_at(is_random, i) != 0, t.is_contiguous(), t.sizes().vec(), t.strides().vec(),
-                              at::TensorOptions().dtype(t.dtype()).device(t.device())});
+                              at::TensorOptions().dtype(t.dtype()).device(t.device()), t.storage().allocator(),
+                              t.storage().nbytes()});
   }
   size_t numbers = 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(launches); i++)
@@ -351,6 +393,7 @@ inline PyObject *add_recording(PyObject *self, PyObject *args) {
       Py_RETURN_FALSE;
     }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); i++) r->outputs.push_back((int)number_at(outputs, i));
+  join_workspaces(r.get());
   r->single = single;
   r->device = device;
   r->one_stream = stream != Py_None;

@@ -95,7 +95,7 @@ def _half(items: Items, slot: int) -> tuple[Tensor, Tensor, Items]:
 
 
 class _Gathered(torch.autograd.Function):
-    """Of all local ranks; the tensors are query, key and value of each."""
+    """All-gather attention of all local ranks; the tensors are query, key and value of each."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, calls: Sequence[Call], stride: int, record: bool,
@@ -113,8 +113,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        kept, count = ctx.saved_tensors, 3 * len(ctx.records)  # checkpoints give them once only
-        flat, rest = kept[:count], iter(kept[count:])
+        stored, count = ctx.saved_tensors, 3 * len(ctx.records)  # checkpoints give them once only
+        flat, rest = stored[:count], iter(stored[count:])
         saved = [[tuple(itertools.islice(rest, n)) for n in counts] for counts in ctx.counts]
         of_ranks = zip(flat[0::3], flat[1::3], flat[2::3], ctx.records, saved, grads[0::2],
                        grads[1::2])

@@ -54,7 +54,7 @@ def zigzag_attention(
     with these, query, key, value and the result are lists of one per rank.
     rearrange: copy the gathered keys in order and call twice, as others do; to compare with.
     """
-    ranks, (q, k, v) = _given(group, query, key, value)
+    ranks, (q, k, v) = _check_tensors(group, query, key, value)
     attention = _attention(is_causal, scale, window_left, softcap)
     sequences = _sequences(q, cu_seqlens, max_seqlen, layout, ranks)
     items = [sequences.gathered(rank, q[0].shape[0], is_causal) for rank in ranks.local]
@@ -71,7 +71,7 @@ def items_attention(
     return_lse: bool = False, heads_k_stride: int = 1, group: Any = None,
 ) -> Any:
     """As zigzag_attention, with the items over the gathered keys given, one `Items` per rank."""
-    ranks, (q, k, v) = _given(group, query, key, value)
+    ranks, (q, k, v) = _check_tensors(group, query, key, value)
     attention = Attention(is_causal, scale, window_left, softcap)
     calls = grouped_calls(attention, [items] if isinstance(items, Items) else items, return_lse)
     return _result(ranks, gathered_attention(ranks, q, k, v, calls, heads_k_stride, return_lse))
@@ -85,7 +85,7 @@ def ring_attention(
 ) -> Any:
     """As zigzag_attention, with the keys of one rank at a time: they go from rank to rank, and the
     partial results are merged. It takes the least memory and has no windows."""
-    ranks, (q, k, v) = _given(group, query, key, value)
+    ranks, (q, k, v) = _check_tensors(group, query, key, value)
     sequences = _sequences(q, cu_seqlens, max_seqlen, layout, ranks)
     results = ring_attention_of(ranks, q, k, v, sequences, Attention(is_causal, scale, -1, softcap))
     return _result(ranks, results if return_lse else [out for out, _ in results])
@@ -100,7 +100,7 @@ def ulysses_attention(
 ) -> Any:
     """As zigzag_attention, with all tokens of some heads on each rank: the number of ranks must
     divide that of the query heads."""
-    ranks, (q, k, v) = _given(group, query, key, value)
+    ranks, (q, k, v) = _check_tensors(group, query, key, value)
     attention = _attention(is_causal, scale, window_left, softcap)
     sequences = _sequences(q, cu_seqlens, max_seqlen, layout, ranks)
     return _result(ranks, ulysses_attention_of(ranks, q, k, v, sequences, attention, return_lse))
@@ -125,18 +125,18 @@ def _sequences(q: Sequence[Tensor], cu_seqlens: Boundaries, max_seqlen: int | No
     return sequences_of(cu_seqlens, max_seqlen, layout, ranks.size, q[0].device)
 
 
-def _given(group: Any, *tensors: Tensors) -> tuple[Ranks, list[list[Tensor]]]:
+def _check_tensors(group: Any, *tensors: Tensors) -> tuple[Ranks, list[list[Tensor]]]:
     """Returns the ranks, and query, key and value as lists of one per local rank."""
     ranks = ranks_of(group)
     lists: list[list[Tensor]] = []
-    for name, given in zip(("query", "key", "value"), tensors):
+    for name, shards in zip(("query", "key", "value"), tensors):
         simulated = isinstance(ranks, SimulatedRanks)
-        if isinstance(given, Tensor) is simulated or (simulated and len(given) != ranks.size):
+        if isinstance(shards, Tensor) is simulated or (simulated and len(shards) != ranks.size):
             raise ConfigError(f"{name} must be "
                               + (f"a list with one tensor for each of {ranks.size} simulated ranks"
                                  if simulated else "the tensor of this rank")
-                              + f", got {type(given).__name__} of {len(given)}")
-        lists.append([given] if isinstance(given, Tensor) else list(given))
+                              + f", got {type(shards).__name__} of {len(shards)}")
+        lists.append([shards] if isinstance(shards, Tensor) else list(shards))
     for t in (t for one in lists for t in one):
         if t.dim() != 3 or t.shape[0] != lists[0][0].shape[0]:
             raise ConfigError("query, key and value must be (tokens, heads, dim) with the same "

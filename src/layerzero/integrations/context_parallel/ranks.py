@@ -65,7 +65,7 @@ class UnderWay:
 
 @dataclass(frozen=True)
 class Staged:
-    """On its way through the host's memory; waiting for it waits on the host."""
+    """A tensor on its way through the host's memory; waiting for it blocks the host."""
 
     pending: UnderWay
     device: torch.device

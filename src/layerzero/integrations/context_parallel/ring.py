@@ -34,7 +34,7 @@ def ring_attention_of(ranks: Ranks, q: Sequence[Tensor], k: Sequence[Tensor], v:
 
 
 class _Ring(torch.autograd.Function):
-    """Of all local ranks; the tensors are query, key and value of each."""
+    """Ring attention of all local ranks; the tensors are query, key and value of each."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, sequences: Sequences, attention: Attention,
@@ -51,8 +51,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        kept, count = ctx.saved_tensors, 3 * len(ctx.ranks.local)      # checkpoints give them once
-        flat, results = kept[:count], kept[count:]
+        saved, count = ctx.saved_tensors, 3 * len(ctx.ranks.local)      # checkpoints give them once
+        flat, results = saved[:count], saved[count:]
         of_ranks = zip(ctx.ranks.local, flat[0::3], flat[1::3], flat[2::3], results[0::2],
                        results[1::2], grads[0::2], grads[1::2])
         done = ctx.ranks.run([

@@ -64,6 +64,8 @@ class Session:
     groups: Sequence[str]                      # the capability group of each rank
     profiles: Sequence[Profile]                # of each rank, when it came
     profile: Profile                           # of this rank, since it came
+    name: str = ""
+    order: int = 0                             # among the groups of this process
     differences: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
     units: dict[str, Unit] = field(default_factory=dict)
@@ -83,16 +85,20 @@ class Session:
     @property
     def agreement(self) -> Agreement:
         return Agreement(self.mode, self.rank, self.exchange.size, self.id, len(self.units),
-                         self.differences, self.denied)
+                         self.differences, self.denied, name=self.name)
 
     # one round
+
+    def collect(self, world: World) -> None:
+        """Keep the kinds that were met until they are agreed: publishing a world empties the
+        caches they are found in."""
+        self.pending.update((unit.id, unit) for unit in provisional(world, self.order))
 
     def agree(self, calls: Sequence[Unit] | None) -> int:
         """Agree on what was met since the last time, and on `calls`; return how many kinds have
         another kernel than before, or their first."""
         world = worlds.current()
-        # kept until they are agreed: publishing a world empties the caches they are found in
-        self.pending.update((unit.id, unit) for unit in provisional(world))
+        self.collect(world)
         met = [[u.op, u.facts[0]] for i, u in self.pending.items() if i not in self.units]
         own = {"stale": world.epoch != self.epoch, "met": met,
                "calls": None if calls is None else [[u.op, u.facts[0]] for u in calls]}
@@ -156,7 +162,7 @@ class Session:
             return None
         if not world.program(op).needed <= facts.keys():
             return None                        # another catalog: it read other facts
-        steps = without_agreement(world).plan(op, facts).steps
+        steps = beneath(world, self.order).plan(op, facts).steps
         cell = cell_of(world, op, facts, Choice("none"))
         return digest(cell.to_json())[:16], steps
 
@@ -175,9 +181,14 @@ class Session:
         table = Table(Stamp.of(world, hardware.main_kind(), ()), tuple(cells.values()))
 
         def change(now: World) -> World:
-            agreed = AgreedTable(replace(table, stamp=replace(table.stamp, policy=now.policy.hash)),
-                                 base_table(now), self.agreement)
-            return now.replace(table=ActiveTable(agreed, now.catalog))
+            others, base = layers_of(now)
+            if now.table is not None and now.table.catalog is not now.catalog:
+                others = []                    # made for other kernels: those groups agree anew
+            own = AgreedTable(replace(table, stamp=replace(table.stamp, policy=now.policy.hash)),
+                              base, self.agreement, self.order)
+            layers = sorted((*(o for o in others if o.order != self.order), own),
+                            key=lambda layer: layer.order)
+            return with_layers(now, layers, base)
 
         self.epoch = worlds.publish(change, f"agreed:{self.id}").epoch
 
@@ -230,11 +241,10 @@ def agreed_orders(choices: Sequence[Mapping[str, Any]],
     return orders
 
 
-def provisional(world: World) -> Iterator[Unit]:
-    """Yield the kinds of call that this rank chose a kernel for by itself: those remembered that
-    are not agreed, and that no context or call overrides."""
-    table = world.table.table if world.table is not None else None
-    agreed = table.rows if isinstance(table, AgreedTable) else None
+def provisional(world: World, order: int) -> Iterator[Unit]:
+    """Yield the kinds of call that this rank chose a kernel for without this group: those
+    remembered that it has not agreed on, and that no context or call overrides."""
+    agreed = next((layer.rows for layer in layers_of(world)[0] if layer.order == order), None)
     for dispatcher in list(dispatchers.values()):
         for key, entry in list(dispatcher.cache.table.items()):
             op, facts = entry.plan.op, entry.plan.facts
@@ -246,19 +256,33 @@ def provisional(world: World) -> Iterator[Unit]:
                 yield Unit(op, [encode(facts)])
 
 
-def without_agreement(world: World) -> World:
-    """Return the world as it chooses without the ranks' agreement."""
-    base = base_table(world)
-    if world.table is None or base is world.table.table:
+def layers_of(world: World) -> tuple[list[AgreedTable], SelectionTable | None]:
+    """Return what this rank agreed on with each group, and the table beneath. The group that came
+    last decides, among the kernels that those before it left."""
+    table = world.table.table if world.table is not None else None
+    layers: list[AgreedTable] = []
+    while isinstance(table, AgreedTable):
+        layers.append(table)
+        table = table.base
+    return layers, table
+
+
+def with_layers(world: World, layers: Iterable[AgreedTable], base: SelectionTable | None) -> World:
+    for layer in layers:
+        base = replace(layer, base=base)
+    return world.replace(table=None if base is None else ActiveTable(base, world.catalog))
+
+
+def beneath(world: World, order: int) -> World:
+    """Return the world as it chooses without this group and those after it."""
+    layers, base = layers_of(world)
+    if world.table is None or not any(layer.order >= order for layer in layers):
         return world
+    for layer in sorted(layers, key=lambda layer: layer.order):
+        if layer.order < order:
+            base = replace(layer, base=base)
     # what the memo holds for plans does not depend on the table
     return replace(world, table=None if base is None else replace(world.table, table=base))
-
-
-def base_table(world: World) -> SelectionTable | None:
-    """Return the table in force beneath the agreement."""
-    table = world.table.table if world.table is not None else None
-    return table.base if isinstance(table, AgreedTable) else table
 
 
 def units_of(calls: Iterable[Call] | Callable[..., Any], example: tuple[Any, ...],

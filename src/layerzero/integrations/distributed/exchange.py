@@ -36,9 +36,9 @@ class StoreGroup(NamedTuple):
 
 class Exchange:
     """This rank among the others. `group`: a process group, a one-dimensional DeviceMesh, None for
-    the default group, or a StoreGroup."""
+    the default group, or a StoreGroup; `purpose` tells two exchanges of the same ranks apart."""
 
-    def __init__(self, group: Any, timeout: float) -> None:
+    def __init__(self, group: Any, timeout: float, purpose: str = "") -> None:
         self.timeout = _checked(timeout)
         self.process_group: Any = None
         self.collective = not isinstance(group, StoreGroup)
@@ -60,7 +60,8 @@ class Exchange:
                        else dist.get_process_group_ranks(self.process_group))
             store = dist.distributed_c10d._get_default_store()
         self.members = tuple(members)          # their ranks in the default group, for messages
-        name = hashlib.sha256(",".join(map(str, self.members)).encode()).hexdigest()[:16]
+        words = ",".join(map(str, self.members)) + (f" {purpose}" if purpose else "")
+        name = hashlib.sha256(words.encode()).hexdigest()[:16]
         self._store = dist.distributed_c10d.PrefixStore(f"layerzero/ranks/{name}", store)
         self.name = name
         self.round = _rounds.get(name, 0)

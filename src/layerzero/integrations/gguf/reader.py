@@ -89,10 +89,13 @@ class GGUFFile:
             raise DataError(f"{self.path}: wanted floats in the tensor {name}, got {info.type}")
         return blocks.view(FLOATS[info.type])
 
-    def release(self, name: str) -> None:
-        """Let the pages of a tensor that was copied leave memory; a view of it reads them anew."""
-        info, page = self.tensors[name], mmap.PAGESIZE
-        first, end = -(-info.start // page) * page, (info.start + info.nbytes) // page * page
+    def release(self, name: str = "") -> None:
+        """Let the pages of a tensor that was copied, or of all, leave memory; a view of it reads
+        them anew."""
+        page = mmap.PAGESIZE
+        start, end = ((self.tensors[name].start, self.tensors[name].start
+                       + self.tensors[name].nbytes) if name else (0, len(self.mapped)))
+        first, end = -(-start // page) * page, end // page * page
         if hasattr(self.mapped, "madvise") and end > first:
             self.mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
 

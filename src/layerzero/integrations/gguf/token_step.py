@@ -17,8 +17,8 @@ from ...backends.native import build as native_build
 from ...backends.native.declaration import DTYPES
 from ...models.decoder import APART, Decoder
 from ...models.decoder_config import activate
-from ...models.ggml_weight import GgmlWeight, Weight
 from ...models.sequence_kv import SequenceKV
+from ...models.weights.ggml import GgmlWeight, Weight
 from ...plan.bake import bind
 from ...plan.table import Span
 from ...spec.errors import LayerZeroError

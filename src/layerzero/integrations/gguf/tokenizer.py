@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...files.reading import no_panic
 from ...models.tokenizers import load_tokenizer
 from ...ops.formulas.tokenizer_identity import TokenizerHandle, from_json
 from ...spec.errors import DataError, LayerZeroError
-from ...spec.reading import no_panic
 from ...spec.reason import FOREIGN_ERRORS, shown
 from .reader import gguf_metadata
 
@@ -27,6 +27,8 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS: Mapping[str, tuple[str, Mapping[str, str] | None, bool]] = {
     "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST, None, True),
     "qwen2": (_WORDS + r"\p{N}" + _REST, {"type": "NFC"}, False)}
+# What llama.cpp calls the models of a tokenizer; transformers takes any other word for one of them.
+_MODELS = ("gpt2", "llama", "bert", "t5", "rwkv", "plamo2")
 _CONTROL = 3                                   # the type of control tokens
 
 
@@ -77,6 +79,9 @@ def tokenizer_data(file: Path, facts: Mapping[str, Any]) -> dict[str, Any] | Tok
         raise DataError(
             f"{file}: wanted the names of a tokenizer and its pre-tokenizer, got "
             f"{shown(kind, most=80)} and {shown(cut, most=80)}")
+    if kind not in _MODELS:
+        raise DataError(f"{file}: wanted a tokenizer of the model {' or '.join(_MODELS)}, got "
+                        f"{shown(kind, most=80)} with the pre-tokenizer {shown(cut, most=80)}")
     if kind != "gpt2":
         return _convert_with_transformers(file, f"{kind!r} with the pre-tokenizer {cut!r}")
     if cut not in _PATTERNS:

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from ...spec.paths import cache_dir
-from ...spec.sealed import (
+from ...files.paths import cache_dir
+from ...files.sealed import (
     PRIVATE_FILE,
     PRIVATE_FOLDER,
     UntrustedFile,

@@ -8,10 +8,9 @@ this machine.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 from ...machine import hardware
 from ...machine.builds import source_digest
-from ...machine.loading import installed_version, satisfies
 from ...spec.errors import RegistrationError
 from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
@@ -42,10 +40,10 @@ from .errors import (
     Unproven,
 )
 from .explanation import HubExplanation, RepositoryCheck
+from .library import require_kernels
 from .sources import RepositoryVersion
 from .variants import Accepted, Verdict, judge
 
-KERNELS_VERSION = ">=0.17"
 SIGNATURE = "metadata.json.sigstore"
 SIGNATURES = ("present", "required", "ignored")
 VALID, VERIFIED = "valid", "signature-valid"   # the verdict, and the file that records it
@@ -356,26 +354,33 @@ class _Load:
         return function  # type: ignore[no-any-return]
 
 
+    @property
+    def remote(self) -> dict[str, Any] | None:
+        """How a worker process loads it (world/isolation.py), which has the version to itself: two
+        whose torch operations share a namespace serve beside each other so."""
+        if self.adapt is not None:             # a function of this process
+            return None
+        hub = {f.name: getattr(self.hub, f.name) for f in fields(self.hub)}
+        hub.update({name: os.fspath(path) for name in ("lock", "cache")
+                    if (path := hub[name]) is not None},
+                   folders={name: os.fspath(path) for name, path in self.hub.folders.items()})
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in (
+            "name", "version", "variant", "sha256", "function")}
+        return {"load": f"{__name__}:load_elsewhere", "worker": f"{self.name}@{self.version}",
+                "arguments": {**own, "hub": hub}}
+
+
+def load_elsewhere(hub: Mapping[str, Any], **build: str) -> Callable[..., Any] | Direct:
+    """Load a function of a repository in a worker process."""
+    return _Load(Hub(**{**hub, "allow": tuple(hub["allow"])}), adapt=None, **build)()
+
+
 def kernel_id(name: str, version: str, function: str) -> str:
     """Return hub.<organisation>_<name>.v<version>.<function>, in the letters an id may have."""
     tag = f"v{version}" if version.isdigit() else version
     parts = (name.replace("/", "_"), tag, function)
     return ".".join(["hub", *("".join(c if c.isalnum() and c.isascii() else "_" for c in p).lower()
                               for p in parts)])
-
-
-def require_kernels() -> None:
-    """Raise unless a supported version of the package `kernels` is installed."""
-    version = installed_version("kernels")
-    if version is None or not satisfies(version, KERNELS_VERSION):
-        raise NotHere(f"repositories are loaded by the package kernels{KERNELS_VERSION}, which is "
-                      f"{f'here as {version}' if version else 'not installed'}; "
-                      f"pip install 'kernels{KERNELS_VERSION}'")
-    module = importlib.import_module("kernels")
-    if not hasattr(module, "get_kernel"):
-        raise NotHere(
-            f"wanted the package kernels {version}, got {module.__file__} under that name; rename "
-            "it")
 
 
 def _op(op: str | Op) -> Op:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
+from ...files.reading import FileLimits, no_panic, read_json
+from ...files.sealed import replace_file
 from ...machine.loading import LOAD_ERRORS, is_importable
 from ...spec.errors import DataError
-from ...spec.reading import FileLimits, no_panic, read_json
 from ...spec.reason import FOREIGN_ERRORS
-from ...spec.sealed import replace_file
 from .content import Content
 from .errors import HubError, NamespaceClash
+from .library import require_kernels
 from .variants import compiled_files
 
 # registrations are found by comparing before and after
@@ -157,6 +158,7 @@ def _check_trial(build: Path, trial: dict[str, Any], others: set[str]) -> None:
 
 
 def metadata_of(build: Path) -> Any:
+    require_kernels()
     from kernels import Metadata
     path = build / "metadata.json"
     try:

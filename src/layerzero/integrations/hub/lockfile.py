@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...files.reading import no_panic, read_json
 from ...plan.table import write_json
 from ...spec.codec import At, Record, Text, decode, encode
-from ...spec.reading import no_panic, read_json
 from ...spec.reason import FOREIGN_ERRORS
 from .content import Content
 from .errors import HubError, LockViolation
+from .library import require_kernels
 
 SCHEMA = "layerzero.hub.lock/1"
 
@@ -91,6 +92,7 @@ def read(path: Path) -> HubLock:
 
 
 def _read_kernels_lock(path: Path, data: list[Any]) -> HubLock:
+    require_kernels()
     from kernels._rust import KernelLocks, KernelVersion
     try:
         locks = no_panic(KernelLocks.from_json)(json.dumps(data))

@@ -7,7 +7,7 @@ one call.
     report.undo()                              # or lz.unaccelerate(model)
     lz.accelerate(model, weights="int4")       # and linear layers with codes for weights
 
-First lz.patch. Then, for a decoder that is recognised (decoding/decoders.py), whether it is the
+First lz.patch. Then, for a decoder that is recognised (decoders/recognition.py), whether it is the
 model or the language model inside it, a decode step of its own: kernels chosen once, weights that
 belong to one product joined, a cache that grows in place, on CUDA the whole step in a graph. The
 result is compared with the model as it was: where it is another, everything is undone, and what is
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from ...machine import faults
-from ...models.weight_codes import WeightOnly
+from ...models.weights.codes import WeightOnly
 from ...spec.codec import Record
 from ...spec.display import Displayed
 from ...spec.errors import ConfigError
 from ...spec.event import Fallback
 from ...world import events
-from .decoding.decoders import decoders_in, recognise
-from .decoding.families import NotRecognised
+from .decoders.families import NotRecognised
+from .decoders.recognition import decoders_in, recognise
 from .decoding.reduction import ACCELERATION, ON_DEVICE, REDUCE, Reduce
 from .patch import Changes
 from .patch import apply as apply_patch
@@ -76,13 +76,20 @@ class Acceleration(
 
     @property
     def served(self) -> dict[str, int]:
-        """Tokens by the decode step so far, in a graph ("captured") and not."""
+        """Tokens by the decode step so far, in a graph ("captured") and not; and prompts that were
+        computed once for several beams or sequences."""
         return {} if self._step is None else dict(self._step.served)
 
     @property
     def declined(self) -> dict[str, int]:
         """Tokens that the model's own code computed instead, by reason."""
         return {} if self._step is None else dict(self._step.declined)
+
+    @property
+    def prompted(self) -> dict[str, int]:
+        """Prompts by the layers of the decode step ("step"), or by the model's own code, by
+        reason; without those for which there was no question."""
+        return {} if self._step is None else dict(self._step.prompted)
 
     @property
     def speculated(self) -> str:
@@ -207,7 +214,8 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
         inside = "" if decoder is model else f" of its {type(decoder).__name__}"
         report.done.append(f"a decode step for {whose} {layers} layer{'s' * (layers > 1)}{inside}"
                            + (", in a CUDA graph" if graph else ""))
-        report._step.served.clear()            # from here on the tokens are the user's
+        # from here on the tokens are the user's
+        report._step.served.clear(), report._step.prompted.clear()
         _attach_generation(report)
     if assistant is not None:
         _speculate(report, assistant, capture)
@@ -217,14 +225,14 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
 
 
 def _attach_generation(report: Acceleration) -> None:
-    """Let generate() loop over its tokens on the device (decoding/generation.py)."""
+    """Let generate() loop over its tokens on the device (generation/loop.py)."""
     model, step = report._model, report._step
     if not callable(getattr(model, "generate", None)):
         return
     if step.model is not model:
         report.left.append("generate() without its host: the model around the decoder feeds it")
     elif step.parts.head is not None and "generate" not in vars(model):
-        from .decoding.generation import Generation
+        from .generation.loop import Generation
         report._generation = vars(model)["generate"] = Generation(model, step)
         seeds = (" (a seed gives other samples than in transformers)" if step.parts.weights.is_cuda
                  else "")
@@ -277,7 +285,14 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
 
 def _speculate(report: Acceleration, assistant: nn.Module | str, capture: bool | None) -> None:
     """Let generate() verify what the assistant proposes, or say why not."""
-    from .decoding.speculative import DRAFTED, LOOKED_UP, PROMPT_LOOKUP, Draft, Lookup, Speculation
+    from .generation.speculation import (
+        DRAFTED,
+        LOOKED_UP,
+        PROMPT_LOOKUP,
+        Draft,
+        Lookup,
+        Speculation,
+    )
     model = report._model
     if isinstance(assistant, str) and assistant != PROMPT_LOOKUP:
         report.undo()

@@ -173,8 +173,8 @@ def _mean_of_hidden(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink is one more score in the softmax whose value is zero: the rest keeps e^lse / (e^lse +
     e^sink)."""
-    kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
-    return (out * kept.unsqueeze(-1)).to(out.dtype)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(1, -1, 1))
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

@@ -32,19 +32,19 @@ class Pattern(NamedTuple):
     window_right: int
 
 
-def attention_mask(**given: Any) -> Tensor | None:
+def attention_mask(**arguments: Any) -> Tensor | None:
     """A mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
-    pattern = _pattern(given) if "q_offset" in given and not _tracing(given) else None
+    pattern = _pattern(arguments) if "q_offset" in arguments and not _tracing(arguments) else None
     if pattern is None:
-        return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return]
-    given["attention_mask"] = None              # it hides nothing
-    if pattern.last < given["kv_length"] and given["q_length"] == 1:
+        return masking_utils.sdpa_mask(**arguments)  # type: ignore[no-any-return]
+    arguments["attention_mask"] = None              # it hides nothing
+    if pattern.last < arguments["kv_length"] and arguments["q_length"] == 1:
         # without a mask, one query would see keys that are not there yet
-        given["allow_is_causal_skip"] = False
+        arguments["allow_is_causal_skip"] = False
     # Overwriting a mask must be seen later, and tensors made in inference mode do not count their
     # versions.
     with torch.inference_mode(False):
-        mask: Tensor | None = masking_utils.sdpa_mask(**given)
+        mask: Tensor | None = masking_utils.sdpa_mask(**arguments)
     if mask is not None:
         setattr(mask, _ATTRIBUTE, (pattern, mask._version))
     return mask
@@ -89,17 +89,17 @@ def _follows(mask: Tensor, queries: int, keys: int, window: int | None) -> Patte
     return None if bool(mask.any()) else Pattern(0, keys, False, -1, -1)
 
 
-def _pattern(given: dict[str, Any]) -> Pattern | None:
-    kind, held = _anatomy(given["mask_function"])
-    queries, keys = given["q_length"], given["kv_length"]
+def _pattern(arguments: dict[str, Any]) -> Pattern | None:
+    kind, held = _anatomy(arguments["mask_function"])
+    queries, keys = arguments["q_length"], arguments["kv_length"]
     if kind in (_CAUSAL, _SLIDING):
-        offset = given["q_offset"]
+        offset = arguments["q_offset"]
         if isinstance(offset, Tensor):
             if queries == 1 and offset.device.type != "cpu":
                 # one token for a static cache: reading it would wait for the device
                 return None
-            offset = given["q_offset"] = int(offset)
-        diagonal = offset - given["kv_offset"]         # query 0 stands at this key
+            offset = arguments["q_offset"] = int(offset)
+        diagonal = offset - arguments["kv_offset"]         # query 0 stands at this key
         last = diagonal + queries
         if diagonal < 0 or last > keys:
             return None
@@ -111,12 +111,13 @@ def _pattern(given: dict[str, Any]) -> Pattern | None:
         pattern = Pattern(first, last, queries > 1, left, -1)
     elif kind == _FULL:
         pattern = Pattern(0, keys, False, -1, -1)
-    elif (kind == _SLIDING_BOTH_WAYS and queries == keys and given["q_offset"] == given["kv_offset"]
-          == 0):
+    elif (kind == _SLIDING_BOTH_WAYS and queries == keys
+          and arguments["q_offset"] == arguments["kv_offset"] == 0):
         pattern = Pattern(0, keys, False, held[0], held[0])
     else:
         return None
-    return pattern if _all_seen(given["attention_mask"], given["kv_offset"], pattern) else None
+    seen = _all_seen(arguments["attention_mask"], arguments["kv_offset"], pattern)
+    return pattern if seen else None
 
 
 def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
@@ -127,11 +128,12 @@ def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
     return padding.shape[-1] >= end and bool(padding[:, kv_offset + pattern.first:end].all())
 
 
-def _tracing(given: dict[str, Any]) -> bool:
+def _tracing(arguments: dict[str, Any]) -> bool:
     """Whether values cannot be looked at: then the mask is computed in the graph, as transformers
     does it."""
-    return masking_utils.is_tracing(given["attention_mask"]) or (
-        isinstance(given["q_offset"], Tensor) and masking_utils.is_tracing(given["q_offset"]))
+    offset = arguments["q_offset"]
+    return masking_utils.is_tracing(arguments["attention_mask"]) or (
+        isinstance(offset, Tensor) and masking_utils.is_tracing(offset))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:

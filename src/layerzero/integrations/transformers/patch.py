@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.packing import forget_packed
+from ...models.weights.packing import forget_packed
 from ...operate.inspection import stats, which
 from ...spec.errors import ConfigError, NoKernelFoundError
 from ...spec.names import suggest

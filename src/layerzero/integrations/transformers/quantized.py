@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.packing import forget_packed
-from ...models.weight_codes import WeightCodes, WeightOnly, obstacle
+from ...models.weights.codes import WeightCodes, WeightOnly, obstacle
+from ...models.weights.packing import forget_packed
 from ...ops.formulas.ggml import GGML_FORMATS
 from ...ops.formulas.quant import FORMATS
 from ...spec.errors import ConfigError
@@ -253,7 +253,7 @@ def quantized_class(stock: type) -> type:
         return out
 
     def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        """For `.to`: codes follow to a device, and the weight as it was takes the dtype."""
+        """Let `.to` move the codes to a device, and cast the weight as it was to the dtype."""
         held, weight = vars(self)[CODES], self.weight
         like = fn(torch.empty(0, dtype=weight.dtype, device=held.codes.codes.device))
 

@@ -1,4 +1,4 @@
-"""What a module computes, told from its parts and proven by its numbers.
+"""What a module computes: read from its parts, proven by its numbers.
 
 The parts (how many weights of which shape, which layers inside) say what a module may be; then it
 and lz compute the same random input, in float64, and only what agrees is replaced. So no list of
@@ -110,8 +110,8 @@ class Recogniser:
             or weight is not module._parameters.get("weight")):
             return f"the weights of a {type(module).__name__} are not called weight and bias"
         names = tuple(module._parameters)
-        recipes = [Recipe("linear", "linear", names, transposed=(turned,))
-                   for turned in (False, True)]
+        recipes = [Recipe("linear", "linear", names, transposed=(transposed,))
+                   for transposed in (False, True)]
         if stock_of(module).forward is nn.Linear.forward:  # type: ignore[attr-defined]
             return recipes[0]
         with trying(module) as trial:
@@ -124,10 +124,10 @@ class Recogniser:
         layers = {n: m for n, m in module._modules.items() if m is not None
                   and list(m.parameters())}
         verdicts = {n: self(m) for n, m in layers.items()}
-        turned = {v.transposed[0] for v in verdicts.values() if isinstance(v, Recipe)
+        layouts = {v.transposed[0] for v in verdicts.values() if isinstance(v, Recipe)
                   and v.kind == "linear"}
         if (any(not isinstance(v, Recipe) or v.kind != "linear" for v in verdicts.values())
-            or len(turned) != 1):
+            or len(layouts) != 1):
             return None
         done = [n for n, m in layers.items() if recipe_of(m) is not None]
         if done:
@@ -135,8 +135,8 @@ class Recogniser:
         hooked = [n for n, m in layers.items() if not is_bare(m, type(m))]
         if hooked:
             return f"{hooked[0]} has hooks, which would not be called"
-        across = turned.pop()
-        shape = {n: tuple(reversed(m.weight.shape)) if across else tuple(m.weight.shape)  # type: ignore[arg-type]
+        transposed = layouts.pop()
+        shape = {n: tuple(reversed(m.weight.shape)) if transposed else tuple(m.weight.shape)  # type: ignore[arg-type]
                  for n, m in layers.items()}
         with trying(module) as trial:
             for names in permutations(layers):
@@ -145,11 +145,11 @@ class Recogniser:
                     forms = GATED if shape[names[1]] == (inner, hidden) and wide == inner else ()
                 else:
                     forms = PLAIN if wide == inner else GATED if wide == 2 * inner else ()
-                x = trial.spread(f"{names[0]}.weight", hidden, across) if forms else trial.like
+                x = trial.spread(f"{names[0]}.weight", hidden, transposed) if forms else trial.like
                 for form in forms:
                     recipe = Recipe("mlp", "mlp", names, tuple(type(layers[n]) for n in names),
-                                    form=form,
-                                    transposed=(across,) * len(names), dropout=_may_drop(module))
+                                    form=form, transposed=(transposed,) * len(names),
+                                    dropout=_may_drop(module))
                     if trial.agrees(recipe, x):
                         return recipe
         name = type(module).__name__
@@ -228,9 +228,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """The functions among the forward's globals that turn queries and keys by tables of cosines and
-    sines."""
-    found = []
+    """The functions among the forward's globals that rotate queries and keys by cos and sin."""
+    names = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if (callable(function) and not inspect.isclass(function)
@@ -240,8 +239,8 @@ def rotary_names(forward: FunctionType) -> tuple[str, ...]:
             except (TypeError, ValueError):
                 continue
             if params[:4] == ["q", "k", "cos", "sin"]:
-                found.append(name)
-    return tuple(found)
+                names.append(name)
+    return tuple(names)
 
 
 def _obstacle(module: nn.Module) -> str:
@@ -271,7 +270,7 @@ def _unfit(module: nn.Module) -> str:
 
 
 def _code(module: nn.Module) -> CodeType:
-    """Of its forward, below what decorates it."""
+    """The code of its forward, below its decorators."""
     forward: Any = stock_of(module).forward  # type: ignore[attr-defined]
     below = inspect.unwrap(forward)
     return below.__code__ if isinstance(below, FunctionType) else forward.__code__
@@ -297,8 +296,8 @@ def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
     """The same numbers each time, wherever `like` is, and torch's own generators stay as they are.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return made.to(device=like.device, dtype=like.dtype)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(device=like.device, dtype=like.dtype)
 
 
 class ModuleTrial:
@@ -316,30 +315,30 @@ class ModuleTrial:
         # the stock result of inputs
         self.known: dict[tuple[int, ...], tuple[tuple[Tensor, ...], Any]] = {}
 
-    def agrees(self, recipe: Recipe, *given: Tensor) -> bool:
-        given = tuple(g.requires_grad_() if g.is_floating_point() else g for g in given)
-        key = tuple(map(id, given))
+    def agrees(self, recipe: Recipe, *inputs: Tensor) -> bool:
+        inputs = tuple(g.requires_grad_() if g.is_floating_point() else g for g in inputs)
+        key = tuple(map(id, inputs))
         if key not in self.known:
-            self.known[key] = given, self._result(stock_of(self.module).forward, given)  # type: ignore[attr-defined]
+            self.known[key] = inputs, self._result(stock_of(self.module).forward, inputs)  # type: ignore[attr-defined]
         stock = self.known[key][1]
         return (stock is not None
-                and same(stock, self._result(forward_for(_unserved, recipe), given), self.close))
+                and same(stock, self._result(forward_for(_unserved, recipe), inputs), self.close))
 
-    def _result(self, run: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
+    def _result(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         try:
-            return functional_call(_Alone(self.module, run), self.weights, given)
+            return functional_call(_Alone(self.module, run), self.weights, inputs)
         except torch.OutOfMemoryError:
             raise
         # whatever unknown code says to an input that it does not expect: then it is something else
         except Exception:
             return None
 
-    def spread(self, weight: str, width: int, across: bool) -> Tensor:
-        """An input whose product with this weight goes far enough out to tell activations apart."""
-        found = self.weights[f"module.{weight}"].detach()
-        found = found[0] if found.dim() == 3 else found
+    def spread(self, weight: str, width: int, transposed: bool) -> Tensor:
+        """An input whose product with this weight is spread wide enough to tell activations."""
+        matrix = self.weights[f"module.{weight}"].detach()
+        matrix = matrix[0] if matrix.dim() == 3 else matrix
         x = random(self.like, 2, 3, width)
-        size = float((x @ (found if across else found.t())).float().std())
+        size = float((x @ (matrix if transposed else matrix.t())).float().std())
         return x * (2.0 / size if size > 0 else 1.0)
 
 
@@ -389,7 +388,7 @@ def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def rotates(function: Callable[..., Any], form: str) -> bool:
-    """Does it turn queries and keys by cos and sin in this one of ROTATIONS?"""
+    """Does it rotate queries and keys by cos and sin in this one of ROTATIONS?"""
     like = NOWHERE
     q, k, table = random(like, 1, 3, 4, 16), random(like, 1, 1, 4, 16,
                                                     seed=1), random(like, 2, 1, 4, 8, seed=2)

@@ -62,17 +62,17 @@ class Recipe:
 def patched_class(stock: type, recipe: Recipe) -> type:
     """The subclass of `stock` that follows the recipe; one for all modules alike."""
     key = (stock, recipe)
-    found = _classes.get(key)
-    if found is not None:
-        return found
+    known = _classes.get(key)
+    if known is not None:
+        return known
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """For copy and pickle, which find a class by its name: this one is made again from its
+        """Let copy and pickle, which find a class by its name, make this one again from its
         recipe."""
-        made = super(ours, self).__reduce_ex__(protocol)
-        if type(self) is not ours or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made                        # there is another way already
-        return remade, (stock, recipe), *made[2:]
+        reduced = super(ours, self).__reduce_ex__(protocol)
+        if type(self) is not ours or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced                        # there is another way already
+        return remade, (stock, recipe), *reduced[2:]
 
     ours: Any = type(stock)(stock.__name__, (stock,), {
         **methods_for(stock, recipe), "__reduce_ex__": reduce,
@@ -84,8 +84,8 @@ def patched_class(stock: type, recipe: Recipe) -> type:
 
 def recipe_of(module: nn.Module) -> Recipe | None:
     """What a patched module follows; None for one that is not patched."""
-    found: Recipe | None = vars(type(module)).get("_layerzero_recipe")
-    return found
+    recipe: Recipe | None = vars(type(module)).get("_layerzero_recipe")
+    return recipe
 
 
 def restore(module: nn.Module, to: type) -> None:

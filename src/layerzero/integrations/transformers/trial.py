@@ -23,26 +23,26 @@ from .weight_error import QuantizedWeights, default_ids, prediction_error
 if TYPE_CHECKING:
     from .accelerate import Acceleration
 
-# How far results may be from those of the model as it was, relative, over all of them; and how much
-# farther than its own are from each other when it sees the tokens all at once. Where the best of
-# many experts is chosen by numbers that are rounded, that is far.
+# The largest relative error of the results, by dtype; or, where it is more, AS_OWN times the
+# difference between the model's own results token by token and all at once, which is large where
+# rounded scores choose among many experts.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 AS_OWN = 4
-# where activations are rounded to eight bits: what lies between two codes falls to either side
+# the error that activations rounded to eight bits may have: a tie may go to either code
 ROUNDED = 0.05
 # the latter where one call takes longer than all should
 LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
 # tokens of the trial: prompt timed, prompt before decoding, decoded
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
 ENCODED = 16                                   # states of an encoder in the trial
-# tokens that tell how slow the model was; seconds for a prompt of it
+# tokens that are timed to see how slow the model is; seconds that a prompt may take
 PROBE, PATIENCE = 4, 10.0
 COMPILE_SECONDS = 60                           # for the kernels of prompts with codes for weights
 
 
 @dataclass(frozen=True)
 class Gain(Record):
-    """Microseconds of the model as it was and as it is, in turns."""
+    """Microseconds of the stock and of the accelerated model, timed in turns."""
 
     stock_us: float
     ours_us: float
@@ -68,7 +68,7 @@ class Gain(Record):
 
 
 class _OwnForward:
-    """A decoder by its own code, whatever step it has got."""
+    """Calls a decoder's own forward, whether or not it has a decode step."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder, self.get_input_embeddings = decoder, decoder.get_input_embeddings
@@ -83,7 +83,7 @@ class Trial:
 
     def __init__(self, model: Any, decoder: Any, report: Acceleration,
                  apart: bool = False) -> None:
-        """`apart`: the weights will be put away, and the model as it was keeps them meanwhile."""
+        """`apart`: the weights will be replaced by codes; the stock model keeps them meanwhile."""
         self.model, self.decoder, self.report = model, decoder, report
         self.stock: Any = None
         config = getattr(decoder, "config", None)
@@ -119,8 +119,8 @@ class Trial:
 
     @torch.no_grad()
     def fit(self) -> None:
-        """Shorter prompts for a model that is very slow as it was: bfloat16 on a CPU that has no
-        arithmetic in it takes a second for each token of a small one."""
+        """Shorten the prompts for a model that is very slow: bfloat16 on a CPU without arithmetic
+        for it takes a second for each token of a small one."""
         ids = self.tokens(PROBE)
         began = time.perf_counter()
         self._call(self.stock_decoder, ids, use_cache=False)
@@ -146,7 +146,7 @@ class Trial:
 
     @torch.no_grad()
     def prove(self) -> None:
-        """The decode step gives what the model gives, or it is not used."""
+        """Compare the decode step with the model, and undo it where they differ."""
         ids, results = self.tokens(self.context + TOKENS), []
         # what weights were rounded to is not the step's: with codes it is compared with their model
         own = self.stock_decoder if self.report._layers is None else _OwnForward(self.decoder)
@@ -175,7 +175,7 @@ class Trial:
             self._give_up("it served no token: " + "; ".join(step.declined))
 
     def weigh(self, made: QuantizedLayers, ids: Tensor | None) -> None:
-        """Says what the codes did to the predictions."""
+        """Measure the error of the predictions with quantized weights."""
         error = None
         if self.stock is not None and self.decoder is self.model:
             name = "the given text"
@@ -205,12 +205,16 @@ class Trial:
             what = "not measured" if report._step is None else "prompts were not measured"
             report.left.append(f"{what}: {unknown}; time it on your own inputs")
         place = next(self.model.parameters()).device.type
-        if (report._changes or report._layers) and not unknown:
-            prefill = self._gain({"stock": self._prompt(self.stock),
-                                  "ours": self._prompt(self.model)}, seconds, place)
+        prompts = getattr(report._step, "prompts", None)
+        if (report._changes or report._layers or prompts) and not unknown:
+            prefill = self._prefill(seconds, place)
+            if prefill.verdict == "slower" and prompts is not None:
+                report._step.prompts = None
+                report.left.append("prompts by the layers of the decode step: they took longer")
+                prefill = self._prefill(seconds, place)
             report.gains["prefill"] = prefill
             # quantized weights were asked for: what they cost is not the patch's
-            if prefill.verdict == "slower" and report._layers is None:
+            if prefill.verdict == "slower" and report._layers is None and report._changes:
                 report._drop_patch()
                 report.left.append("lz.patch was undone: a prompt took longer with it")
         if report._step is not None:
@@ -220,6 +224,10 @@ class Trial:
             # quantized weights were asked for, and the step is the faster way to read them
             if report.gains["decode"].verdict == "slower" and report._layers is None:
                 self._give_up("a token took longer with it")
+
+    def _prefill(self, seconds: float, place: str) -> Gain:
+        return self._gain({"stock": self._prompt(self.stock), "ours": self._prompt(self.model)},
+                          seconds, place)
 
     def _unknown_input(self) -> str:
         """Returns why the model as it was cannot be called with tokens alone, or ""."""
@@ -240,8 +248,8 @@ class Trial:
         return lambda: model(ids, **cached)
 
     def _decoding(self, decoder: Any) -> Callable[[], Any]:
-        """One token, and the cache as it was again; which a cache that is longer than its window
-        could not be."""
+        """Decode one token, then crop it from the cache again, which a cache longer than its window
+        could not do."""
         windows = ([at.window for at in self.report._step.parts.layers if at.window]
                    if self.report._step else [])
         before = max(1, min(self.context, *(w - 2 for w in windows)) if windows else self.context)

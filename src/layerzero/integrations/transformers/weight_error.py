@@ -10,7 +10,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from ...models.weight_codes import WeightOnly
+from ...models.weights.codes import WeightOnly
 from ...spec.codec import Record
 from ...spec.errors import ConfigError
 from .quantized import QuantizedLayers

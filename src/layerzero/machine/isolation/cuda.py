@@ -1,15 +1,18 @@
-"""Tensors of a GPU between a process and its worker: IPC handles of their memory, and events that
-order the streams. Nothing is copied, and the host waits for nothing but the worker's answer.
+"""Tensors of a GPU between a process and its worker: a stage, which is memory of the GPU that both
+have mapped, and events that order their streams. The host waits for nothing but the answer.
 
-Handles are those of torch.multiprocessing: the memory of a result belongs to the worker until the
-last tensor over it is gone here.
+A call is copied through the stage: on the device that takes microseconds, and to open the IPC
+handle of a tensor takes the driver a millisecond. What is too large for a stage goes by handles
+nevertheless, those of torch.multiprocessing: the memory of a result then belongs to the worker
+until the last tensor over it is gone here.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +21,27 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...spec.launch import LaunchRefused
 from ...spec.reason import Code, Reason
-from .wire import CUDA, state
+from .wire import (
+    CUDA,
+    CUDA_HANDLES,
+    FORM_ID,
+    STAGE,
+    UNREADABLE,
+    Garbled,
+    Results,
+    Spec,
+    align,
+    state,
+    unexpanded,
+)
 
 if TYPE_CHECKING:
-    from .process import Worker
+    from .process import Form, Worker
 
+SMALLEST, LARGEST = 32 << 20, 256 << 20        # bytes of a stage
+ALIGNMENT = 256
+STAGED = struct.Struct("<IIQ")                 # form, device, position of the result in the stage
+BY_HANDLES = 0xFFFFFFFF                        # number of a result that did not fit
 # as rebuild_cuda_tensor takes them after the class, in the order that reduce_tensor gives
 _FIELDS = ("shape", "strides", "tensor_offset", "storage_class", "dtype", "device", "handle",
            "size", "storage_offset", "requires_grad", "counter", "counter_offset", "event",
@@ -46,7 +65,7 @@ def share(t: Tensor) -> dict[str, Any]:
             for k, v in fields.items()}
 
 
-def rebuild(shared: dict[str, Any]) -> Tensor:
+def rebuild(shared: Mapping[str, Any]) -> Tensor:
     """Maps the memory of a tensor of another process."""
     fields: dict[str, Any] = {k: base64.b64decode(v["bytes"]) if isinstance(v, dict) else v
                               for k, v in shared.items()}
@@ -55,42 +74,134 @@ def rebuild(shared: dict[str, Any]) -> Tensor:
     return made
 
 
-class Events:
-    """Two events that both processes know: the inputs are ready, the result is."""
+class Stage:
+    """Memory of a GPU for one call at a time, and two events that both processes know: the inputs
+    are there, the result is."""
 
-    def __init__(self, device: int, handles: Sequence[str] = ()) -> None:
-        self.device = device
+    def __init__(self, memory: Tensor, handles: Sequence[str] = ()) -> None:
+        self.memory, self.size = memory, memory.numel()
+        self.device: int = memory.device.index
         if handles:
             self.ready, self.done = (torch.cuda.Event.from_ipc_handle(
-                torch.device("cuda", device), base64.b64decode(handle)) for handle in handles)
+                memory.device, base64.b64decode(handle)) for handle in handles)
         else:
             self.ready, self.done = (torch.cuda.Event(interprocess=True) for _ in range(2))
+        self.read = torch.cuda.Event()         # the last result was copied out, on any stream
 
-    def handles(self) -> list[str]:
-        return [base64.b64encode(e.ipc_handle()).decode() for e in (self.ready, self.done)]
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Stage:
+        """Maps the stage of another process."""
+        return cls(rebuild(told["memory"]), told["events"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"memory": share(self.memory), "events": [
+            base64.b64encode(e.ipc_handle()).decode() for e in (self.ready, self.done)]}
 
 
-def call(worker: Worker, kernel: str, values: Sequence[Any], seconds: float) -> Any:
+# Memory that a worker had mapped is not freed if it died: its successor gets it.
+_spare: list[Tensor] = []
+
+
+def give_back(stages: dict[int, Stage]) -> None:
+    _spare.extend(stage.memory for stage in stages.values())
+    stages.clear()
+
+
+def _allocate(device: int, nbytes: int) -> Tensor:
+    for i, memory in enumerate(_spare):
+        if memory.device.index == device and memory.numel() >= nbytes:
+            return _spare.pop(i)
+    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+def _stage_for(worker: Worker, device: int, nbytes: int) -> Stage:
+    """Returns the stage of a GPU, a larger one than before if need be."""
+    stage = worker.stages.get(device)
+    if stage is None or stage.size < nbytes:
+        if stage is not None:
+            _spare.append(stage.memory)
+        size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+        stage = worker.stages[device] = Stage(_allocate(device, size))
+        worker.link.announce(STAGE, json.dumps(stage.to_json()).encode())
+    return stage
+
+
+def place(specs: Sequence[Spec], stage: Stage) -> tuple[list[Tensor], int]:
+    """Returns the tensors of a call in the stage, and where they end: the same in both
+    processes."""
+    views, end = [], 0
+    for spec in specs:
+        views.append(spec.view(stage.memory, end))
+        end = align(end + spec.nbytes, ALIGNMENT)
+    return views, end
+
+
+def call(worker: Worker, kernel: str, key: Any, values: Sequence[Any], tensors: Sequence[Tensor],
+         written: Sequence[Tensor], seconds: float) -> Any:
     """Calls a kernel with tensors of a GPU; streams wait for each other, the host for the frame."""
-    device = next(v.device.index for v in values if isinstance(v, Tensor))
-    if any(isinstance(v, Tensor) and (v.device.type, v.device.index) != ("cuda", device)
-           for v in values):
+    device: int = tensors[0].device.index
+    if any((t.device.type, t.device.index) != ("cuda", device) for t in tensors):
         raise LaunchRefused.of(kernel, (Reason(Code.MIXED_DEVICES, f"cuda:{device}", "another",
                                                "a tensor"),))
+    form = worker.form(key, kernel, values, tensors)
+    needed = sum(align(spec.nbytes, ALIGNMENT) for spec in form.specs)
     with torch.cuda.device(device):
-        events = worker.events.get(device)
-        body: dict[str, Any] = {"kernel": kernel, "state": state(), "device": device}
-        if events is None:
-            events = worker.events[device] = Events(device)
-            body["events"] = events.handles()
-        body["arguments"] = [{"cuda": share(v)} if isinstance(v, Tensor) else {"value": v}
-                             for v in values]
-        events.ready.record()
-        answer = worker.exchange(CUDA, json.dumps(body).encode(), seconds)
-        result = json.loads(answer)
-        made = [rebuild(item["cuda"]) if "cuda" in item else item["value"]
-                for item in result["items"]]
-        events.done.wait()
-    if result["kind"] == "tensor":
-        return made[0]
-    return tuple(made) if result["kind"] == "tuple" else made
+        if 2 * needed + form.room > LARGEST:
+            return _call_by_handles(worker, form, kernel, values, device, seconds)
+        stage = _stage_for(worker, device, needed + max(form.room, needed))
+        if form.stage is not stage:
+            form.stage, (form.views, _) = stage, place(form.specs, stage)
+        stage.read.wait()
+        for view, t in zip(form.views, tensors):
+            unexpanded(view).copy_(unexpanded(t))
+        stage.ready.record()
+        answer = worker.exchange(CUDA, STAGED.pack(form.id, device, needed), seconds)
+        stage.done.wait()
+        try:
+            result = _result(worker, form, stage, needed, answer)
+        except UNREADABLE as e:
+            raise Garbled(f"{type(e).__name__}: {e}") from None
+        for view, t in zip(form.views, tensors) if written else ():
+            if any(t is other for other in written):
+                unexpanded(t).copy_(unexpanded(view))
+        stage.read.record()
+    return result
+
+
+def _result(worker: Worker, form: Form, stage: Stage, position: int, answer: bytes) -> Any:
+    number, = FORM_ID.unpack_from(answer)
+    if number == BY_HANDLES:
+        made, tensors = _rebuilt(answer[FORM_ID.size:])
+        form.room = sum(align(t.nbytes, ALIGNMENT) for t in tensors)
+        return made.assemble(tensors)
+    if len(answer) > FORM_ID.size:
+        worker.results[number] = Results.from_json(answer[FORM_ID.size:]), []
+    made, _ = worker.results[number]
+    form.room = made.nbytes
+    return made.assemble([spec.view(stage.memory, position + at).clone()
+                          for spec, at in made.tensors()])
+
+
+def _call_by_handles(worker: Worker, form: Form, kernel: str, values: Sequence[Any], device: int,
+                     seconds: float) -> Any:
+    stage = _stage_for(worker, device, SMALLEST)       # for its events
+    body = json.dumps({"kernel": kernel, "state": state(), "device": device, "arguments": [
+        {"cuda": share(v)} if isinstance(v, Tensor) else {"value": v} for v in values]})
+    stage.ready.record()
+    answer = worker.exchange(CUDA_HANDLES, body.encode(), seconds)
+    try:
+        made, tensors = _rebuilt(answer)
+    except UNREADABLE as e:
+        raise Garbled(f"{type(e).__name__}: {e}") from None
+    stage.done.wait()
+    return made.assemble(tensors)
+
+
+def by_handles(made: Results, tensors: Sequence[Tensor]) -> bytes:
+    """Describes a result with handles of its own memory."""
+    return json.dumps([made.to_json(), [share(t) for t in tensors]]).encode()
+
+
+def _rebuilt(text: bytes) -> tuple[Results, list[Tensor]]:
+    made, tensors = json.loads(text)
+    return Results.from_json(made), [rebuild(t) for t in tensors]

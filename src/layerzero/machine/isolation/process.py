@@ -29,11 +29,12 @@ from ..faults import WorkerFault, WorkerLost, WorkerTimeout
 from ..loading import LoadFailed
 from ..watchdog import signal_name
 from . import cuda
-from .arena import Arena
+from .arena import Arena, ArenaFull
 from .wire import (
     CALL,
     CONTROL,
     DROP,
+    FAULT,
     FORM,
     FORM_ID,
     HEADER,
@@ -52,7 +53,9 @@ from .wire import (
     SEGMENT,
     SEGMENT_SHIFT,
     SMALL,
+    UNREADABLE,
     Closed,
+    Garbled,
     Late,
     Link,
     Results,
@@ -96,6 +99,7 @@ class Form:
     def __init__(self, number: int, specs: Sequence[Spec]) -> None:
         self.id, self.specs = number, specs
         self.room = 0                          # bytes that its last result took
+        self.stage: cuda.Stage | None = None   # that its views are of, on a GPU
         end, self.offsets = 0, []
         for spec in specs:
             fits = spec.nbytes <= SMALL and align(end + spec.nbytes) <= INPUTS_END
@@ -125,7 +129,7 @@ class Worker:
         self.last_segment = 0
         self.busy = False                      # a call was sent and not answered yet
         self.process: subprocess.Popen[bytes] | None = None    # None: it is not ours, or never was
-        self.events: dict[int, cuda.Events] = {}               # by GPU
+        self.stages: dict[int, cuda.Stage] = {}                # by GPU
         theirs, ours = os.pipe()               # to the worker
         back, answers = os.pipe()              # from the worker
         alive, self.lifeline = os.pipe()       # nothing is written: its end is the end of us
@@ -149,19 +153,27 @@ class Worker:
             handed.close()
         kind, body = self._wait(START_SECONDS)
         if kind != READY:
-            self.kill()
-            raise WorkerLost(name, f"it answered its start with {kind}")
-        self.versions: dict[str, str] = json.loads(body)
+            raise self.garbled(f"{kind} at its start")
+        try:
+            self.versions: dict[str, str] = json.loads(body)
+        except UNREADABLE as e:
+            raise self.garbled(e) from None
 
     def load(self, declared: dict[str, Any]) -> tuple[str, ...]:
         """Has the worker load a kernel; returns the parameters that it takes."""
-        self.link.send(LOAD, json.dumps(declared).encode())
-        kind, body = self._wait(START_SECONDS)
-        if kind == LOADED:
-            return tuple(json.loads(body))
-        told = json.loads(body)
-        raise LoadFailed(_reason(told["reason"]) if told["reason"] else Reason(
-            Code.IMPORT_FAILED, declared["module"], f"{told['type']}: {told['message']}"[:300]))
+        kind, body = self._wait(START_SECONDS, LOAD, json.dumps(declared).encode())
+        try:
+            told = json.loads(body)
+            if kind == LOADED:
+                # they become the text of a function
+                if not all(name.isidentifier() for name in told):
+                    raise Garbled(f"no parameters are {told}"[:300])
+                return tuple(told)
+            reason = _reason(told["reason"]) if told["reason"] else Reason(
+                Code.IMPORT_FAILED, declared["module"], f"{told['type']}: {told['message']}"[:300])
+        except (Garbled, *UNREADABLE) as e:
+            raise self.garbled(e) from None
+        raise LoadFailed(reason)
 
     def call(self, kernel: str, values: Sequence[Any], in_place: Sequence[int],
              seconds: float) -> Any:
@@ -176,14 +188,13 @@ class Worker:
                 key += value.shape, value.stride(), value.dtype
             else:
                 key += type(value), value
-        if tensors and tensors[0].is_cuda:
-            return cuda.call(self, kernel, values, seconds)
-        form = self.forms.get(tuple(key))
-        if form is None:
-            form = self._define(tuple(key), kernel, values, tensors)
         written = [t for i, t in enumerate(values) if i in in_place and t is not None]
         blocks: list[tuple[int, int]] = []     # given back after the call
         try:
+            if tensors and tensors[0].is_cuda:
+                key.append(tensors[0].device)
+                return cuda.call(self, kernel, tuple(key), values, tensors, written, seconds)
+            form = self.form(tuple(key), kernel, values, tensors)
             if form.small and form.room <= SMALL:
                 copies: list[Tensor | None] = form.views  # type: ignore[assignment]
                 for view, t in zip(form.views, tensors):
@@ -203,6 +214,8 @@ class Worker:
             raise WorkerTimeout(self.name, seconds) from None
         except Closed:
             raise self._lost() from None
+        except Garbled as e:
+            raise self.garbled(e) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
@@ -221,15 +234,21 @@ class Worker:
             raise WorkerTimeout(self.name, seconds) from None
         except Closed:
             raise self._lost() from None
+        except Garbled as e:
+            raise self.garbled(e) from None
         finally:
             if self.busy:                      # an interrupt: the answer would meet the next call
                 self.kill()
         if answered != RESULT:
-            raise _fault(self.name, json.loads(answer))
+            raise self._fault(answered, answer)
         return answer
 
-    def _define(self, key: Any, kernel: str, values: Sequence[Any],
-                tensors: Sequence[Tensor]) -> Form:
+    def form(self, key: Any, kernel: str, values: Sequence[Any],
+             tensors: Sequence[Tensor]) -> Form:
+        """Returns the form of a call; the worker is told of a new one."""
+        known = self.forms.get(key)
+        if known is not None:
+            return known
         for value in values:
             if not isinstance(value, Tensor) and type(value) not in _PLAIN:
                 raise LaunchRefused.of(kernel, (Reason(
@@ -238,7 +257,7 @@ class Worker:
         if len(self.forms) >= MAX_FORMS:
             self.forms.clear()                 # the worker forgets the same ids as they come again
         form = Form(len(self.forms), [Spec.of(t) for t in tensors])
-        if form.small:
+        if form.small and not (tensors and tensors[0].is_cuda):
             form.views = [unexpanded(spec.view(self.arena.map, offset))
                           for spec, offset in zip(form.specs, form.offsets)]
         left = iter(form.specs)
@@ -305,38 +324,60 @@ class Worker:
                         seconds: float) -> Any:
         kind, body = self.link.receive(seconds)
         if kind == NEED:                       # the first result of this form, or a larger one
-            nbytes, = NUMBER.unpack(body)
-            try:
+            nbytes = int.from_bytes(body, "little")
+            with suppress(ArenaFull):          # the worker reports it
                 room = self.arena.allocate(nbytes), nbytes
                 blocks.append(room)
-            finally:                           # without room the worker reports that
-                self.link.send(PLACE, NUMBER.pack(room[0] if room[1] >= nbytes else 0))
+            self.link.send(PLACE, NUMBER.pack(room[0] if room[1] >= nbytes else 0))
             kind, body = self.link.receive(seconds)
         self.busy = False
         if kind != RESULT:
-            raise _fault(self.name, json.loads(body))
-        number, = FORM_ID.unpack_from(body)
-        if len(body) > FORM_ID.size:
-            made = Results.from_json(body[FORM_ID.size:])
-            views = [item.view(self.arena.map, INPUTS_END + at) for item, at
-                     in made.tensors()] if made.nbytes <= RESULTS_END - INPUTS_END else []
-            self.results[number] = made, views
-        made, views = self.results[number]
-        form.room = made.nbytes
-        if not room[0]:
-            return made.assemble([view.clone() for view in views])
-        blocks.remove(room)
-        return made.assemble(self.arena.tensors(*room, made.tensors()))
-
-    def _wait(self, seconds: float) -> tuple[int, bytes]:
-        """Waits for an answer that is not of a call."""
+            raise self._fault(kind, body)
         try:
+            number, = FORM_ID.unpack_from(body)
+            if len(body) > FORM_ID.size:
+                made = Results.from_json(body[FORM_ID.size:])
+                views = [item.view(self.arena.map, INPUTS_END + at) for item, at
+                         in made.tensors()] if made.nbytes <= RESULTS_END - INPUTS_END else []
+                self.results[number] = made, views
+            made, views = self.results[number]
+            form.room = made.nbytes
+            if not room[0]:
+                return made.assemble([view.clone() for view in views])
+            result = made.assemble(self.arena.tensors(*room, made.tensors()))
+        except UNREADABLE as e:
+            raise Garbled(f"{type(e).__name__}: {e}") from None
+        blocks.remove(room)
+        return result
+
+    def _fault(self, kind: int, body: bytes) -> BaseException:
+        """Returns the error that the worker answered with."""
+        if kind != FAULT:
+            return self.garbled(f"{kind} to a call")
+        try:
+            return _fault(self.name, json.loads(body))
+        except UNREADABLE as e:
+            return self.garbled(e)
+
+    def garbled(self, what: object) -> WorkerLost:
+        """Ends a process whose answers cannot be read, nor the next ones be trusted."""
+        self.kill()
+        return WorkerLost(self.name,
+                          f"its answer cannot be read ({what}), so it was stopped"[:400])
+
+    def _wait(self, seconds: float, kind: int = 0, body: bytes = b"") -> tuple[int, bytes]:
+        """Waits for an answer that is not of a call, after sending what it answers, if anything."""
+        try:
+            if kind:
+                self.link.send(kind, body)
             return self.link.receive(seconds)
         except Late:
             self.kill()
             raise WorkerTimeout(self.name, seconds) from None
         except Closed:
             raise self._lost() from None
+        except Garbled as e:
+            raise self.garbled(e) from None
         except BaseException:                  # an interrupt
             self.kill()
             raise
@@ -378,6 +419,7 @@ class Worker:
         """Closes our ends of everything; results that lie in shared memory stay."""
         self.forms.clear()
         self.results.clear()
+        cuda.give_back(self.stages)
         self.link.close()
         self.control.close()
         if self.lifeline >= 0:

@@ -26,7 +26,7 @@ CALL = struct.Struct("<IQQ")                   # form; position and bytes of the
 NUMBER = struct.Struct("<Q")
 FORM_ID = struct.Struct("<I")
 # from the process, then from the worker
-WAKE, LOAD, FORM, RUN, PLACE, SEGMENT, DROP, CUDA = range(8)
+WAKE, LOAD, FORM, RUN, PLACE, SEGMENT, DROP, CUDA, CUDA_HANDLES, STAGE = range(10)
 READY, LOADED, RESULT, NEED, FAULT = range(11, 16)
 
 SEGMENT_SHIFT = 48                             # a position is segment << 48 | offset
@@ -40,10 +40,18 @@ PAGE = 4 << 10                                 # of frames that do not go throug
 SCRATCH = CONTROL + PAGE
 MAX_FORMS = 512                                # descriptions of calls that both sides remember
 SPINS = 1000                                   # looks, about 0.1 us each, before sleeping
+MOST_SPINS = 10 * SPINS                        # of a worker that is woken again soon, on 4 cores
+SOON = 0.002                                   # seconds
 NAP_MS = 200                                   # of a sleeper that looks again by itself
 # words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped
 POSTED, LENGTH, ASLEEP, PIPED = 0, 8, 16, 24   # each in a cache line of its own
 BODY, ROOM = 256, PAGE // 2 - 256              # where a posted frame lies, and its most bytes
+MAX_FRAME = 64 << 20                           # bytes; forms and errors are much shorter
+
+
+# of reading what is no answer
+UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError,
+              struct.error)
 
 
 class Closed(Exception):
@@ -52,6 +60,10 @@ class Closed(Exception):
 
 class Late(Exception):
     """No frame came in time."""
+
+
+class Garbled(Exception):
+    """What came is no frame, or none that can be read."""
 
 
 class Link:
@@ -72,6 +84,8 @@ class Link:
         self.out, self.out_body = out[:BODY].cast("Q"), out[BODY:]
         self.back, self.back_body = back[:BODY].cast("Q"), back[BODY:]
         self.posted = self.piped = self.seen = self.taken = 0
+        self.spins = SPINS
+        self.most_spins = SPINS if first or (os.cpu_count() or 1) < 4 else MOST_SPINS
         self.lock = threading.Lock()
 
     def fence(self) -> None:
@@ -124,13 +138,16 @@ class Link:
         """Returns the next frame; those of the pipe come first."""
         back, end = self.back, None
         while True:
-            for _ in range(SPINS):
+            for _ in range(self.spins):
                 if back[PIPED] != self.taken:
-                    return self._piped()
+                    return self._piped(_deadline(seconds) if end is None else end)
                 if back[POSTED] != self.seen:
-                    return self._posted()
+                    self.fence()
+                    # both may have come since the look above, a form and then its call
+                    if back[PIPED] == self.taken:
+                        return self._posted()
             if end is None:
-                end = math.inf if seconds is None else time.monotonic() + seconds
+                end = _deadline(seconds)
             back[ASLEEP] = 1
             self.fence()
             if back[PIPED] == self.taken and back[POSTED] == self.seen:
@@ -138,20 +155,28 @@ class Link:
                 if left <= 0:
                     back[ASLEEP] = 0
                     raise Late
+                began = time.monotonic()
                 if self.poll.poll(min(left, NAP_MS)):
                     self._read()
+                soon = time.monotonic() - began < SOON
+                self.spins = min(2 * self.spins, self.most_spins) if soon else SPINS
             back[ASLEEP] = 0
 
     def _posted(self) -> tuple[int, bytes]:
         self.fence()
         self.seen += 1
-        frame = bytes(self.back_body[:self.back[LENGTH]])
+        size = self.back[LENGTH]
+        if not HEADER.size <= size <= ROOM:
+            raise Garbled(f"a frame of {size} bytes in a place for {HEADER.size} to {ROOM}")
+        frame = bytes(self.back_body[:size])
         return HEADER.unpack_from(frame)[0], frame[HEADER.size:]
 
-    def _piped(self) -> tuple[int, bytes]:
+    def _piped(self, deadline: float) -> tuple[int, bytes]:
         while True:
             while len(self.rest) >= HEADER.size:
                 kind, size = HEADER.unpack_from(self.rest)
+                if size > MAX_FRAME:
+                    raise Garbled(f"a frame of {size} bytes, at most {MAX_FRAME} are taken")
                 end = HEADER.size + size
                 if len(self.rest) < end:
                     break
@@ -159,7 +184,12 @@ class Link:
                 if kind != WAKE:
                     self.taken += 1
                     return kind, body
-            self._read()
+            # the rest of a frame that has begun may never come
+            left = (deadline - time.monotonic()) * 1e3
+            if left <= 0:
+                raise Late
+            if self.poll.poll(min(left, NAP_MS)):
+                self._read()
 
     def _read(self) -> None:
         more = os.read(self.reading, 1 << 16)
@@ -179,6 +209,10 @@ class Link:
 _WAKE = HEADER.pack(WAKE, 0)
 
 
+def _deadline(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
 class Spec(NamedTuple):
     """A tensor without its memory: what the other side needs to see it there."""
 
@@ -196,17 +230,35 @@ class Spec(NamedTuple):
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Spec:
         dtype, shape, strides, nbytes = data
-        return cls(dtype, tuple(shape), tuple(strides), nbytes)
+        spec = cls(dtype, tuple(shape), tuple(strides), nbytes)
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raises Garbled unless the tensor lies within the bytes that it says it takes."""
+        dtype = getattr(torch, str(self.dtype), None)
+        sizes = (*self.shape, *self.strides, self.nbytes)
+        if (not isinstance(dtype, torch.dtype) or len(self.shape) != len(self.strides)
+            or not all(type(n) is int and 0 <= n < 1 << SEGMENT_SHIFT for n in sizes)):
+            raise Garbled(f"no tensor is {self}"[:300])
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides))
+        if self.nbytes != (extent * dtype.itemsize if 0 not in self.shape else 0):
+            raise Garbled(f"{self} takes another number of bytes"[:300])
 
     def view(self, memory: Any, offset: int) -> Tensor:
-        """Returns the tensor at `offset` of a buffer, which it keeps alive."""
+        """Returns the tensor at `offset` of a buffer, or of a tensor of bytes, which it keeps
+        alive."""
         dtype = getattr(torch, self.dtype)
+        device = memory.device if isinstance(memory, Tensor) else None
         # a view made in inference mode could not be written outside it
         with torch.inference_mode(False):
             if not self.nbytes:
-                return torch.empty_strided(self.shape, self.strides, dtype=dtype)
-            flat = torch.frombuffer(memory, dtype=dtype, count=self.nbytes // dtype.itemsize,
-                                    offset=offset)
+                return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+            if device is not None:
+                flat = memory[offset:offset + self.nbytes].view(dtype)
+            else:
+                flat = torch.frombuffer(memory, dtype=dtype, count=self.nbytes // dtype.itemsize,
+                                        offset=offset)
             return flat.as_strided(self.shape, self.strides)
 
 
@@ -263,6 +315,8 @@ class Results(NamedTuple):
     @classmethod
     def from_json(cls, text: str | bytes) -> Results:
         kind, items = json.loads(text)
+        if kind not in ("tensor", "tuple", "list"):
+            raise Garbled(f"a result is a tensor, tuple or list, got {kind!r}"[:300])
         return cls.of(kind, [Spec.from_json(item["tensor"]) if "tensor" in item
                              else (item["value"],) for item in items])
 

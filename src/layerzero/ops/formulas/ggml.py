@@ -342,7 +342,8 @@ def from_minimum(x: Tensor, levels: float) -> tuple[Tensor, Tensor, Tensor]:
     # the first minimum, which may be -0.0 or 0.0: argmin may take one for less than the other
     first = (x == x.amin(-1, keepdim=True)).int().argmax(-1, keepdim=True)
     low = x.gather(-1, first)
-    d = divided(x.amax(-1, keepdim=True) - low, levels)
+    # a maximum of zeros may be -0.0 (x86), and the step then would be
+    d = divided(x.amax(-1, keepdim=True) - low + 0.0, levels)
     return d.half(), low.half(), nearest_up((x - low) * inverse(d) + 0.5, levels)
 
 

@@ -1,17 +1,14 @@
-"""Rotary positions in plain torch: the rotation, the convention that a result follows, and the
-frequencies.
+"""Rotary positions in plain torch: the rotation, and the frequencies.
 
 The pair that is rotated by one angle is (x[i], x[i + rotary_dim/2]) in "rotate_half" (Llama, NeoX)
 and (x[2i], x[2i+1]) in "interleaved" (GPT-J, the paper). Both preserve norms, and weights trained
-for one are useless with the other, so nothing here guesses between them. `detect_style` tells them
-apart.
+for one are useless with the other, so nothing here guesses between them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,25 +37,6 @@ def gather_angles(table: Tensor, position_ids: Tensor | None, layout: str,
     rows = table if position_ids is None else torch.nn.functional.embedding(position_ids, table)
     return rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-3 if layout == "bhsd"
                                                                         else -2)
-
-
-def detect_style(
-    output: Tensor, q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *,
-    layout: str = "bhsd",
-) -> Literal["rotate_half", "interleaved", "both", "neither"]:
-    """Returns the convention that `output` follows as a rotation of `q`: "both" where they agree,
-    as at position 0."""
-    cos, sin = (gather_angles(t, position_ids, layout, q.dtype) for t in (cos, sin))
-    scale = max(float(q.abs().max()), 1e-30) if q.numel() else 1.0
-    # A few roundings of the output: the conventions differ by as much as q itself.
-    close = 4 * torch.finfo(output.dtype).eps * scale
-    fits = [s for s in STYLES if not q.numel() or _max_difference(output, rotate(q, cos, sin, s))
-            <= close]
-    return "both" if len(fits) == 2 else fits[0] if fits else "neither"  # type: ignore[return-value]
-
-
-def _max_difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max())
 
 
 # The angle of pair i at position n is n * frequencies[i]. The order and dtype of the operations are

@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from ...files.reading import read_bytes
 from ...spec.errors import DataError, InvalidCall
-from ...spec.reading import read_bytes
 from ...spec.reason import Code, Reason
 from .bpe import is_byte_level_bpe
 from .tokenizer_schema import LIMITS, parse_tokenizer_json

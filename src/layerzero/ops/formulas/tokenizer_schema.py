@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...files.reading import FileLimits, parse_json
 from ...spec.errors import DataError
-from ...spec.reading import FileLimits, parse_json
 from ...spec.reason import shown
 
 LIMITS = FileLimits(size=256 << 20)                # files of large vocabularies have 40 MB

@@ -27,8 +27,9 @@ from .contract import (
     refusals,
     results_of,
 )
+from .gradients import requiring_grad
 from .guarded import GuardedResults
-from .process_state import find_leak, memory_in_use, process_state, put_back
+from .process_state import ONCE, find_leak, memory_in_use, process_state, put_back
 from .results import storage_address
 
 ROUNDS = 3                                     # of calls, after which memory is counted
@@ -84,7 +85,7 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
         return result("skipped", reasons=(e.reason,))
     except FAULTS as e:
         return result("failed", "fault", str(reason_of(e, classify(e))))
-    changed = put_back(state, device)
+    changed = [part for part in put_back(state, device) if part not in ONCE]
     if changed:
         excused = changed_by_formula(op, values, device)
         changed = [part for part in changed if part not in excused]
@@ -97,19 +98,54 @@ def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device
     return result("passed")
 
 
+def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                         seed: int = 0, calls: int = 240) -> CaseResult:
+    """Calls the kernel and its backward many times: nothing is left behind."""
+    name = f"{calls} backward passes"
+    values = requiring_grad(kernel.op, case_values(kernel.op, case, dtype, device, seed))
+    reasons = refusals(kernel, values)
+    wanted = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+    if reasons or not wanted:
+        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+
+    def run() -> None:
+        results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
+        if results:
+            torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results],
+                                allow_unused=True)
+
+    try:
+        for _ in range(calls // 8):            # what autograd sets up is no leak
+            run()
+        leak = _count_memory(run, device, calls // (ROUNDS + 1))
+        if leak:
+            leak = _count_memory(run, device, 32, collect=True)
+    except FAULTS as e:                        # the gradients have checks of their own
+        return _result(kernel, case, dtype, name, seed, "skipped",
+                       detail=str(reason_of(e, classify(e))))
+    return _result(kernel, case, dtype, name, seed, "failed" if leak else "passed",
+                   "leak" if leak else "", leak)
+
+
 def _equal(a: Tensor, b: Tensor) -> bool:
     a, b = a.contiguous(), b.contiguous()
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _count_memory(run: Callable[[], Any], device: str, calls: int, collect: bool = False) -> str:
-    rounds = []
-    for _ in range(ROUNDS + 1):
-        if collect:
-            gc.collect()
-        rounds.append(memory_in_use(device))
-        for _ in range(calls):
-            run()
+    rounds: list[dict[str, int]] = []
+    collecting = gc.isenabled()
+    gc.disable()                               # what it frees of others would hide a leak
+    try:
+        for _ in range(ROUNDS + 1):
+            if collect:
+                gc.collect()
+            rounds.append(memory_in_use(device))
+            for _ in range(calls):
+                run()
+    finally:
+        if collecting:
+            gc.enable()
     return find_leak(rounds, calls)
 
 
@@ -167,8 +203,7 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
             return None
         if op.extra_check is not None:
             op.extra_check(values, read(op, values))
-        with torch.no_grad():
-            want = formula(op, values)
+        want = _formula_once(op, values, (op.name, repr(case), dtype, device, seed))
     except FAULTS:                             # not every size makes a call
         return None
     try:
@@ -178,6 +213,22 @@ def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: st
         return False
     return len(got) == len(want) and all(map(
         lambda g, w: _is_near(g, w, rtol, atol), got, want))
+
+
+_RESULTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def _formula_once(op: Op, values: Mapping[str, Any], key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the formula gives; small results are kept for the next kernel of the op."""
+    if key not in _RESULTS:
+        with torch.no_grad():
+            results = formula(op, values)
+        if sum(t.nbytes for t in results if isinstance(t, Tensor)) > 1 << 18:
+            return results
+        if len(_RESULTS) >= 1024:
+            _RESULTS.clear()
+        _RESULTS[key] = results
+    return _RESULTS[key]
 
 
 def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:

@@ -32,14 +32,20 @@ from ...machine.builds import build_of
 from ...machine.faults import FAULTS
 from ...spec.codec import encode
 from ...spec.kernel import Kernel
-from ...spec.op import Op
 from ...spec.reason import Code, Reason
 from ...world import certificates
 from ...world import snapshot as worlds
 from ...world.certificates import Certificate, contract_of
-from .calls import check_many_calls, check_non_finite, check_output_margins, check_sizes
+from .calls import (
+    check_many_backwards,
+    check_many_calls,
+    check_non_finite,
+    check_output_margins,
+    check_sizes,
+)
 from .capture import certificate_fields
 from .cases import case_key, cases_for, dtypes_for, find_argument_cases, is_degenerate
+from .chosen_cells import Cell, largest, most_tensors_first, smallest
 from .circumstances import (
     WithArgument,
     check_dropout,
@@ -52,10 +58,9 @@ from .coverage import NOTHING, Coverage, measure_coverage
 from .diagnosis import Diagnosis, diagnose
 from .gradients import check_gradients, gradient_cases
 from .invariance import check_invariance
-from .pairs import pair_cases, residues
+from .pairs import long_sums, model_sizes, pair_cases, residues
 
-Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
-# and their seeds
+# with their seeds
 LANES: Mapping[str, tuple[int, ...]] = {"quick": (0,), "full": (0, 1), "stress": tuple(range(20))}
 JIT_CASES = {"quick": 4, "full": 16, "stress": 60}      # each compiles for seconds
 # After so long the rest is left to the full lane: of one kernel, and of all together.
@@ -281,7 +286,8 @@ def _checks(kernel: Kernel, device: str, lane: str,
                        key=lambda cell: case_key(cell[0]) in own_keys)
         yield from (partial(check_case, kernel, case, dtype, device, seed) for case, dtype in first)
         for case, dtype in first[:1]:
-            yield partial(check_threads, kernel, case, dtype, device, seed)
+            yield partial(check_threads, kernel, case, dtype, device, seed,
+                          largest(op, [c for c, d in cells if d == dtype], dtype, device))
             yield from _invariance_checks(kernel, cells, device, seed)
             if op.dropout_case:
                 yield partial(check_dropout, kernel, dtype, device, seed)
@@ -332,7 +338,7 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
     count = {"quick": 1, "full": 3, "stress": 3}[lane]
     for dtype in ("float32", "bfloat16") if "float32" in op.dtypes else op.dtypes[:1]:
         accepted = (c for c in cells if c[1] == dtype and _accepts(kernel, c, device, seed))
-        ranked = _most_tensors_first(op, accepted, device)
+        ranked = most_tensors_first(op, accepted, device)
         for _, (case, dtype) in ranked[:count]:
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for circumstance in circumstances(op, lane))
@@ -342,26 +348,6 @@ def _circumstance_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lan
             yield from (partial(check_case, kernel, case, dtype, device, seed, circumstance)
                         for name in sorted(missing)
                         for circumstance in tensor_circumstances(op, name, lane))
-
-
-def _most_tensors_first(op: Op, cells: Iterator[Cell],
-                        device: str) -> list[tuple[frozenset[str], Cell]]:
-    """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
-    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are
-    left out."""
-    ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
-    for cell in cells:
-        values = case_values(op, cell[0], cell[1], device)
-        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
-        if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
-            main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
-            flat = (main is None or main.dim() < 2 or min(main.shape) < 2
-                    or main.shape[-1] < 16)    # where vectors are not used
-            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
-                           len(ranked), frozenset(tensors), cell))
-        if len(ranked) == 48:
-            break
-    return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
 
 
 def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: str,
@@ -375,16 +361,19 @@ def _many_call_checks(kernel: Kernel, cells: Sequence[Cell], device: str, lane: 
     accepted = next((found for found in by_dtype if found), [])
     if op.read is not None or not accepted:
         return
-    plain, (case, dtype) = accepted[0], _smallest(op, accepted, device)
+    plain, (case, dtype) = accepted[0], smallest(op, accepted, device)
     calls = 1200 if lane == "quick" else 5000
+    # a call that is no small one takes long enough
+    slow = case_values(op, case, dtype, device)[op.main_tensor].numel() > 4096
     yield partial(check_many_calls, kernel, case, dtype, device, seed,
-                  calls // 10 if kernel.backend == "reference" else calls)
+                  calls // 10 if kernel.backend == "reference" else calls // (4 if slow else 1))
     yield partial(check_non_finite, kernel, *plain, device, seed)
     yield from (partial(check_output_margins, kernel, *cell, device, seed)
                 for cell in accepted[::3])
     if kernel.backend != "reference":
         yield from (partial(check_sizes, kernel, name, cases, plain[1], device, seed)
-                    for name, cases in residues(op, lane, seed))
+                    for name, cases in (*residues(op, lane, seed),
+                                        ("a model", model_sizes(op, seed))))
         yield from (partial(check_case, kernel, case, dtype, device, seed)
                     for case, dtype in pair_cases(kernel, device, lane, seed).cells)
 
@@ -394,23 +383,11 @@ def _invariance_checks(kernel: Kernel, cells: Sequence[Cell], device: str,
     """Hold a kernel that claims to be invariant to it, in some of the cases and in those of the op
     that are for this."""
     cells = [*cells[::max(len(cells) // 24, 1)],
-             # one that splits nothing has nothing to show in these
-             *((case, dtype) for case in kernel.op.invariance_cases for dtype in kernel.op.dtypes
-               if not kernel.only_invariant)]
+             *((case, dtype) for case in kernel.op.invariance_cases for dtype in kernel.op.dtypes)]
     for to, declared in (("batch", kernel.batch_invariant), ("tp", kernel.tp_invariant)):
         if declared:
             yield from (partial(check_invariance, kernel, case, dtype, to, device, seed)
                         for case, dtype in cells)
-
-
-def _smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
-    """Returns the smallest cell with more than a few elements of its main tensor."""
-    def size(cell: Cell) -> int:
-        values = case_values(op, cell[0], cell[1], device)
-        elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
-        return elements if values[op.main_tensor].numel() > 1 else 1 << 40
-
-    return min(cells, key=size)
 
 
 def _gradient_checks(kernel: Kernel, device: str, lane: str,
@@ -427,6 +404,12 @@ def _gradient_checks(kernel: Kernel, device: str, lane: str,
                 for dtype in dtypes)
     yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, name)
                 for case in cases[:1] for name in op.differentiable)
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed, summed=True)
+                for case in cases[:2])
+    yield from (partial(check_gradients, kernel, case, dtypes[0], device, seed)
+                for case in long_sums(op, seed))
+    yield from (partial(check_many_backwards, kernel, case, dtypes[0], device, seed)
+                for case in cases[:1])
 
 
 # The certificate, or the failure.

@@ -21,6 +21,7 @@ from ...dispatch.facts import dtype_name, read
 from ...machine.faults import FAULTS, classify, reason_of
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from .argument_circumstances import argument_circumstances, shared_rows
 from .cases import ArgumentCase, if_allowed, with_argument
 from .contract import (
     CaseResult,
@@ -59,7 +60,7 @@ class Expanded(Circumstance):
         if not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2:
             return None
         if not t.is_floating_point() and t.dtype != torch.bool:
-            return None                        # equal pages or boundaries are no call
+            return shared_rows(op, values, self.tensor) if self.dim == 0 else None
         first = t.narrow(self.dim, 0, 1)
         # unused slots of a page may hold NaN
         if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1
@@ -295,6 +296,7 @@ def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
     yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
     main = op.same_dtype or op.differentiable or (op.main_tensor,)
     yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
+    yield from argument_circumstances(op)
     for name in op.tensors:
         yield from tensor_circumstances(op, name, lane)
 
@@ -361,12 +363,13 @@ def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0
 
 
 def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
-                  seed: int = 0,
+                  seed: int = 0, other: Mapping[str, Any] | None = None,
                   threads: int = 4, rounds: int = 6) -> CaseResult:
-    """Calls the kernel from several threads at once with their own inputs: calls must share
-    nothing."""
+    """Calls the kernel from several threads at once with their own inputs, half of them those of
+    the `other` case: calls must share nothing."""
     op, name = kernel.op, f"{threads} threads at once"
-    inputs = [case_values(op, case, dtype, device, seed + i) for i in range(threads)]
+    inputs = [case_values(op, case if other is None or i % 2 else other, dtype, device, seed + i)
+              for i in range(threads)]
     reasons = next((r for values in inputs if (r := refusals(kernel, values))), ())
     if reasons:
         return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)

@@ -35,6 +35,7 @@ from .contract import (
     upcast,
 )
 from .guarded import guarded, poisoned_memory
+from .results import are_equal, has_holes
 
 # class -> what to do about it
 CLASSES: Mapping[str, str] = {
@@ -91,7 +92,8 @@ CLASSES: Mapping[str, str] = {
 _DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
            "shape", "dtype", "threads", "fault", "global state", "invariance")
 _BY_CIRCUMSTANCE = (
-    ("given the ", "convention"), ("autocast", "dtype"), ("2^31", "index overflow"),
+    ("given ", "convention"), ("every code", "convention"), ("since a call", "stale cache"),
+    ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
     ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
     ("after another call", "state"), ("NaN and infinity", "non-finite values"),
     ("set_num_threads", "threads"), (" calls", "state"), ("broadcast by", "layout"),
@@ -103,7 +105,7 @@ _BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bia
             ("softcap", "scale"), ("causal_align", "alignment"), ("stride_last", "layout"),
             ("contiguous", "layout"))
 _NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
-STRIDED = ("sparse", "padded", "transposed", "offset", "spread", "broadcast by")
+STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
 MAX_RERUNS = 8                                 # failing cases that are rerun
 
 
@@ -155,9 +157,11 @@ def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[Cas
     if alteration:
         return alteration
     strided = [r for r in forward if "stride" in r.case or "memory" in r.case
-               or any(word in r.circumstance for word in STRIDED)]
+               or (any(word in r.circumstance for word in STRIDED)
+                   and not r.circumstance.startswith("given "))]
     others = [r for r in forward if r not in strided and "2^31" not in r.circumstance]
-    if strided and not others and not any("out of bounds" in r.kinds for r in forward):
+    if (strided and not others and not any("out of bounds" in r.kinds for r in forward)
+            and _is_right_when_contiguous(kernel, strided, device)):
         return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
     memory_fault = _explain_by_memory(kernel, forward, device)
     if memory_fault:
@@ -261,18 +265,36 @@ def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
         return False
 
 
+def _is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
+    as they are? True where none can be made again."""
+    for r in _sample(failed, 3):
+        values = _values_of(kernel, r, device)
+        if values is None or {"fault", "not finite"} & set(r.kinds):
+            continue
+        plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
+                 for n, v in values.items()}
+        if not _is_right(kernel, plain, r.dtype) or _is_right(kernel, values, r.dtype):
+            return False
+    return True
+
+
 def _is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
     """Is every error small, also beside the row that it is in? An average over many keys is
     itself small."""
     if not all(r.error < 0.05 for r in failed):
         return False
     for r in _sample([r for r in failed if not r.circumstance], 2):
+        rtol, atol = kernel.op.tolerance.of(r.dtype)
         values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
         with torch.no_grad():
             results = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
         for got, want in results:
             if not isinstance(want, Tensor) or not want.is_floating_point() or want.dim() < 2:
                 continue
+            wrong = (got.double() - want).abs() > 8 * (atol + rtol * want.abs())
+            if 0 < float(wrong.double().mean()) < 0.1 and r.ratio > 50:
+                return False                   # a few numbers that are wrong, not all a little
             norms = want.norm(dim=-1)
             errors = (got.double() - want).norm(dim=-1)[norms > 1e-3 * norms.max()]
             if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
@@ -453,38 +475,16 @@ def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
             continue
         if not all(isinstance(t, Tensor) for t in first):
             return None
-        if not _are_equal(first, poisoned) and _has_holes(poisoned, expected):
+        if not are_equal(first, poisoned) and has_holes(poisoned, expected):
             return ("uninitialised output",
                     "over memory full of NaN its result has NaN: not every element is written")
-        if not _are_equal(first, guarded_result) and _has_holes(guarded_result, expected):
+        if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
             return ("out of bounds",
                     "with NaN on both sides of every input its result has NaN: it reads beside one")
-        if any(not _are_equal(first, other) for other in again):
+        if any(not are_equal(first, other) for other in again):
             all_right = all(_are_close(kernel.op, r.dtype, out, expected)
                             for out in (first, *again))
             if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
                 return "non-determinism", "the same call gives other results from run to run"
             return "state", "the same call gives another result from run to run, and a wrong one"
     return None
-
-
-def _are_equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    def plain(t: Tensor) -> Tensor:
-        if t.dtype.itemsize == 1:
-            return t.view(torch.uint8)
-        return t.nan_to_num(nan=12345.0) if t.is_floating_point() else t
-
-    return all(torch.equal(plain(x), plain(y)) for x, y in zip(a, b))
-
-
-def _has_holes(out: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
-    """Does a result have NaN where the expected one has none, or the integers that fill fresh
-    memory?"""
-    for x, y in zip(out, truth):
-        if x.is_floating_point() and x.dtype.itemsize > 1 and bool((x.isnan() & ~y.isnan()).any()):
-            return True
-        if not x.is_floating_point() and x.numel() and x.dtype != torch.bool:
-            if (bool((x == torch.iinfo(x.dtype).max).any())
-                and not bool((y == torch.iinfo(x.dtype).max).any())):
-                return True
-    return False

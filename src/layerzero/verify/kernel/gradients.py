@@ -8,7 +8,9 @@ the result of the forward pass is judged too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,9 +32,11 @@ from .contract import (
     results_of,
     upcast,
 )
+from .error_budget import UNITS
 from .guarded import find_changes, snapshot, with_layout
 from .results import Complaint
 
+LONG_SUM = 1000
 Errors = tuple[float, float, float]            # error, eager error, error over allowed error
 
 
@@ -53,9 +57,11 @@ def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[st
 
 def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
                     seed: int = 0,
-                    only: str = "", again: bool = True) -> CaseResult:
-    """Judges one case; skipped if the kernel declares no backward or refuses the call."""
+                    only: str = "", again: bool = True, summed: bool = False) -> CaseResult:
+    """Judges one case; skipped if the kernel declares no backward or refuses the call. `summed`:
+    the gradient is that of a sum, one number expanded, and comes from another thread."""
     op, circumstance = kernel.op, f"backward to {only}" if only else "backward"
+    circumstance += " from a sum" if summed else ""
 
     def result(status: str, complaints: Sequence[Complaint] = (), reasons: Any = (),
                detail: str = "",
@@ -83,9 +89,13 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
             return result("failed",
                           [Complaint("gradient", f"the gradient of result {i} is silently lost")
                                      for i in lost])
-        output_grads = _output_grads(results)
-        runs = [_backward(values, results, grads)
-                for grads in (output_grads, output_grads, _with_gaps(output_grads))]
+        output_grads = _output_grads(results, summed)
+        if summed:
+            with ThreadPoolExecutor(1) as pool:
+                runs = [*pool.map(lambda g: _backward(values, results, g), [output_grads] * 3)]
+        else:
+            runs = [_backward(values, results, grads)
+                    for grads in (output_grads, output_grads, _with_gaps(output_grads))]
     except loading.LoadFailed as e:
         return result("skipped", (), (e.reason,))
     except FAULTS as e:
@@ -107,7 +117,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         worst = max(worst, (forward.error, forward.eager_error, forward.ratio), key=lambda e: e[2])
     for got, suffix in zip(runs[1:], ("", ", given one with gaps,")):
         gradient_complaints, errors = _judge_gradients(op, dtype, suffix, got, exact_grads,
-                                                       eager_grads, values)
+                                                       eager_grads, values,
+                                                       sum(r.numel() for r in results))
         complaints += gradient_complaints
         worst = max(worst, errors, key=lambda e: e[2])
     if (kernel.deterministic_backward and any(not torch.equal(runs[0][n], runs[1][n])
@@ -115,8 +126,8 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
         complaints.append(Complaint("non-determinism", "two backward passes differ"))
     kinds = {c.kind for c in complaints}
     if kinds and again and kinds <= {"gradient", "error"} and may_be_chance(results, worst[2]):
-        retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False)
-                   for i in range(RETRIES)]
+        retries = [check_gradients(kernel, case, dtype, device, seed + 1000 + i, only, False,
+                                   summed) for i in range(RETRIES)]
         if sum(retry.status == "failed" for retry in retries) < 2:
             return result("passed", detail=f"just outside once: {complaints[0].text}",
                           errors=(*worst[:2], 1.0))
@@ -125,8 +136,9 @@ def check_gradients(kernel: Kernel, case: Mapping[str, Any], dtype: str, device:
 
 def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
                      exact: Mapping[str, Tensor], eager: Mapping[str, Tensor],
-                     values: Mapping[str, Any]) -> tuple[list[Complaint], Errors]:
-    """Returns complaints, and the errors of the worst input."""
+                     values: Mapping[str, Any], terms: int) -> tuple[list[Complaint], Errors]:
+    """Returns complaints, and the errors of the worst input. `terms`: the number of results, whose
+    gradients are summed."""
     rtol, atol = op.tolerance.of(dtype)
     complaints: list[Complaint] = []
     worst = (0.0, 0.0, 0.0)
@@ -140,7 +152,10 @@ def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
             continue
         error, eager_error = (float((g[name].double() - want).abs().nan_to_num(nan=torch.inf).max())
                               for g in (got, eager))
-        bound = op.tolerance.times_eager * eager_error + atol + rtol * float(want.abs().max())
+        largest = float(want.abs().max())
+        bound = op.tolerance.times_eager * eager_error + atol + rtol * largest
+        if terms > LONG_SUM * want.numel():    # one after another in float32 is no mistake
+            bound += UNITS["float32"] * math.sqrt(terms / want.numel()) * largest
         if error > bound:
             complaints.append(Complaint("gradient",
                                         f"gradient of {name}{suffix}: error {error:.3g} exceeds "
@@ -149,8 +164,11 @@ def _judge_gradients(op: Op, dtype: str, suffix: str, got: Mapping[str, Tensor],
     return complaints, worst
 
 
-def _output_grads(results: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns random output gradients, the same for every kernel."""
+def _output_grads(results: Sequence[Tensor], summed: bool) -> list[Tensor | None]:
+    """Returns random output gradients, the same for every kernel; those of a sum are expanded."""
+    if summed:
+        return [torch.full((), 0.75).to(r).expand(r.shape) if r.is_floating_point() else None
+                for r in results]
     # no case uses it: a gradient parallel to the input may vanish
     gen = torch.Generator().manual_seed(987654321)
     return [torch.randn(r.shape, generator=gen).to(r) if r.is_floating_point() else None

@@ -24,16 +24,22 @@ LAYOUTS = ("sparse", "padded", "transposed", "offset")
 
 # Watching memory.
 
-def snapshot(values: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-    """Copies the whole storage and version of every tensor; of very large storages only the
-    elements."""
-    return {name: (_watched_bytes(v).clone(), _version(v)) for name, v in values.items()
-            if isinstance(v, Tensor)}
+Watched = tuple[Tensor, int, dict[str, Any]]
 
 
-def find_changes(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, int]]) -> Iterator[
-        str]:
-    for name, (original, version) in before.items():
+def snapshot(values: Mapping[str, Any]) -> dict[str, Watched]:
+    """Copies the whole storage, version and description of every tensor; of very large storages
+    only the elements."""
+    return {name: (_watched_bytes(v).clone(), _version(v), _description(v))
+            for name, v in values.items() if isinstance(v, Tensor)}
+
+
+def find_changes(values: Mapping[str, Any], before: Mapping[str, Watched]) -> Iterator[str]:
+    for name, (original, version, description) in before.items():
+        differing = [n for n, v in _description(values[name]).items() if v != description[n]]
+        if differing:
+            yield f"{name} has another {' and another '.join(differing)} after the call"
+            continue
         if not torch.equal(_watched_bytes(values[name]), original):
             yield f"{name} was overwritten"
         elif _version(values[name]) != version:
@@ -43,6 +49,12 @@ def find_changes(values: Mapping[str, Any], before: Mapping[str, tuple[Tensor, i
 
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def _description(t: Tensor) -> dict[str, Any]:
+    return {"shape": tuple(t.shape), "stride": t.stride(), "requires_grad": t.requires_grad,
+            "grad": None if not t.is_leaf or t.grad is None else id(t.grad),
+            "attribute": sorted(n for n in t.__dict__ if not n.startswith("_"))}
 
 
 def _watched_bytes(t: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ Values come from the op's own cases; sizes are small, since other cases vary the
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 from ...dispatch.facts import read
@@ -19,12 +20,15 @@ from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .cases import Case, is_degenerate, numbers_of
+from .cases import MAX_FLOPS, Case, is_accepted, is_degenerate, numbers_of, relative_cost
 from .contract import case_values
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
+LARGEST, LOOPED = 20_000, 4_300                # of model_sizes; of formulas that go token by token
+_LOOPS = ("linear_attention", "moe", "sampling")
+_LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
 
 class PairCases(NamedTuple):
@@ -46,7 +50,8 @@ def argument_levels(op: Op) -> dict[str, list[Any]]:
         for name, value in case.items():
             if name in levels and value not in levels[name]:
                 levels[name].append(value)
-    return {name: values for name, values in levels.items() if len(values) > 1}
+    return {name: values for name, values in levels.items()
+            if len(values) > 1 and name not in _LARGE}
 
 
 @lru_cache(maxsize=64)
@@ -117,6 +122,68 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
         yield " and ".join(group), [
             [{**small, **change}, *({**small, name: n} for name, n in change.items())]
             for change in changes]
+
+
+@lru_cache(maxsize=64)
+def model_sizes(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
+    """Returns for each size of the op a case in which it is as large as in a model, plain and with
+    the arguments of one of the op's cases, the other sizes small; and for lengths many of them.
+    After each come smaller ones, for what the contract does not allow."""
+    rng, numbers = random.Random(f"model sizes {op.name} {seed}"), numbers_of(op)
+    small: dict[str, Any] = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
+                             for n, d in numbers.items()}
+    plain = [c for c in op.cases if not {"stride", "memory", "special", "extreme"} & c.keys()]
+    cases: list[tuple[Case, ...]] = []
+    for name, default in numbers.items():
+        largest = _affordable(op, small, name)
+        if not largest:
+            continue
+        n = max(largest - rng.randrange(1, 1 + largest // 32), 1)
+        drawn = [{k: v for k, v in case.items() if k not in numbers}
+                 for case in rng.sample(plain, min(len(plain), 3))]
+        for extra in ({}, *(given for given in drawn if given)):
+            cases.append(tuple({**others, **extra, name: m if type(default) is int
+                                else (*others.get(name, default)[:-1], m)}
+                               for others, m in ((small, n), (small, n // 64 * 64), ({}, n // 4))))
+        if type(default) is not int:
+            many = {**small, name: (1, 2, 3) * 100}
+            cases += [(many,)] if _are_lengths(op, small, many) else []
+    return tuple(cases)
+
+
+def long_sums(op: Op, seed: int) -> list[Case]:
+    """Returns two calls with many rows, whose gradients are long sums."""
+    plain = (group[-2] for group in model_sizes(op, seed) if len(group[-1]) == 1)
+    shorter = ({n: s // 4 if type(s) is int and s > 1000 else
+                tuple(i // 4 if i > 1000 else i for i in s) if isinstance(s, tuple) else s
+                for n, s in case.items()} for case in plain)
+    return list(islice((case for case in shorter if is_accepted(op, case, None)), 2))
+
+
+def _are_lengths(op: Op, small: Case, many: Case) -> bool:
+    """Does a longer tuple make more sequences, and not a tensor of more dimensions?"""
+    try:
+        few, more = (case_values(op, case, op.dtypes[0])[op.main_tensor].dim()
+                     for case in (small, many))
+    except FAULTS:
+        return False
+    return few == more
+
+
+def _affordable(op: Op, small: Mapping[str, Any], name: str) -> int:
+    """Returns how large one size may be, by how the cost of a call grows with it; 0 if it may not.
+    """
+    def cost(n: int) -> float | None:
+        return relative_cost(op, {**small, name: n if type(small[name]) is int
+                                  else (*small[name][:-1], n)})
+
+    low, high = cost(64), cost(128)
+    if low is None or high is None or not low or not high:
+        return 0
+    most = LOOPED if op.family in _LOOPS else LARGEST
+    power = max(math.log2(high / low), 0.0)
+    affordable = most if power < 0.1 else 128 * (MAX_FLOPS / 4 / high) ** (1 / power)
+    return int(min(affordable, most)) if affordable > 256 else 0
 
 
 def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:

@@ -12,6 +12,8 @@ import random
 import signal
 import struct
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -29,6 +31,7 @@ class Setting(NamedTuple):
     get: Callable[[], Any]
     put_back: Callable[[Any], None] | None = None
     slow: bool = False                         # read before and after a case, not around each call
+    once: bool = False                         # a first call may change it: only twice is a fault
 
 
 def _arithmetic() -> bytes:
@@ -117,6 +120,33 @@ def _interpreter() -> tuple[Any, ...]:
             signal.getsignal(signal.SIGINT))
 
 
+def _numpy_errors() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.geterr()
+
+
+def _put_back_numpy_errors(before: dict[str, str] | None) -> None:
+    if before is not None:
+        sys.modules["numpy"].seterr(**before)
+
+
+def _put_back_filters(before: list[Any]) -> None:
+    warnings.filters[:] = before               # type: ignore[index]
+    warnings._filters_mutated()                # type: ignore[attr-defined]
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+
+def _cores() -> Any:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def _put_back_cores(before: Any) -> None:
+    os.sched_setaffinity(0, before)
+
+
 def _switch_collector(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
@@ -145,7 +175,16 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("the environment", lambda: dict(os.environ), _put_back_environment, slow=True),
     Setting("the garbage collector", gc.isenabled, _switch_collector),
     Setting("the interpreter (recursion limit, folder, locale, SIGINT)", _interpreter),
+    Setting("the cores that this thread may use", _cores, _put_back_cores),
+    Setting("how often threads are switched", sys.getswitchinterval, sys.setswitchinterval),
+    Setting("the warnings that are shown", lambda: list(warnings.filters), _put_back_filters,
+            once=True),
+    Setting("numpy's treatment of errors", _numpy_errors, _put_back_numpy_errors, once=True),
+    Setting("the number of Python threads", threading.active_count, once=True),
+    Setting("the number of open files", _open_files, once=True),
 )
+# What an import or a pool of workers changes on a first call.
+ONCE = tuple(setting.name for setting in _SETTINGS if setting.once)
 
 
 def _cuda_settings(device: str) -> tuple[Setting, ...]:
@@ -200,12 +239,13 @@ def _mallinfo() -> Any:
 
 # Bytes or objects for each call that are a leak if every round of calls leaves them behind.
 _LEAKS = {"Python objects": 1, "bytes of the C heap": 64, "bytes of resident memory": 2048,
-          "bytes of device memory": 64}
+          "bytes of device memory": 64, "open files": 1, "Python threads": 1}
 
 
 def memory_in_use(device: str) -> dict[str, int]:
     """Returns what is in use, by every way of counting that there is here."""
-    counts = {"Python objects": sys.getallocatedblocks()}
+    counts = {"Python objects": sys.getallocatedblocks(), "open files": _open_files(),
+              "Python threads": threading.active_count()}
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         return {**counts, "bytes of device memory": torch.cuda.memory_allocated(device)}

@@ -81,7 +81,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def violated(constraints: Iterable[str], known: Mapping[str, Any]) -> list[str]:
-    """Those that do not hold.
+    """Return the constraints that do not hold.
 
     One that is not understood or speaks of what is not known is passed over.
     """

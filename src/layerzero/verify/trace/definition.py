@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Union
 
+from ...files.reading import read_json, read_json_lines
 from ...spec.codec import At, Check, Count, Record, Text, one_of, read, read_fields
 from ...spec.errors import DataError
-from ...spec.reading import read_json, read_json_lines
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1", "int64",
           "int32", "int16",

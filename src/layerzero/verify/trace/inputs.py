@@ -22,6 +22,7 @@ from ...spec.errors import DataError
 from .constraints import solved, total_axis, violated
 from .dataset import dataset_root, inside
 from .definition import Definition, ScalarInput, StoredInput, TensorSpec, Workload
+from .exports import case_inputs
 from .readings import chunk_size, small_numbers
 
 # bytes from which the experts of a weight share their storage
@@ -72,7 +73,6 @@ def generate(definition: Definition, size: str = "small", axes: Mapping[str, int
         raise DataError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     own = definition.tag("lz_case")
     if own and workload is None and not axes:
-        from .exports import case_inputs
         return case_inputs(definition, seed, device)
     fixed_axes = {**(workload.axes if workload else {}), **(axes or {})}
     unknown = [name for name in fixed_axes if name not in definition.var_axes]
@@ -317,6 +317,12 @@ class _Maker:
             return self._distinct(shape).to(getattr(torch, dtype))
         if "scale" in low:
             return (torch.rand(shape, generator=self.gen) + 0.5) * self._unit(low)
+        delta = re.match(r"gdn|.*delta_", self.d.op_type.lower())
+        if delta and low in ("k", "key"):      # longer keys make the state grow without end
+            return torch.nn.functional.normalize(self._random(shape), dim=-1).to(
+                getattr(torch, dtype))
+        if low == "a_log":                     # a decay that leaves something of the state
+            return torch.rand(shape, generator=self.gen) * 2 - 2.5
         if len(shape) == 1:
             drawn = torch.rand(shape, generator=self.gen)
             return ((drawn - 0.5) * 0.2 if "bias" in low else drawn + 0.5).to(getattr(torch, dtype))
@@ -330,8 +336,8 @@ class _Maker:
         return drawn.to(getattr(torch, dtype))
 
     def _magnitudes(self, rows: int) -> Tensor:
-        """Of the rows of a norm: in some the mean square is near its epsilon, which is nothing
-        beside the others."""
+        """Draw the magnitude of each row of a norm; in some the mean square is as small as its
+        epsilon."""
         small = math.sqrt(next(iter(small_numbers(self.d)), 1e-6))
         return self._rows((rows,), (1.0, small, 8.0, 4 * small, 0.25))
 
@@ -405,6 +411,11 @@ class _Maker:
         if "position" in low or low.startswith("pos"):
             return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape,
                                  generator=self.gen)
+        if "state_ind" in low:
+            pool = next((self.d.shape_of(s, self.sizes)[0] for n, s in self.d.inputs.items()
+                         if s.floating and s.shape and "state" in n.lower()), 1)
+            return torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
+                :math.prod(shape)].view(shape) % pool
         if low.endswith(("indices", "ids")):
             return self._picked(shape)
         raise DataError(

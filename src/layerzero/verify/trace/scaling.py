@@ -37,7 +37,7 @@ class CannotScale(Exception):
 
 
 def too_large(definition: Definition, enough: int = ENOUGH) -> bool:
-    """By what its fixed inputs take in float32, which is what references compute in."""
+    """Do its fixed inputs take too much memory in float32, which references compute in?"""
     known = definition.const_axes
     fixed = [s.shape for s in definition.inputs.values() if s.shape
              and all(a in known for a in s.shape)]

@@ -87,8 +87,8 @@ def trace_of(report: DefinitionReport, device: str = "cpu") -> Trace | None:
 
 
 def _decisive(report: DefinitionReport) -> Comparison | None:
-    """Of the comparisons of lz, the first that failed, else the first, which is the reference's
-    where it ran."""
+    """The first comparison of lz that failed, else its first, which is the one with the reference
+    where that ran."""
     ours = [c for c in report.comparisons if c.got == "lz"]
     return next((c for c in ours if not c.passed), ours[0] if ours else None)
 

@@ -151,6 +151,7 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
                 at.raw[2 * unit] = bits_float(left), at.raw[2 * unit + 1] = bits_float(right);
             });
         sync_first(THREADS);
+        STAMP(work.phase, 0);
         const i64 place = ((b * p.room + over.position) * KV_HEADS + head) * DIM;
         ROLLED for (int row = warp(); row < COLS * 8 || row < GROUP + 2; row += WARPS) {
             float* raw = at.raw + row * DIM;
@@ -206,6 +207,7 @@ FN void attend(Consumer& work, const Layer& layer, const Spread& over, u64* word
             }
         }
         sync_first(THREADS);                       // the next worker, or the product that follows, may write here
+        STAMP(work.phase, 1);
     }
     ++work.phase;
 }

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import compiler
 from ..compiler import CompiledCuda, Machine
@@ -24,8 +25,11 @@ MOST_ROWS = 8              # of a weight in one tile
 MOST_BATCH = 8
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
-# Pointers of a layer as step.cu's Layer has them, and its window; the arguments of the kernel.
-_LAYER, _PARAMS = struct.Struct("@12Pq8x"), struct.Struct("@11PqQ2i4f")
+# Pointers of a layer as step.cu's Layer has them, and its window; with the scales of codes; and the
+# arguments of the kernel.
+_LAYER, _CODED, _PARAMS = (struct.Struct(f) for f in ("@12Pq8x", "@16Pq8x", "@11PqQ2i4f"))
+CODES = ("", "int4", "fp8_e4m3")
+BLOCK, CODE_ROWS = 128, 16     # inputs that share a scale of int4; rows of codes in one tile
 
 
 class Shape(NamedTuple):
@@ -43,6 +47,7 @@ class Shape(NamedTuple):
     bias: bool = False         # of the queries, keys and values
     head_norms: bool = False
     activation: str = "swiglu"
+    codes: str = ""            # of the layers' weights: int4, fp8_e4m3, or none: bf16
 
     @property
     def group(self) -> int:
@@ -89,6 +94,32 @@ def _slices(k: int, tile: int) -> int:
     return next(n for n in range(-(-2 * k // tile), units + 1) if units % n == 0)
 
 
+def code_tile(blocks: int, codes: str) -> int:
+    """Bytes of a tile of codes: rows with what keeps their banks apart, and the scales of int4."""
+    if codes == "int4":
+        return CODE_ROWS * (blocks * BLOCK // 2 + 16) + blocks * 2 * CODE_ROWS
+    return CODE_ROWS * (blocks * BLOCK + 32)
+
+
+def code_slices(k: int, shape: Shape, cfg: Config) -> int:
+    """Parts of rows of k codes, as many for each warp; 0: there are none."""
+    blocks = k // BLOCK
+    return next((n for n in range(cfg.warps, blocks + cfg.warps, cfg.warps)
+                 if code_tile(-(-blocks // n), shape.codes) <= cfg.tile), 0)
+
+
+def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
+    """Scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of inputs, 8
+    rows, and those 8 later); of gate and up each tile has eight rows of either."""
+    blocks = k // BLOCK
+    each, half = -(-blocks // slices), CODE_ROWS // 2
+    scales = scales.repeat_interleave(blocks // scales.shape[1], 1)
+    if gated:
+        scales = scales.view(2, -1, half, blocks).transpose(0, 1).flatten(0, 2)
+    scales = F.pad(scales, (0, each * slices - blocks, 0, -len(scales) % CODE_ROWS))
+    return scales.view(-1, 2, half, slices, each).permute(0, 3, 4, 2, 1).contiguous()
+
+
 def cached_tokens(dim: int, tile: int) -> int:
     """Tokens of a tile of keys and values, in steps of 16 that the tensor cores take."""
     return tile // (2 * (2 * dim + 16)) // 16 * 16
@@ -128,7 +159,6 @@ class Places(NamedTuple):
     EVEN_AT: int
     ODD_AT: int
     RESIDUAL_AT: int
-    LAYERS_AT: int
     BARRIERS_AT: int
     bytes: int
 
@@ -140,8 +170,9 @@ def places_of(shape: Shape, cfg: Config) -> Places:
     even = 2 * shape.batch * shape.hidden
     odd = max(2 * shape.batch * max(shape.heads * shape.dim, shape.inner), attention)
     starts = [cfg.stages * stage_bytes(cfg)]
-    for n in (even, odd, 4 * shape.batch * shape.hidden, shape.layers * _LAYER.size,
-              16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps):
+    for n in (even, odd, 4 * shape.batch * shape.hidden,
+              16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps
+              + (8 * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
     return Places(*starts)
 
@@ -152,7 +183,7 @@ def stage_bytes(cfg: Config) -> int:
 
 def blocks_of(shape: Shape, cfg: Config, machine: Machine) -> int:
     """Every block has a share of gate and up: it is on this that words are written again safely."""
-    pairs = gated_tiles(shape.hidden, cfg.tile).rows
+    pairs = CODE_ROWS // 2 if shape.codes else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
 
@@ -165,6 +196,9 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
                                                           * shape.dim, 8)):
         if size % by:
             return f"its {name} is {size}, no multiple of {by}"
+    for size in (shape.hidden, shape.heads * shape.dim, shape.inner) if shape.codes else ():
+        if size % BLOCK or not code_slices(size, shape, cfg):
+            return f"rows of {size} codes are no whole blocks of {BLOCK} in a tile"
     if shape.activation not in ACTIVATIONS:
         return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
     if not 1 <= shape.batch <= MOST_BATCH:
@@ -182,19 +216,27 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
     return None
 
 
-def config_of(shape: Shape, machine: Machine) -> Config:
-    """As measured on an H200: a tile is a whole row that is little longer than others, or has 32
-    tokens of wide heads; fewer stages where what is kept of x leaves less room."""
+def configs_of(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
+    """Those that are worth a trial, the likeliest first, as measured on an H200: a tile is a whole
+    row that is little longer than others, or has 32 tokens of wide heads; fewer stages where what
+    is kept of x leaves less room."""
     tile = Config().tile
     wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
     row = 2 * shape.inner
     tries = (((4, 12, row), (4, 8, row), (3, 6, row)) if wide < row <= wide * 9 // 8 else
              ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
-    for warps, stages, size in tries:
-        cfg = Config(warps, stages, stages, tile=size)
-        if places_of(shape, cfg).bytes <= machine.shared:
-            return cfg
-    return Config(2, 4, 4)
+    wanted = CODED if shape.codes else tuple(
+        Config(warps, stages, stages, tile=size) for warps, stages, size in tries)
+    found = [cfg for cfg in wanted if places_of(shape, cfg).bytes <= machine.shared]
+    return found[:most] or [Config(2, 4, 4)]
+
+
+def config_of(shape: Shape, machine: Machine) -> Config:
+    return configs_of(shape, machine)[0]
+
+
+CODED = (Config(4, 8, 8, 2, tile=17408), Config(4, 16, 16, 4, tile=8704),
+         Config(4, 8, 8, 2, tile=8704))
 
 
 def macros_of(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
@@ -212,10 +254,16 @@ def macros_of(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "WARPS": cfg.warps, "STAGES": cfg.stages, "STAGE": stage_bytes(cfg), "FLIGHT": cfg.flight,
         "AHEAD": cfg.ahead, "CHUNK": cfg.chunk, "TOKENS": cached_tokens(shape.dim, cfg.tile),
         "SPLITS": splits, "STAMPS": int(cfg.stamps), "GATE_PAIRS": gate.rows,
-        "GATE_SLICES": gate.slices,
+        "GATE_SLICES": gate.slices, "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
         **words_of(shape, splits)._asdict()}.items()))
+
+
+def _code_macros(shape: Shape, cfg: Config) -> dict[str, int]:
+    sizes = {"IN": shape.hidden, "OUT": shape.heads * shape.dim, "DOWN": shape.inner}
+    return {f"{name}_CODE_SLICES": code_slices(k, shape, cfg)
+            for name, k in sizes.items()} if shape.codes else {}
 
 
 @dataclass(frozen=True)
@@ -235,6 +283,8 @@ class LayerTensors:
     keys: Tensor
     values: Tensor
     window: int | None = None
+    # of the codes of qkv, out, into and down: (rows, groups), for int4 in bfloat16, else in float32
+    scales: tuple[Tensor, ...] = ()
 
 
 class PersistentStep:
@@ -246,14 +296,19 @@ class PersistentStep:
                  head_norm_eps: float = 0.0, limit_s: float = LIMIT_S) -> None:
         device, machine = embed.device, compiler.machine_of(embed.device)
         self.shape, self.cfg, self.blocks = shape, cfg, blocks_of(shape, cfg, machine)
-        self._kept = layers, embed, norm, head
+        sizes = (shape.hidden, shape.heads * shape.dim, shape.hidden, shape.inner)
+        scales = [tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2)
+                        if shape.codes == "int4" else t for n, (t, k) in enumerate(
+                            zip(at.scales, sizes))) for at in layers]
+        self._kept, self._scales = (layers, embed, norm, head), scales
         self._kernel: CompiledCuda = compiler.kernel(
             "step/step.cu", "decode_step", macros_of(shape, cfg, self.blocks),
             32 * cfg.warps + 32, places_of(shape, cfg).bytes)
-        table = b"".join(_LAYER.pack(*(0 if t is None else t.data_ptr() for t in (
+        layout = _CODED if shape.codes else _LAYER
+        table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
             at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
-            at.angles, at.keys, at.values)), NO_WINDOW if at.window is None else at.window)
-            for at in layers)
+            at.angles, at.keys, at.values, *by)), NO_WINDOW if at.window is None else at.window)
+            for at, by in zip(layers, scales))
         self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
         total = 2 * words_of(shape, most_splits(shape, self.blocks)).SET_WORDS
         self._words = torch.zeros(total, dtype=torch.int64, device=device)
@@ -290,5 +345,6 @@ class PersistentStep:
 def bytes_read(shape: Shape, tokens: int) -> int:
     """What one token reads at least."""
     layer = shape.hidden * (shape.qkv + 3 * shape.inner + shape.heads * shape.dim)
+    stored = {"int4": 0.5 + 2 / BLOCK, "fp8_e4m3": 1.0}.get(shape.codes, 2.0)
     cache = 2 * shape.batch * tokens * shape.kv_heads * shape.dim
-    return 2 * (shape.layers * (layer + cache) + shape.vocab * shape.hidden)
+    return int(shape.layers * (stored * layer + 2 * cache) + 2 * shape.vocab * shape.hidden)

@@ -1,6 +1,12 @@
 // The last warp of a block of step.cu: it copies the tiles of weights, and of what is cached, through
 // the ring.
 
+// A tile of codes has 16 rows, BLOCKS times 128 inputs of each: bytes of them, and from one row to the
+// next, which begins in other banks; then the scales of int4.
+FN constexpr int code_blocks(int k, int slices) { return (k / 128 + slices - 1) / slices; }
+FN constexpr int code_bytes(int blocks) { return blocks * (CODES == 1 ? 64 : 128); }
+FN constexpr int code_pitch(int blocks) { return code_bytes(blocks) + (CODES == 1 ? 16 : 32); }
+
 struct Producer {
     const Watch& watch;
     int next, phase, first;                        // tile, phase, and the block that begins the phase
@@ -60,6 +66,30 @@ struct Producer {
                 }
         ++phase;
     }
+
+#if CODES
+    // Codes of 16 rows, or of 8 rows of gate and then 8 of up; a warp gets every WARPS-th slice of them
+    template <int K, int SLICES> FN_MEMBER void coded(const u16* codes, const u8* scales, int rows, bool is_gated) {
+        constexpr int BLOCKS = code_blocks(K, SLICES), SCALES = CODES == 1 ? BLOCKS * 32 : 0;
+        const Share share = take(first, is_gated ? INNER / 8 : ceil_div(rows, 16));
+        for (int n = 0; n < share.count; ++n)
+            for (int slice = 0; slice < SLICES; ++slice, ++next) {
+                const int item = share.item(n), many = is_gated ? 16 : least(16, rows - item * 16);
+                const int bytes = code_bytes(most(0, least(BLOCKS, K / 128 - slice * BLOCKS)));
+                u8* to = acquire(bytes ? many * bytes + SCALES : 0);
+                sync_warp();
+                if (!to || !bytes) continue;
+                if (lane() < many) {
+                    const i64 row = is_gated ? item * 8 + lane() % 8 + lane() / 8 * INNER : item * 16 + lane();
+                    copy_bulk(to + lane() * code_pitch(BLOCKS),
+                              (const u8*)codes + row * code_bytes(K / 128) + slice * code_bytes(BLOCKS), bytes, full(next % STAGES));
+                } else if (SCALES && lane() == 16)
+                    copy_bulk(to + 16 * code_pitch(BLOCKS), scales + (i64(item) * SLICES + slice) * SCALES, SCALES,
+                              full(next % STAGES));
+            }
+        ++phase;
+    }
+#endif
 
     // Keys and then values, PITCH apart
     FN_MEMBER void cached(const Layer& at, const Spread& over, i64 room) {

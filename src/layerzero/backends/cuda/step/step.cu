@@ -15,12 +15,16 @@
 // HEAD_NORMS, ACTIVATION, WARPS, STAGES, STAGE (bytes), FLIGHT, AHEAD, and of each product the rows
 // (or pairs of gate and up) of a tile and the slices of a row; TOKENS of a tile of the cache, CHUNK
 // tokens at least of a split, SPLITS at most; offsets of the parts of the shared memory and of the
-// words.
+// words. CODES: the layers' weights are bf16 (0), int4 in groups of 128 (1) or fp8_e4m3 with a scale
+// for each row (2), and the slices of their rows (codes.h).
 #include "stream.h"
 
 struct alignas(16) Layer {
     const u16 *norm, *qkv, *bias, *q_norm, *k_norm, *out, *mlp_norm, *into, *down, *angles;
     u16 *keys, *values;
+#if CODES
+    const u8 *qkv_scales, *out_scales, *into_scales, *down_scales;
+#endif
     i64 window;                                    // tokens that are seen, the new one too
 };
 
@@ -60,6 +64,7 @@ FN u64* full(int stage) { return (u64*)(shared() + BARRIERS_AT) + stage; }
 FN u64* empty(int stage) { return (u64*)(shared() + BARRIERS_AT) + STAGES + stage; }
 FN volatile int* phase_now() { return (volatile int*)(shared() + BARRIERS_AT + 16 * STAGES); }
 FN volatile int* lost() { return phase_now() + 1; }
+FN float* code_sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16 + (4 * BATCH * WARPS + 15) / 16 * 16); }
 FN float* sums() { return (float*)(shared() + BARRIERS_AT + 16 * STAGES + 16); }    // BATCH x WARPS
 
 // Waiting
@@ -127,6 +132,13 @@ FN int sequence(int n, int tile, int tiles) {
 }
 FN int padded(int count, int tiles) { return tiles == 1 ? count : ceil_div(count, WARPS) * WARPS; }
 
+// Where the product with codes looks for x[k]: pairs of bf16 as the codes of a word come out of it.
+FN int slot(int k) {
+    if (CODES == 1) return (k & ~7) | (k & 3) << 1 | (k >> 2 & 1);
+    if (CODES == 2) return (k & ~3) | (k & 1) << 1 | (k >> 1 & 1);
+    return k;
+}
+
 #include "producer.h"
 
 // The other warps
@@ -163,13 +175,20 @@ template <int UNITS, typename Take> FN void receive(const u64* from, u32 tag, co
 template <int K> FN void load_pairs(const u64* from, u32 tag, u16* x, const Watch& watch) {
     UNROLL for (int b = 0; b < BATCH; ++b)
         receive<K / 4>(from + b * (K / 2), tag, watch, [&](int unit, u32 left, u32 right) {
-            ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+            if (!CODES) {
+                ((u64*)(x + b * K))[unit] = u64(right) << 32 | left;
+                return;
+            }
+            u16* to = x + b * K;
+            to[slot(4 * unit)] = u16(left), to[slot(4 * unit + 1)] = u16(left >> 16);
+            to[slot(4 * unit + 2)] = u16(right), to[slot(4 * unit + 3)] = u16(right >> 16);
         });
     sync_first(THREADS);
 }
 
 // The residual, and its norm; `from` is null for the first layer, which gets what was embedded
-FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, const Params& p, const Watch& watch) {
+FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16* x, bool in_order, const Params& p,
+                    const Watch& watch) {
     constexpr int UNITS = HIDDEN / 2, EACH = (UNITS + THREADS - 1) / THREADS;
     u32 by[EACH];                                  // asked for before anything is waited for
     UNROLL for (int n = 0; n < EACH; ++n)
@@ -204,9 +223,11 @@ FN void load_normed(const u64* from, u32 tag, const u16* weight, float eps, u16*
         const float* row = residual() + b * HIDDEN;
         UNROLL for (int n = 0; n < EACH; ++n) {
             const int unit = n * THREADS + thread();
-            if (unit < UNITS)
-                ((u32*)(x + b * HIDDEN))[unit] = pack2<true>(row[2 * unit] * inverse * low(by[n]),
-                                                             row[2 * unit + 1] * inverse * high(by[n]));
+            if (unit >= UNITS) continue;
+            const u32 pair = pack2<true>(row[2 * unit] * inverse * low(by[n]), row[2 * unit + 1] * inverse * high(by[n]));
+            u16* to = x + b * HIDDEN;
+            if (!CODES || in_order) ((u32*)to)[unit] = pair;
+            else to[slot(2 * unit)] = u16(pair), to[slot(2 * unit + 1)] = u16(pair >> 16);
         }
     }
     sync_first(THREADS);
@@ -232,6 +253,9 @@ struct Target {
     u64* words;
     u32 tag;
     float* logits;
+#if CODES
+    const float* scales;                           // of rows with fp8 codes
+#endif
 };
 
 struct Consumer {
@@ -333,17 +357,21 @@ struct Consumer {
         next += items * tiles;
         ++phase;
     }
+#if CODES
+#include "codes.h"
+#endif
 };
-
-#include "attention.h"
-
-// One launch
 
 #if STAMPS
 #define STAMP(phase, kind) if (thread() == 0) p.stamps[(i64(phase) * 2 + kind) * grid_x() + block_x()] = clock_ns()
 #else
 #define STAMP(phase, kind)
 #endif
+
+#include "attention.h"
+
+// One launch
+
 constexpr bool OUT_ALIKE = HEADS * DIM == HIDDEN, GATE_ALIKE = IN_ROWS == 2 * GATE_PAIRS && IN_SLICES == GATE_SLICES;
 
 KERNEL_ALONE(decode_step, Params, THREADS + 32)
@@ -375,12 +403,21 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
             const Layer at = following;
             following = p.layers[least(l + 1, p.layer_count - 1)];
             const Spread over = spread(at.window, position);
+#if CODES
+            work.coded<HIDDEN, IN_CODE_SLICES>(at.qkv, at.qkv_scales, QKV, false);
+            work.cached(at, over, p.room);
+            if (over.splits > 1) take(work.first, BATCH * HEADS);
+            work.coded<HEADS * DIM, OUT_CODE_SLICES>(at.out, at.out_scales, HIDDEN, false);
+            work.coded<HIDDEN, IN_CODE_SLICES>(at.into, at.into_scales, INNER, true);
+            work.coded<INNER, DOWN_CODE_SLICES>(at.down, at.down_scales, HIDDEN, false);
+#else
             work.plain<HIDDEN, IN_ROWS, IN_SLICES>(at.qkv, QKV);
             work.cached(at, over, p.room);
             if (over.splits > 1) take(work.first, BATCH * HEADS);
             work.plain<HEADS * DIM, OUT_ROWS, OUT_SLICES>(at.out, HIDDEN);
             work.gated<HIDDEN, GATE_PAIRS, GATE_SLICES>(at.into);
             work.plain<INNER, DOWN_ROWS, DOWN_SLICES>(at.down, HIDDEN);
+#endif
             if (*lost()) break;
         }
         if (!*lost()) work.plain<HIDDEN, IN_ROWS, IN_SLICES>(p.head, p.vocab);
@@ -404,7 +441,7 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
             }
             if (part % 2 == 0)
                 load_normed(stream, tag, is_last ? p.norm : part ? at.mlp_norm : at.norm, is_last ? p.head_eps : p.eps,
-                            even_x(), p, watch);
+                            even_x(), is_last, p, watch);
             else if (part == 1) load_pairs<HEADS * DIM>(words + ATTENTION_AT, tag, odd_x(), watch);
             else load_pairs<INNER>(words + INNER_AT, tag, odd_x(), watch);
             work.entered();
@@ -412,13 +449,22 @@ KERNEL_ALONE(decode_step, Params, THREADS + 32)
             if (part == 0) tag = launch * u32(p.layer_count) + l;
             if (part == 1) stream = words + MIDDLE_AT;
             if (part == 3) stream = words + END_AT;
-            const Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
+            Target to = {is_last ? TO_LOGITS : part == 0 ? TO_QKV : part == 2 ? TO_GATE : TO_STREAM,
                                is_last ? p.vocab : part == 0 ? QKV : part == 2 ? INNER : HIDDEN, at.bias,
                                part == 0 ? words + QKV_AT : part == 2 ? words + INNER_AT : stream, tag, p.logits};
+#if CODES
+            to.scales = (const float*)(part == 0 ? at.qkv_scales : part == 1 ? at.out_scales : part == 2 ? at.into_scales
+                                                                                            : at.down_scales);
+            if (is_last) work.products<HIDDEN, IN_ROWS, IN_SLICES>(even_x(), to);
+            else if (part == 3) work.coded<INNER, DOWN_CODE_SLICES>(odd_x(), to);
+            else if (part == 1 && !OUT_ALIKE) work.coded<HEADS * DIM, OUT_CODE_SLICES>(odd_x(), to);
+            else work.coded<HIDDEN, IN_CODE_SLICES>(part == 1 ? odd_x() : even_x(), to);
+#else
             if (part == 3) work.products<INNER, DOWN_ROWS, DOWN_SLICES>(odd_x(), to);
             else if (part == 1 && !OUT_ALIKE) work.products<HEADS * DIM, OUT_ROWS, OUT_SLICES>(odd_x(), to);
             else if (part == 2 && !GATE_ALIKE) work.products<HIDDEN, 2 * GATE_PAIRS, GATE_SLICES>(even_x(), to);
             else work.products<HIDDEN, IN_ROWS, IN_SLICES>(part == 1 ? odd_x() : even_x(), to);
+#endif
             STAMP(work.phase - 1, 1);
             if (part == 0 && !is_last) {
                 const Spread over = spread(at.window, position);

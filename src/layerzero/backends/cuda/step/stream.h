@@ -48,6 +48,13 @@ FN void copies_arrive(u64* mbarrier) {
     asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" :: "r"(shared_address(mbarrier)) : "memory");
 }
 
+// a * b + c of two pairs of bf16
+FN u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 v;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    return v;
+}
+
 struct alignas(16) Words { u64 x, y; };
 
 FN Words peek2(const u64* from) {                  // each word is whole; the two may be of different times

@@ -16,7 +16,8 @@ struct Product {
 };
 struct DecoderLayer {
   int64_t ln1, ln2, q_norm, k_norm, post_attention, post_mlp;   // float32
-  Product qkv, out, in, down;                   // in: gate first, then up
+  // One weight, or queries, keys and values, gate and up apart where their formats differ.
+  Product qkv[3], out[1], in[2], down[1];
   int64_t keys, values;                         // (tokens, kv_heads, dim)
   int64_t cos, sin;                             // float32, (positions, half)
   int64_t window;                               // keys that a token sees; 0 for all
@@ -25,7 +26,7 @@ struct DecoderLayer {
 struct DecoderStep {
   const DecoderLayer *layers;
   int64_t count, hidden, heads, kv_heads, dim, half, inner, position;
-  Product head;
+  Product head[1];
   const float *norm;
   Activation activation;
   float eps, scale, softcap;
@@ -33,9 +34,20 @@ struct DecoderStep {
   int threads;
 };
 
-inline bool multiply(const Product &p, const float *x, float *out, int threads) {
-  Linear q{x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads};
-  return for_format(p.format, [&](auto format) { return run_linear<Isa, decltype(format)::value, float>(q); });
+// Products of one x, whose results follow one another; after the last come those without a weight.
+// Those of one format are shared out together.
+template <int N> bool multiply(const Product (&parts)[N], const float *x, float *out, int threads) {
+  for (int i = 0; i < N && parts[i].weight;) {
+    Linear q[N];
+    int count = 0;
+    const Product &first = parts[i];
+    for (; i < N && parts[i].weight && parts[i].format == first.format; out += parts[i++].outputs) {
+      const Product &p = parts[i];
+      q[count++] = {x, (const void *)p.weight, (const void *)p.bias, out, p.bias != 0, 1, p.inputs, p.outputs, p.inputs, threads};
+    }
+    if (!for_format(first.format, [&](auto format) { return run_few<Isa, decltype(format)::value, float>(q, count); })) return false;
+  }
+  return true;
 }
 
 // Sizes are multiples of 32: rows have no tail.

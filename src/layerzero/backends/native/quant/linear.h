@@ -53,8 +53,7 @@ template <class S, Format F> int64_t packed_bytes(int64_t outputs, int64_t input
 
 template <class S, Format F> void pack_all(const uint8_t *from, int64_t outputs, int64_t inputs, void *to, int threads) {
   const int64_t blocks = inputs / block_size(F), count = groups<S>(outputs);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t g = 0; g < count; g++) pack<F, S::R>(from, outputs, blocks, S::SIGNED, g, (Packed<F, S::R> *)to);
+  share(threads, count, [&](int64_t g, int) { pack<F, S::R>(from, outputs, blocks, S::SIGNED, g, (Packed<F, S::R> *)to); });
 }
 
 // Writes results of one row of x: outputs first .. first + count - 1.
@@ -121,19 +120,36 @@ template <class S, Format F, class T> bool run_linear(const Linear &q) {
   if (!memory) return false;
   activation_bytes<F>(q.rows, q.inputs, a, memory);
   if (!few) std::memset(memory + shared, 0, threads * own);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const int64_t blocks = q.inputs / block_size(F);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < q.rows * blocks; i++)
-      round_block_at<S, F>((const T *)q.x + i / blocks * q.x_row, a, i / blocks, i % blocks);
-    char *mine = memory + shared + thread_number() * own;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < work; i++) {
-      if (few) few_rows<S, F, T>(q, a, i);
-      else panel<S, F, T>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
-    }
-  }
+  const int64_t blocks = q.inputs / block_size(F), rounded = q.rows * blocks;
+  // A few blocks are rounded sooner than another thread is there.
+  share(rounded * block_size(F) < 8192 ? 1 : threads, rounded, [&](int64_t i, int) {
+    round_block_at<S, F>((const T *)q.x + i / blocks * q.x_row, a, i / blocks, i % blocks);
+  });
+  share(threads, work, [&](int64_t i, int thread) {
+    char *mine = memory + shared + thread * own;
+    if (few) few_rows<S, F, T>(q, a, i);
+    else panel<S, F, T>(q, a, i, (Decoded<S, F> *)mine, (float *)(mine + most));
+  });
+  std::free(memory);
+  return true;
+}
+
+// Products of the same few rows of x with `count` weights of one format, x rounded once.
+template <class S, Format F, class T> bool run_few(const Linear *q, int count) {
+  Activations a;
+  char *memory = (char *)std::aligned_alloc(64, activation_bytes<F>(q->rows, q->inputs, a, nullptr) + 64);
+  if (!memory) return false;
+  activation_bytes<F>(q->rows, q->inputs, a, memory);
+  const int64_t blocks = q->inputs / block_size(F);
+  for (int64_t i = 0; i < q->rows * blocks; i++)
+    round_block_at<S, F>((const T *)q->x + i / blocks * q->x_row, a, i / blocks, i % blocks);
+  int64_t work = 0, outputs = 0;
+  for (int i = 0; i < count; i++) work += groups<S>(q[i].outputs), outputs += q[i].outputs;
+  share(q->rows * q->inputs * outputs < 65536 ? 1 : q->threads, work, [&](int64_t i, int) {
+    const Linear *one = q;
+    for (; i >= groups<S>(one->outputs); one++) i -= groups<S>(one->outputs);
+    few_rows<S, F, T>(*one, a, i);
+  });
   std::free(memory);
   return true;
 }

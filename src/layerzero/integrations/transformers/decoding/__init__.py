@@ -1,1 +1,1 @@
-"""The decode step: the parts of a decoder, its kernels, its cache, and which calls it serves."""
+"""The decode step: its kernels, its cache, how it is captured, and which calls it serves."""

@@ -30,13 +30,15 @@ from ....spec.event import Fallback
 from ....world import events
 from ...rewiring import replaced_sdpa
 from .. import NAME
+from ..decoders.families import NotRecognised
+from ..decoders.recognition import DecoderParts
 from ..implementations import DECODED
+from . import shared_prompt
 from .captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
-from .decoders import DecoderParts
-from .families import NotRecognised
 from .growing_cache import growing
 from .memories import memory_for, one_token, updates
+from .prompt import PromptStep
 from .reduction import REDUCE, Reduce
 
 # What a call may also hold and what it must then be. Anything else is left to the model.
@@ -106,12 +108,21 @@ class Accelerated:
         self.broken = ""                       # the fault that ended it
         self._steps: dict[int, DecodeStep] = {}
         self._captured = CapturedSteps(parts) if capture else None
+        self.prompts = self._prompt_step() if parts.weights.is_cuda else None
+        self.prompted: Counter[str] = Counter()    # prompts, by who computed them
         self._watch = ModelWatch(model)
         self._result = (parts.result or (BaseModelOutputWithPast if parts.head is None
                                          else CausalLMOutputWithPast))
         self._windows = [layer.window for layer in parts.layers]
         self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         functools.update_wrapper(self, type(model).forward.__get__(model))
+
+    def _prompt_step(self) -> PromptStep | None:
+        """None where something of its prompts is not known."""
+        try:
+            return PromptStep(self.parts, self.layers)
+        except NotRecognised:
+            return None
 
     def step(self, batch: int) -> DecodeStep:
         found = self._steps.get(batch)
@@ -137,7 +148,7 @@ class Accelerated:
 
     def undo(self) -> None:
         self._steps.clear()
-        self._captured = None
+        self._captured = self.prompts = None
         for layer in self.layers:
             layer.undo()
         self.layers = ()
@@ -148,33 +159,39 @@ class Accelerated:
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         token, dims = (embeds, 3) if ids is None else (ids, 2)
         if (torch.compiler.is_compiling() or token is None or token.dim() != dims
-                or token.shape[1] != 1
+                or (token.shape[1] != 1 and self.prompts is None)
                 # an argument given twice: the model says so
                 or len(given) < len(args) + len(kwargs)):
             return type(self.model).forward(self.model, *args, **kwargs)
+        single = token.shape[1] == 1
         try:
-            return self._one_token(**given)
+            return self._one_token(**given) if single else self._prompt(**given)
         except NotRecognised as reason:
-            self.declined[str(reason)] += 1
+            (self.declined if single else self.prompted)[str(reason)] += 1
         except faults.FAULTS as error:
-            self.fault(error)
+            self.fault(error, not single)
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def fault(self, error: BaseException) -> None:
-        """Leave the token to the model, and all others where the step itself is at fault; raise
-        what is the caller's or the device's."""
+    def fault(self, error: BaseException, prompt: bool = False) -> None:
+        """Leave the token or the prompt to the model, and all others where the step itself is at
+        fault; raise what is the caller's or the device's."""
         kind = faults.classify(error)
         if isinstance(error, faults.PASSED_ON) or kind == "sticky":
             raise error
+        reason, why = faults.reason_of(error, kind), "out of memory"
         if kind != "memory":
-            self.broken = f"a fault of the step: {faults.reason_of(error, kind).message}"
-        events.emit(Fallback("decode step", "layerzero", type(self.model).__name__,
-                             faults.reason_of(error, kind)))
-        self.declined[self.broken or "out of memory"] += 1
+            why = f"a fault of the step: {reason.message}"
+            self.broken, self.prompts = self.broken if prompt else why, None
+        events.emit(Fallback("prompt" if prompt else "decode step", "layerzero",
+                             type(self.model).__name__, reason))
+        (self.prompted if prompt else self.declined)[why] += 1
 
     def grow(self, cache: Any) -> str:
         """Let the cache append in place. What stands in the way, or nothing."""
         length = cache.get_seq_length()
+        if shared_prompt.serves(cache.layers):
+            return ""
+        shared_prompt.unshare(cache)
         return growing(cache, self._windows) or (
             "a cache whose layers hold different numbers of tokens"
             if any(layer.get_seq_length() != length for layer in cache.layers) else "")
@@ -193,10 +210,13 @@ class Accelerated:
         if refused:
             raise NotRecognised(refused)
         length = past_key_values.get_seq_length()
-        if past_key_values.layers[0].keys.shape[0] != batch:
+        if shared_prompt.rows_of(past_key_values.layers[0]) != batch:
             raise NotRecognised("a cache for another batch")
         masks = self._masks(attention_mask, batch, length)
         all_seen = all(mask is None for mask in masks)
+        if not all_seen and shared_prompt.serves(past_key_values.layers):
+            shared_prompt.unshare(past_key_values)
+            self.grow(past_key_values)
         position_ids = self._position(position_ids)
         if self.parts.counted and position_ids is None and not all_seen:
             raise NotRecognised("positions that follow from the mask")
@@ -217,6 +237,39 @@ class Accelerated:
         if self.parts.head is None:
             return self._result(last_hidden_state=out, past_key_values=past_key_values)
         return self._result(logits=out, past_key_values=past_key_values)
+
+    def _prompt(self, input_ids: Tensor | None = None, attention_mask: Any = None,
+                position_ids: Any = None, past_key_values: Any = None,
+                inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
+                **others: Any) -> Any:
+        """Many tokens into an empty cache, all of which are seen by those after them."""
+        config, prompts = self.parts.base.config, self.prompts
+        cache = DynamicCache(config=config) if past_key_values is None else past_key_values
+        self._check(cache, logits_to_keep, others)
+        token = self._token(input_ids, inputs_embeds)
+        batch, many = token.shape[:2]
+        if cache.get_seq_length() or prompts is None or not many:
+            raise NotRecognised("tokens after others, which are many")
+        mask, plain = attention_mask, []       # what has to be true, asked in one wait
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != (batch, many):
+                raise NotRecognised("a mask that is made already")
+            plain.append((mask == 1).all())
+        places = torch.arange(many, device=token.device)[None]
+        if position_ids is not None:
+            if position_ids.dim() != 2 or position_ids.shape[1] != many:
+                raise NotRecognised("position_ids of another shape")
+            if mask is None or self.parts.counted:             # texts may follow one another
+                plain.append((position_ids == places).all())
+            else:
+                places = position_ids
+        if plain and not bool(plain[0] if len(plain) == 1 else plain[0] & plain[1]):
+            raise NotRecognised("padding, or several texts")
+        x = token if token.is_floating_point() else self.parts.embedded(token)
+        out = prompts.prompt(x, places, cache, logits_to_keep)
+        self.prompted["step"] += 1
+        named = {"last_hidden_state" if self.parts.head is None else "logits": out}
+        return self._result(**named, past_key_values=cache)
 
     def _uncaptured(self, step: DecodeStep, token: Tensor, position_ids: Tensor | None,
                     layers: list[Any], length: int, masks: list[Tensor | None]) -> Tensor:
@@ -280,7 +333,7 @@ class Accelerated:
         return embeds
 
     def _position(self, position_ids: Any) -> Tensor | None:
-        """Of the new token, (batch, 1), or (axes, batch, 1) where the model has such."""
+        """The position of the new token, (batch, 1), or (axes, batch, 1) for rope over axes."""
         if position_ids is None:
             return None
         if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):

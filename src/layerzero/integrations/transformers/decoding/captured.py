@@ -26,10 +26,10 @@ from ....dispatch.background import compiling
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
 from ....spec.grid import bucket_top
+from ..decoders.families import NotRecognised
+from ..decoders.recognition import DecoderParts
 from . import persistent
 from .decode_step import DecodeStep
-from .decoders import DecoderParts
-from .families import NotRecognised
 from .growing_cache import LEAST_ROOM
 
 MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
@@ -58,8 +58,8 @@ class Fixed:
         self._state = torch.zeros(1 + batch, dtype=torch.int64, device=place)
         self._position, self._lengths = self._state[:1], self._state[1:]
         self.embeds = embeds                   # the token comes embedded
-        self._given = weights.new_zeros((batch, 1, weights.shape[1])) if embeds else torch.zeros(
-            (batch, 1), dtype=torch.int64, device=place)
+        self._step_input = (weights.new_zeros((batch, 1, weights.shape[1])) if embeds else
+                            torch.zeros((batch, 1), dtype=torch.int64, device=place))
         self.shift = 0                         # of a position, from the number of tokens before it
         # For each kind of layer cos and sin of every position; of none where positions are learned.
         self._angles = self._tables(0)
@@ -73,11 +73,11 @@ class Fixed:
         self.length = -1                       # what the state says, as the host knows it
         self.owner: Callable[[], Any] = lambda: None           # the cache whose tokens these are
         # What was captured: the step alone, and with what follows it in a loop on the device
-        # (generation.py), by its key.
+        # (generation/), by its key.
         self._graphs: dict[Hashable, tuple[Callable[[], None], Tensor | None]] = {}
         self.loops: dict[Hashable, Any] = {}
         self._whole: PersistentStep | None = None              # all of it in one launch
-        self._whole = persistent.faster(step, parts, self.rooms, self._angles, self._given,
+        self._whole = persistent.faster(step, parts, self.rooms, self._angles, self._step_input,
                                         self._state, self._run)
 
     def _tables(self, shift: int) -> list[Tensor]:
@@ -85,7 +85,7 @@ class Fixed:
         found = self.parts.angles_at(places.clamp_min(0)[None])
         return [torch.cat(pair, -1)[0].contiguous() for pair in found]
 
-    def turn_by(self, shift: int) -> None:
+    def shift_positions(self, shift: int) -> None:
         """Let the token after n others stand at position n + shift: a picture counts for fewer than
         it has tokens."""
         if shift != self.shift:
@@ -121,7 +121,7 @@ class Fixed:
         keys, values = self.rooms[layer]
         if self._fused is not None:
             at = self.step.layers[layer]
-            query = self._fused.turn_and_keep(both, value, self._angles[at.angles or 0],
+            query = self._fused.rotate_and_store(both, value, self._angles[at.angles or 0],
                                               self._position, keys, values)
             out = self._fused.attend(query, keys, values, self._lengths, at.scale, at.window,
                                      at.softcap)
@@ -135,13 +135,13 @@ class Fixed:
     def _run(self) -> Tensor:
         """What is captured."""
         if self._whole is not None:
-            return self._whole(self._given, self._state)
+            return self._whole(self._step_input, self._state)
         angles: Any = None
         if self._fused is None:
             angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
                                                                         -1)[:, None].chunk(2, -1)
                            for table in self._angles)
-        x = self._given if self.embeds else self.parts.embedded(self._given)
+        x = self._step_input if self.embeds else self.parts.embedded(self._step_input)
         out = self.step(self.parts.first_input(x, self._position[None]), angles, self)
         self._state.add_(1)
         return out
@@ -166,9 +166,9 @@ class Fixed:
         return all(layer.is_in(keys) for layer, (keys, _) in zip(cache.layers, self.rooms))
 
     @property
-    def given(self) -> Tensor:
-        """Where the step reads its token, (batch, 1)."""
-        return self._given
+    def step_input(self) -> Tensor:
+        """The buffer from which the step reads its token, (batch, 1)."""
+        return self._step_input
 
     def go_to(self, length: int) -> None:
         """Let the next token be the one after so many others."""
@@ -183,7 +183,7 @@ class Fixed:
 
     def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
         """As precise as the step has them."""
-        self._given.copy_(token)
+        self._step_input.copy_(token)
         self.go_to(length)
         replay, out = self._graphs.get("step", (None, None))
         self.length = -1                       # should it break
@@ -199,8 +199,8 @@ class Fixed:
         return out
 
     def step_then(self, key: Hashable, after: Callable[[Tensor], None]) -> Callable[[], None]:
-        """One step of the token in `given`, and `after` its logits (batch, vocab), as one graph;
-        made once for a key, by `capture`."""
+        """One step of the token in `step_input`, and `after` its logits (batch, vocab), as one
+        graph; made once for a key, by `capture`."""
         def run() -> None:
             after(self._run()[:, -1])
 
@@ -218,11 +218,11 @@ class Fixed:
                 length: int = 0) -> None:
         """Capture the step, with what follows it. The warm-up writes to the places after `length`
         tokens, which must be free."""
-        if not self._given.is_cuda or key in self._graphs:
+        if not self._step_input.is_cuda or key in self._graphs:
             return
         self.length = -1
         self.go_to(length)
-        place = self._given.device
+        place = self._step_input.device
         generator = torch.cuda.default_generators[place.index or 0]
         before = generator.get_state()         # a seed gives the same tokens, captured or not
         compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
@@ -269,6 +269,11 @@ class CapturedSteps:
     def forget(self, batch: int) -> None:
         self._fixed.pop(batch, None)
 
+    def drop(self, fixed: Fixed) -> None:
+        with self._choosing:
+            known = self._fixed.get(fixed.step.batch, [])
+            known[:] = [f for f in known if f is not fixed]
+
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
         """One token, its number or embedded; NotRecognised where no graph can do it."""
@@ -295,21 +300,20 @@ class CapturedSteps:
                 _capture(found, capture, length)
             if found.gave_up():
                 found = self._replaced(found, step, cache, length, room, wanted, capture)
-        found.turn_by(shift)
+        found.shift_positions(shift)
         return found
 
     def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int, room: int,
                   wanted: int, capture: Callable[[Fixed, int], None] | None) -> Fixed:
-        """Others in the place of buffers whose step gave up; what it did not keep of its last token
-        is done again."""
+        """Replace buffers whose step gave up, and run its last token again in the new ones."""
         persistent.report_lost(step)
         known = self._fixed[step.batch]
         known.remove(lost)
         found = self._free(step, known, length, lost.embeds, room, wanted)
         _capture(found, capture, 0)
         found.take(cache)
-        found.turn_by(lost.shift)
-        found(lost.given, cache, length - 1)
+        found.shift_positions(lost.shift)
+        found(lost.step_input, cache, length - 1)
         return found
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ....operate import graphs
 from ....spec.errors import NoKernelFoundError
+from ..decoders.recognition import DecoderParts
 from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
 from .decode_step import DecodeStep
-from .decoders import DecoderParts
 
 
 class FixedRows:
@@ -27,7 +27,7 @@ class FixedRows:
         self._table = buffers._table.expand(rows, -1).contiguous()
         self._order = torch.arange(rows, device=place)
         self._position, self._lengths = self._order.clone(), self._order + 1
-        self._given = torch.zeros((rows, 1), dtype=torch.int64, device=place)
+        self._step_input = torch.zeros((rows, 1), dtype=torch.int64, device=place)
         self._runs = [self._bound(i) for i in range(len(step.layers))]
         self._replay: Any = None
         self._out: Tensor | None = None
@@ -56,7 +56,7 @@ class FixedRows:
     def _run(self) -> Tensor:
         angles = tuple(table.index_select(0, self._position)[:, None].chunk(2, -1)
                        for table in self.buffers._angles)
-        x = self.parts.first_input(self.parts.embedded(self._given), self._position[:, None])
+        x = self.parts.first_input(self.parts.embedded(self._step_input), self._position[:, None])
         return self.step(x, angles, self)  # type: ignore[arg-type]
 
     def _stand(self, length: int) -> None:
@@ -65,7 +65,7 @@ class FixedRows:
 
     def capture(self, length: int) -> None:
         """The warm-up writes to the places after so many tokens, where nothing is yet."""
-        if not self._given.is_cuda:
+        if not self._step_input.is_cuda:
             return
         self._stand(length)
         found = graphs.attempt(self._run)
@@ -75,7 +75,7 @@ class FixedRows:
 
     def __call__(self, tokens: Tensor, length: int) -> Tensor:
         """Logits (rows, vocab), which stay until the next call."""
-        self._given.copy_(tokens[:, None])
+        self._step_input.copy_(tokens[:, None])
         self._stand(length)
         if self._replay is None:
             return self._run()[:, 0]

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from ....backends.native import build as native_build
 from ....backends.native.declaration import DTYPES
-from ....models.weight_codes import WeightCodes
+from ....models.weights.codes import WeightCodes
 from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
+from ..decoders.families import NotRecognised
+from ..decoders.parts import OWN, LatentParts
+from ..decoders.recognition import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
 from ..quantized import codes_of
 from ..replacements import ROTATIONS
 from . import feed_forward, latent_attention
-from .decoders import Angles, CrossParts, DecoderParts, LayerParts, Linear, Norm
-from .families import NotRecognised
 from .feed_forward import JoinedFeedForward, plain_part
 from .joined import Joined, Weight, check_movable
-from .parts import OWN, LatentParts
 from .planning import Binder, Run, with_weights
 
 ANY = Span()
@@ -138,7 +138,7 @@ class DecodeStep:
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...], batch: int,
                  captured: bool = False) -> None:
-        self.parts, self.batch, self.bind = parts, batch, Binder(captured)
+        self.parts, self.batch, self.bind = parts, batch, self._binder(captured)
         self.rotation = parts.rotation
         self.joined = layers
         self.world = worlds.current()
@@ -161,6 +161,9 @@ class DecodeStep:
                                         parts.head.module.weight, parts.head.module.bias)
         self._attention: dict[Any, tuple[Run, Span]] = {}
         self.token = self._compiled_token()
+
+    def _binder(self, captured: bool) -> Binder:
+        return Binder(captured)
 
     def _compiled_token(self) -> Run | None:
         """Our own compiled kernel that turns, keeps and attends; None where lz may not choose its
@@ -196,7 +199,7 @@ class DecodeStep:
         return changed
 
     def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None) -> Run:
-        """Of the first of these weights; the others are those of the layers after it."""
+        """Bind the product with weights[0]; the others are of later layers, timed beside it."""
         first, given = weights[0], () if bias is None else (bias.detach(),)
         if isinstance(first, WeightCodes):
             return self._quantized_linear(what, x, weights, first, bias)
@@ -318,24 +321,24 @@ class DecodeStep:
             shape=(self.batch, 1, c.heads, c.head_dim))
 
     def _head_norms(self, layer: JoinedLayer, heads: Tensor) -> Run | None:
-        """Of queries, keys and values, (batch, 1, heads + 2 * kv_heads, dim), the first two are
-        normed."""
+        """Bind the norms of queries and keys, in (batch, 1, heads + 2 * kv_heads, dim) with the
+        values."""
         p = layer.parts
         if p.q_norm is None or p.k_norm is None:
             return None
         sizes, dim = [p.heads, p.kv_heads, p.kv_heads], p.head_dim
         query, key, _ = heads.split(sizes, 2)
-        if p.q_norm.weights and len(p.q_norm.weights[0]) != dim:           # over all heads at once
+        at_once = bool(p.q_norm.weights) and len(p.q_norm.weights[0]) != dim   # over all heads
+        if at_once:
             query, key = query.flatten(2), key.flatten(2)
             sizes = [n * dim for n in sizes]
         q_norm, k_norm = self._norm("norm of heads", p.q_norm,
                                     query), self._norm("norm of heads", p.k_norm, key)
-        shape = heads.shape if query.dim() == 4 else (*heads.shape[:2], -1)
         gains = [joined.weight for joined in layer.gains]
         q_gain, k_gain = [g.view(-1, dim) for g in gains if isinstance(g, Tensor)] or (None, None)
 
         def normed(heads: Tensor) -> Tensor:
-            query, key, value = heads.reshape(shape).split(sizes, 2)
+            query, key, value = (heads.flatten(2) if at_once else heads).split(sizes, 2)
             query, key = q_norm(query), k_norm(key)
             if q_gain is not None:
                 query, key = query * q_gain, key * k_gain
@@ -382,8 +385,14 @@ class DecodeStep:
         """`x` (batch, 1, hidden) is the embedded token; angles are cos and sin, (batch, 1, 2 *
         half), as the model has them for each kind of layer, or None where the memory turns by
         itself or nothing is turned."""
+        normed = self._last_state(x, angles, memory)
+        return normed if self._head is None else self._logits(normed)
+
+    def _last_state(self, x: Tensor, angles: Angles | None, memory: Memory) -> Tensor:
+        """All layers and the last norm, of any number of tokens: (batch, tokens, hidden)."""
         normed, attend = x if self._first_norm is None else self._first_norm(x), memory.attend
-        turners = [_Turner(*pair, self.batch, self.half) for pair in angles or ()]
+        lead = x.shape[:2]
+        turners = [_Turner(*pair, lead, self.half) for pair in angles or ()]
         for i, at in enumerate(self.layers):
             turned = at.heads + at.kv_heads
             heads = at.qkv(normed)
@@ -391,10 +400,10 @@ class DecodeStep:
                 attended = at.latent(i, heads, memory)
             else:
                 if at.by_head:
-                    heads = heads.view(self.batch, 1, at.heads, 3, at.head_dim)
-                    heads = heads.transpose(2, 3).reshape(self.batch, 1, -1, at.head_dim)
+                    heads = heads.view(*lead, at.heads, 3, at.head_dim)
+                    heads = heads.transpose(2, 3).reshape(*lead, -1, at.head_dim)
                 else:
-                    heads = heads.view(self.batch, 1, turned + at.kv_heads, at.head_dim)
+                    heads = heads.view(*lead, turned + at.kv_heads, at.head_dim)
                 if at.head_norms is not None and not at.norm_last:
                     heads = at.head_norms(heads)
                 both = heads[:, :, :turned]
@@ -415,8 +424,10 @@ class DecodeStep:
                 normed, x = at.middle(branch, x)
                 branch = at.mlp(normed)
             normed, x = at.end(branch, x)
-        if self._head is None:
-            return normed
+        return normed
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        assert self._head is not None
         logits: Tensor = self._head(normed)
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
@@ -424,11 +435,11 @@ class DecodeStep:
 
 
 class _Turner:
-    """Rotary positions of one token, for all layers."""
+    """Rotary positions of (batch, tokens), for all layers."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, batch: int, half: int) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, lead: tuple[int, ...], half: int) -> None:
         self._half = half
-        self._halves = tuple(t[..., :half].expand(batch, 1, half) for t in (cos, sin))
+        self._halves = tuple(t[..., :half].expand(*lead, half) for t in (cos, sin))
         self._cos = cos.unsqueeze(2)
         self._sin = torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(2)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
+from ..decoders.families import NotRecognised
 from .accelerated import Accelerated
 from .decode_step import DecodeStep
-from .families import NotRecognised
 from .growing_cache import growing
 from .host_memory import HostMemory
 

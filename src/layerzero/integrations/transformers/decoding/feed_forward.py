@@ -1,6 +1,4 @@
-"""The feed-forward part of one token: two products, or those of the few experts that the token is
-for.
-"""
+"""The feed-forward part of one token: two products, or those of the experts it is routed to."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ....ops.formulas.moe import GATED, activate, activate_gated
+from ..decoders.parts import OWN, Experts, FeedForward, OwnPart
 from ..quantized import codes_of
 from .joined import Joined, Weight
-from .parts import OWN, Experts, FeedForward, OwnPart
 from .planning import Binder, Run, with_weights
 
 Product = Callable[[str, Tensor, Sequence[Weight], Tensor | None], Run]
@@ -43,8 +41,8 @@ def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
 
 def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product,
           fast: Any) -> Run:
-    """The feed-forward part of the first of these layers as a function of one token for each row of
-    the batch; the others are those after it. `fast` are the kernels of triton_step.py, or None."""
+    """Bind the feed-forward part of layers[0], for one token in each row of the batch; the layers
+    after it are timed beside it. `fast` are the kernels of triton_step.py, or None."""
     parts = layers[0].parts
     if isinstance(parts, OwnPart):
         bind.kernels["mlp"] = f"{OWN} ({type(parts.module).__name__})"
@@ -84,8 +82,8 @@ def _ours(bind: Binder, x: Tensor, *products: Joined) -> bool:
     """Are both products done by kernels that lz compiled itself?"""
     sizes = [x, x.new_zeros((*x.shape[:-1], products[1].weight.shape[1]))]
     return all(isinstance(p.weight, Tensor) and bind.kernel(
-        "linear", given, p.weight,
-        *(() if p.bias is None else (p.bias,))).startswith(OURS) for given, p in
+        "linear", data, p.weight,
+        *(() if p.bias is None else (p.bias,))).startswith(OURS) for data, p in
         zip(sizes, products))
 
 
@@ -123,14 +121,14 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
 
 
 def _for_one(parts: Experts, x: Tensor, bind: Binder) -> Run:
-    """Only the weights of the experts that were chosen are read."""
+    """One token on the host: only the weights of the chosen experts are read."""
     gate_up, down = parts.gate_up.unbind(0), parts.down.unbind(0)
     row = x.view(1, -1)
     expert = bind("experts", "mlp", row, gate_up[0], down[0], activation=parts.activation)
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        found = torch.cat([expert(x, gate_up[i], down[i]) for i in ids[0].tolist()])
-        return (found * weights.t()).sum(0, keepdim=True).to(x.dtype)
+        results = torch.cat([expert(x, gate_up[i], down[i]) for i in ids[0].tolist()])
+        return (results * weights.t()).sum(0, keepdim=True).to(x.dtype)
 
     return run
 

@@ -1,15 +1,16 @@
 """Layers of transformers' DynamicCache that append in place: a new token is written, nothing is
 copied.
 
-`keys` and `values` are what they are in the layer that they stand for, (batch, heads, tokens, dim),
-here as views of buffers with room after them. Everything that transformers does to a cache (crop,
+`keys` and `values` are those of the layer that is replaced, (batch, heads, tokens, dim), here as
+views of buffers with room after them. Everything that transformers does to a cache (crop,
 reorder, repeat, deepcopy) works on those two as before; whatever puts another tensor in their place
-is noticed at the next append, which then moves into new buffers. Of a sliding window the tokens
-that nobody sees any more lie before the view until the buffer is full.
+is noticed at the next append, which then moves into new buffers. Tokens that have left a sliding
+window stay in the buffer, before the view, until it is full.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 LEAST_ROOM = 256           # tokens
-# a half more than there is: few copies, and little memory that nobody uses
+# room grows by length // GROWTH: few copies, and little unused memory
 GROWTH = 2
 
 
@@ -35,12 +36,12 @@ class _Growing:
         super().__init__(*args)
         self.key_room: Tensor | None = None
         self.value_room: Tensor | None = None
+        self.repeated = 1, 0                   # so many rows begin with the same so many tokens
         self.start = 0                         # the place of the first token in `keys`
         self.end = 0                           # the place after what was last written
 
     def reserve(self, more: int) -> int:
-        """Make sure that `more` tokens can be written after those there are; the place of the
-        first."""
+        """Make room for `more` tokens after those that are there; return the place of the first."""
         length = int(self.keys.shape[2])
         room = self.key_room
         if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
@@ -59,14 +60,16 @@ class _Growing:
 
     def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
         """Use these buffers, which hold tokens up to this place."""
+        if self.key_room is None or not self.is_in(self.key_room):
+            self.repeated = 1, 0               # others have put their tensors here
         self.key_room, self.value_room = key_room, value_room
         self._all_keys, self._all_values = key_room.transpose(1, 2), value_room.transpose(1, 2)
         self.show(end)
 
     def show(self, end: int) -> None:
-        """Let keys and values be what the cache holds once the buffers are written up to this
-        place."""
+        """Let `keys` and `values` be views that end at this place of the buffers."""
         self.end = end
+        self.repeated = self.repeated[0], min(self.repeated[1], end - 1)   # the last may be new
         self.keys, self.values = self.seen(self.start, end)
 
     def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -83,13 +86,14 @@ class _Growing:
         return self.seen(start, self.end)
 
     def _in_place(self) -> bool:
-        """Gradients need the past as it was."""
+        """May a token be written in place? Not with gradients, which need the past as it was."""
         return bool(self.is_initialized and self.keys.numel()  # type: ignore[attr-defined]
                     and not torch.is_grad_enabled())
 
     def write(self, place: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values (batch, tokens, heads, dim) at this place; there is room for them."""
+        """Write keys and values (batch, tokens, heads, dim) at this place, where there is room."""
         more = key.shape[1]
+        self.repeated = self.repeated[0], min(self.repeated[1], place)
         self.key_room.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
         self.value_room.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
         self.show(place + more)
@@ -101,7 +105,31 @@ class _Growing:
 
 
 class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]
-    """A DynamicLayer."""
+    """A DynamicLayer that appends in place."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let rows go on from others. What they have in common with these stays where it is."""
+        room, (copies, common) = self.key_room, self.repeated
+        if copies == 1 or room is None or not self.is_in(room) or not stays(beam_idx, copies):
+            super().reorder_cache(beam_idx)
+            return
+        for t in (room, self.value_room):
+            own = t[:, common:self.end]        # type: ignore[index]
+            own.copy_(own.index_select(0, beam_idx))
+
+
+_checked: dict[int, tuple[weakref.ref[Tensor], bool]] = {}     # by copies: the last indices
+
+
+def stays(beam_idx: Tensor, copies: int) -> bool:
+    """Does every row go on from one of the `copies` rows that it belongs to? The layers of a cache
+    ask for the same indices in turn, and the device is waited for once."""
+    known = _checked.get(copies)
+    if known is None or known[0]() is not beam_idx:
+        rows = torch.arange(len(beam_idx), device=beam_idx.device)
+        known = weakref.ref(beam_idx), torch.equal(beam_idx // copies, rows // copies)
+        _checked[copies] = known
+    return known[1]
 
 
 class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -137,8 +165,8 @@ def _moved(states: Tensor, size: int) -> Tensor:
 
 
 def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
-    """Let every layer of the cache, whose model sees so many tokens each, append in place. What
-    stands in the way, or nothing."""
+    """Let every layer of the cache append in place, `windows` being the tokens that each layer of
+    the model sees. Return what prevents it, or ""."""
     layers = cache.layers
     if len(layers) != len(windows):
         return "a cache for another number of layers"
@@ -155,7 +183,7 @@ def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
             or not layer.keys.numel()):
             return f"a cache layer that is {kind.__name__}" + (" and empty" if sliding
                                                                or kind is DynamicLayer else "")
-        made: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
-        made.__dict__.update(layer.__dict__)
-        layers[i] = made
+        ours: Any = GrowingWindow(layer.sliding_window) if sliding else GrowingLayer()
+        ours.__dict__.update(layer.__dict__)
+        layers[i] = ours
     return ""

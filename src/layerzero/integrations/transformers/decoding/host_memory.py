@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ....backends.native.declaration import DTYPES
 from ..attention import with_sinks
+from ..decoders.recognition import Angles
 from .decode_step import DecodeStep
-from .decoders import Angles
 
 
 class HostMemory:

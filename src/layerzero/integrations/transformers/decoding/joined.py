@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from ....models.weight_codes import WeightCodes
+from ....models.weights.codes import WeightCodes
+from ..decoders.families import NotRecognised
+from ..decoders.recognition import Linear
 from ..quantized import codes_of, joined_codes
-from .decoders import Linear
-from .families import NotRecognised
 
 Weight = Union[Tensor, WeightCodes]
 
@@ -86,7 +86,7 @@ def _with_zeros(layers: Sequence[Linear], like: Tensor) -> list[Tensor]:
 
 
 def _codes(layers: Sequence[Linear]) -> WeightCodes | None:
-    """Of layers that are quantized, all or none."""
+    """The joined codes of layers that are quantized; all of them must be, or none."""
     modules = [layer.module for layer in layers]
     found = joined_codes(modules)
     if found is None and any(codes_of(module) is not None for module in modules):

@@ -1,8 +1,8 @@
 """Multi-head latent attention of one token (DeepSeek-V2 and V3, GLM-4.7-Flash, Youtu, MiniCPM3).
 
-The cache holds a compressed state and one turned key for each token. The model's own code makes the
-keys and values of all heads from all states, for every token anew. Here the product that would make
-them is taken into the query and into the result instead, so that a token reads the cache once:
+The cache holds a compressed state and one rotated key for each token. The model's own code expands
+all states into the keys and values of all heads, for every token anew. Here that product is
+absorbed into the query and into the result instead, so that a token reads the cache once:
 
     q (state W_k)^T = (q W_k) state^T        and        p (state W_v) = (p state) W_v
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parts import DecoderParts, LayerParts, Linear, Norm
+from ..decoders.parts import DecoderParts, LayerParts, Linear, Norm
 from .planning import Run
 
 Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
@@ -24,7 +24,7 @@ Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
 class LatentMemory:
     """States and keys of a token: the mask of a layer is (batch, 1, 1, keys), True: seen."""
 
-    angles = None                              # for the step: it turns nothing
+    angles = None                              # for the step: it rotates nothing
 
     def __init__(self, parts: DecoderParts, layers: list[Any], masks: Sequence[Tensor | None],
                  positions: Tensor) -> None:
@@ -59,7 +59,7 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
     latent, batch, heads = p.latent, len(x), p.heads
     assert latent is not None
     down, rank, rope = latent.query_down.shape[0], latent.rank, latent.rope_dim
-    dim, scale, turn = latent.nope_dim + rope, p.scale, latent.turn
+    dim, scale, rotate = latent.nope_dim + rope, p.scale, latent.rotate
     state_norm = norm("norm of the latent", latent.norm, x.new_zeros((batch, 1, rank)))
     between = x.new_zeros((batch, 1, down))
     query_norm = None if latent.query_norm is None else norm("norm of the latent",
@@ -72,15 +72,15 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
         if query_norm is not None:
             query = query_norm(query)
         query = (query if query_up is None else query_up(query)).view(batch, 1, heads, dim)
-        plain, turned = query.transpose(1, 2).split((latent.nope_dim, rope), -1)
-        turned, key = turn(turned, key.view(batch, 1, 1, rope), memory.rope)
+        plain, rotated = query.transpose(1, 2).split((latent.nope_dim, rope), -1)
+        rotated, key = rotate(rotated, key.view(batch, 1, 1, rope), memory.rope)
         states, keys = memory.keep(layer, state_norm(state).view(batch, 1, 1, rank),
                                    key.view(batch, 1, 1, rope))
         # (heads, nope_dim + value_dim, rank), read anew: the weight may be written to
         key_up, value_up = up.view(heads, -1, rank).split((latent.nope_dim, latent.value_dim), 1)
         absorbed = torch.matmul(plain.squeeze(2).transpose(0, 1), key_up).transpose(0, 1)
         scores = torch.matmul(absorbed, states.transpose(1, 2))
-        scores = torch.add(scores, torch.matmul(turned.squeeze(2), keys.transpose(1, 2))) * scale
+        scores = torch.add(scores, torch.matmul(rotated.squeeze(2), keys.transpose(1, 2))) * scale
         mask = memory.mask(layer)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, 0], -torch.inf)

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 
+from ..decoders.families import NotRecognised
+from ..decoders.parts import DecoderParts
+from . import shared_prompt
 from .decode_step import DecodeStep
-from .families import NotRecognised
 from .host_memory import HostMemory
 from .latent_attention import LatentMemory
-from .parts import DecoderParts
 
 QuantizedCache: Any = getattr(cache_utils, "QuantizedCache", ())
 QuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer",
@@ -26,9 +27,11 @@ QuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer",
 
 def memory_for(step: DecodeStep, parts: DecoderParts, layers: list[Any],
                masks: Sequence[Tensor | None], positions: Tensor, length: int) -> Any:
-    """For one token after `length` others in layers that append in place."""
+    """The memory for one token after `length` others, in layers that append in place."""
     if parts.layers[0].latent is not None:
         return LatentMemory(parts, layers, masks, positions)
+    if shared_prompt.serves(layers):
+        return shared_prompt.SharedMemory(step, layers, parts.angles_at(positions))
     bias = None if parts.bias is None else parts.bias(length)
     scale = None if parts.query_scale is None else parts.query_scale(positions)
     kind = HostMemory if not isinstance(layers[0], (StaticLayer, QuantizedLayer)) else Updating

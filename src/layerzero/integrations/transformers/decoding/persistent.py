@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -26,10 +27,11 @@ from ....spec.event import Fallback
 from ....spec.reason import Code, Reason
 from ....tuning.harness import Race, stopwatch
 from ....world import events
+from ..decoders.families import NotRecognised
+from ..decoders.recognition import DecoderParts, FeedForward, Norm
 from ..quantized import codes_of
 from .decode_step import DecodeStep, JoinedLayer
-from .decoders import DecoderParts, FeedForward, Norm
-from .families import NotRecognised
+from .joined import Weight
 
 Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, tokens, kv_heads, dim)
 
@@ -86,15 +88,34 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
     head_eps = {_rms(norm, at.head_dim) for norm in (at.q_norm, at.k_norm) if norm is not None}
     if len(eps) > 1 or len(head_eps) > 1:
         raise NotRecognised("its norms have different eps")
-    for weight in (joined.qkv.weight, joined.out.weight, joined.mlp.into.weight,
-                   joined.mlp.down.weight):
-        if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16:
-            raise NotRecognised("its weights are quantized")
-        if not weight.is_contiguous() or weight.data_ptr() % 16:
-            raise NotRecognised("a weight is not laid out row after row")
+    kinds = {_stored(weight) for weight in (joined.qkv.weight, joined.out.weight,
+                                            joined.mlp.into.weight, joined.mlp.down.weight)}
+    if len(kinds) > 1:
+        raise NotRecognised("its weights are in several formats")
     return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
                  len(parts.head.module.weight) if parts.head else 0, len(parts.layers), batch,
-                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation)
+                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation,
+                 kinds.pop())
+
+
+def _stored(weight: Weight) -> str:
+    """The format of a weight's codes, or "" for one in bf16."""
+    if isinstance(weight, Tensor):
+        if weight.dtype != torch.bfloat16:
+            raise NotRecognised(f"a weight is {str(weight.dtype)[6:]}")
+        rows, name = weight, ""
+    else:
+        rows, name, scales, group = weight.codes, weight.format, weight.scales, weight.group_size
+        kind = {"int4": torch.bfloat16, "fp8_e4m3": torch.float32}.get(name)
+        if (kind is None or scales is None or weight.activations != "none"
+                or weight.global_scale is not None or scales.dtype != kind
+                or not scales.is_contiguous()
+                or (group % plan.BLOCK if name == "int4" else scales.shape[1] != 1)):
+            raise NotRecognised(f"its weights are quantized to {name}, of which the kernel knows "
+                                "int4 in groups of 128 and fp8 by rows")
+    if not rows.is_contiguous() or rows.data_ptr() % 16:
+        raise NotRecognised("a weight is not laid out row after row")
+    return name
 
 
 def _rms(norm: Norm, size: int) -> float:
@@ -108,24 +129,26 @@ def _rms(norm: Norm, size: int) -> float:
 
 
 def made(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
-         angles: Sequence[Tensor]) -> PersistentStep:
-    """The kernel for these buffers; NotRecognised says why there is none."""
+         angles: Sequence[Tensor]) -> list[PersistentStep]:
+    """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
+    is none."""
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)
-    cfg = plan.config_of(shape, machine)
-    why = plan.problem(shape, cfg, machine)
-    if why is not None:
-        raise NotRecognised(why)
+    configs = plan.configs_of(shape, machine)
+    whys = [plan.problem(shape, cfg, machine) for cfg in configs]
+    if all(whys):
+        raise NotRecognised(str(whys[0]))
     first, head = layers[0].parts, parts.head
     assert first.norm is not None and head is not None and parts.norm is not None
     if codes_of(head.module) is not None:
         raise NotRecognised("its weights are quantized")
-    return PersistentStep(
-        shape, cfg, [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)],
-        parts.weights, parts.norm.weights[0], head.module.weight.detach(), eps=first.norm.eps,
-        head_eps=parts.norm.eps, scale=first.scale,
+    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)]
+    return [PersistentStep(
+        shape, cfg, tensors, parts.weights, parts.norm.weights[0], head.module.weight.detach(),
+        eps=first.norm.eps, head_eps=parts.norm.eps, scale=first.scale,
         head_norm_eps=0.0 if first.q_norm is None else first.q_norm.eps)
+        for cfg, why in zip(configs, whys) if why is None]
 
 
 def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) -> LayerTensors:
@@ -135,11 +158,12 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
     assert into is not None and down is not None
     q_norm, k_norm = (None if norm is None else norm.weights[0] for norm in (at.q_norm, at.k_norm))
     weights = joined.qkv.weight, joined.out.weight, into.weight, down.weight
-    # codes are refused by _layer_shape
-    qkv, out, into_weight, down_weight = (w for w in weights if isinstance(w, Tensor))
+    qkv, out, into_weight, down_weight = (w if isinstance(w, Tensor) else w.codes for w in weights)
+    scales = tuple(w.scales for w in weights
+                   if not isinstance(w, Tensor) and w.scales is not None)
     return LayerTensors(at.norm.weights[0], qkv, joined.qkv.bias, q_norm, k_norm, out,
                         at.mlp_norm.weights[0], into_weight, down_weight, angles, keys, values,
-                        at.window)
+                        at.window, scales)
 
 
 def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],
@@ -153,10 +177,11 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
-        found = made(step, parts, rooms, angles)
-        if not found.resident(given.device.index or 0):
+        found = [one for one in made(step, parts, rooms, angles)
+                 if one.resident(given.device.index or 0)]
+        if not found:
             raise NotRecognised("its blocks cannot all run at the same time")
-        _race(found, rooms, given, state, by_kernels)
+        chosen = _race(found, rooms, given, state, by_kernels) or found[0]
     except NotRecognised as why:
         step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
         return None
@@ -167,23 +192,26 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
         step.bind.kernels[WHAT] = f"a graph of kernels: {faults.reason_of(error, kind).message}"
         return None
     step.bind.kernels[WHAT] = NAME
-    return found
+    return chosen
 
 
-def _race(found: PersistentStep, rooms: Rooms, given: Tensor, state: Tensor,
-          by_kernels: Callable[[], Tensor]) -> None:
-    """NotRecognised says by how much it is wrong or slower."""
-    middle, runs = rooms[0][0].shape[1] // 2, {"kernels": by_kernels,
-                                               NAME: lambda: found(given, state)}
+def _race(found: Sequence[PersistentStep], rooms: Rooms, given: Tensor, state: Tensor,
+          by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+    """The fastest of them; NotRecognised says by how much they are wrong or slower."""
+    middle = rooms[0][0].shape[1] // 2
+    runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
     for room in chain.from_iterable(rooms):
         room.normal_()
     try:
-        logits = []
-        for run in runs.values():
+        _place(state, middle)
+        wanted = by_kernels().float().flatten()
+        for number, one in enumerate(found):
             _place(state, middle)
-            logits.append(run().float().flatten())
-        apart = float((logits[1] - logits[0]).std() / logits[0].std().clamp_min(1e-30))
-        if found.lost() or not apart <= MOST_APART:
+            logits = one(given, state).flatten()
+            apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
+            if not one.lost() and apart <= MOST_APART:
+                runs[str(number)] = partial(one, given, state)
+        if len(runs) == 1:
             raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
         race, kept = Race(stopwatch("cuda"), faults.FAULTS), []
         for name, run in runs.items():
@@ -200,11 +228,15 @@ def _race(found: PersistentStep, rooms: Rooms, given: Tensor, state: Tensor,
             race.enter(name, once)
         race.run(ROUNDS)
         times = race.timings
-        ours, theirs = (times.median(name) if name in times.rounds else math.inf
-                        for name in (NAME, "kernels"))
+        medians = {name: times.median(name) if name in times.rounds else math.inf
+                   for name in runs}
+        theirs = medians.pop("kernels")
+        best = min(medians, key=lambda name: medians[name])
+        ours = medians[best]
         if not ours < theirs:
             raise NotRecognised(f"one persistent kernel takes {ours:.0f} microseconds, not "
                                 f"{theirs:.0f}")
+        return found[int(best)]
     finally:
         for room in chain.from_iterable(rooms):
             room.zero_()

@@ -25,14 +25,14 @@ from ....world import snapshot as worlds
 
 Run = Callable[..., Any]
 ROUNDS = 12
-COLD = 4                   # times the cache: so much memory is gone through by one sample
-# bytes of a tensor that counts for that; calls where there is none
+COLD = 4                   # times the cache: the memory that one sample reads
+# bytes of a tensor that counts for it; calls of one sample where no tensor does
 LARGE, SMALL_CALLS = 1 << 20, 16
 
 
 class Binder:
-    """lz.tables.bind, once for each kind of call; which kernels were chosen is kept for the report.
-    """
+    """Calls lz.tables.bind once for each kind of call, and keeps the names of the kernels for the
+    report."""
 
     def __init__(self, captured: bool) -> None:
         self._bound: dict[Any, Run] = {}
@@ -40,21 +40,21 @@ class Binder:
         self.kernels: dict[str, str] = {}      # what it is for -> kernel
 
     def __call__(self, what: str, op: str, *tensors: Tensor | None, **fixed: Any) -> Run:
-        found = self._once(op, tensors, fixed)
-        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
-        return found
+        run = self._once(op, tensors, fixed)
+        self.kernels[what] = run.kernel  # type: ignore[attr-defined]
+        return run
 
     def kernel(self, op: str, *tensors: Tensor) -> str:
-        """The name of the one for calls like this."""
+        """The name of the kernel for calls like this."""
         return self._once(op, tensors, {}).kernel  # type: ignore[attr-defined,no-any-return]
 
     def _once(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         key = (op, tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors),
                _settings(fixed))
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bound[key] = self._bind(op, tensors, fixed)
-        return found
+        run = self._bound.get(key)
+        if run is None:
+            run = self._bound[key] = self._bind(op, tensors, fixed)
+        return run
 
     def _bind(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
         if not self._captured:
@@ -75,11 +75,11 @@ class Binder:
             return chosen
         key = ("fastest", op, tuple(None if t is None else (t.shape, t.dtype) for t in calls[0]),
                _settings(fixed))
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bound[key] = self._race(op, chosen, calls, fixed)
-        self.kernels[what] = found.kernel  # type: ignore[attr-defined]
-        return found
+        run = self._bound.get(key)
+        if run is None:
+            run = self._bound[key] = self._race(op, chosen, calls, fixed)
+        self.kernels[what] = run.kernel  # type: ignore[attr-defined]
+        return run
 
     def _race(self, op: str, chosen: Run, calls: Sequence[tuple[Tensor | None, ...]],
               fixed: dict[str, Any]) -> Run:
@@ -98,11 +98,11 @@ class Binder:
         named = [t for t in fixed.values() if isinstance(t, Tensor)]
         ring = _cold([tuple(t for t in (*call, *named) if t is not None) for call in calls])
         race = Race(stopwatch("cuda"), faults.FAULTS)
-        kept = []                              # the graphs live as long as they are timed
+        captured = []                              # the graphs live as long as they are timed
         for name, run in runs.items():
             tried = graphs.attempt(lambda run=run: [run(*call) for call in ring])  # type: ignore[misc]
             if not tried.problems:
-                kept.append(tried)
+                captured.append(tried)
                 race.enter(name, tried.graph.replay)
         race.run(ROUNDS)
         timings = race.timings
@@ -114,19 +114,19 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """Calls one after the other, so many that the large tensors of the first are out of the cache
-    after the last."""
-    wanted, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
+    """As many calls as it takes that the large tensors of the first have left the cache after the
+    last."""
+    enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS
     ring = list(calls)
-    while sum(large) * len(ring) < wanted:
+    while sum(large) * len(ring) < enough:
         ring.append(tuple(t.clone() if t.nbytes > LARGE else t for t in calls[0]))
-    return ring[:max(2, -(-wanted // sum(large)))]
+    return ring[:max(2, -(-enough // sum(large)))]
 
 
 def with_weights(run: Run, *weights: Tensor) -> Run:
-    """As a function of the data alone."""
+    """A bound kernel as a function of the data alone, its weights fixed."""
     # the usual one: unpacking costs a little at every call
     if len(weights) == 1:
         weight, = weights

@@ -9,7 +9,7 @@ from torch import nn
 
 # attributes of an accelerated model
 ACCELERATION, REDUCE = "_layerzero_acceleration", "__reduce_ex__"
-ON_DEVICE = "on the device"                    # how a generate() was looped; see generation.py
+ON_DEVICE = "on the device"                    # how a generate() was looped; see generation/
 
 
 class Reduce:

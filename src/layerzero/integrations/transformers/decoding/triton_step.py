@@ -1,7 +1,7 @@
 """What the captured step does on a CUDA device between the products, in fewer launches than the ops
 would need.
 
-In a graph a small kernel costs two microseconds or more, whatever little it does. Turning queries
+In a graph a small kernel costs two microseconds or more, whatever little it does. Rotating queries
 and keys and writing keys and values into the cache is one launch here; attention reads the length
 of the cache where it lies on the device.
 """
@@ -21,12 +21,12 @@ from ....backends.triton import gemv
 from ....backends.triton.decode import launch
 from ....backends.triton.gated import gate
 
-__all__ = ["attend", "gate", "turn_and_keep", "wide"]
+__all__ = ["attend", "gate", "rotate_and_store", "wide"]
 Run = Callable[..., Any]
 
 
 @triton.jit
-def _turn_and_keep_kernel(
+def _rotate_and_store_kernel(
     both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row,
     both_head, value_row, value_head, room_row, room_token,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
@@ -65,21 +65,21 @@ def _turn_and_keep_kernel(
                  value, mask=inside)
 
 
-def turn_and_keep(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
-                  values: Tensor) -> Tensor:
-    """The queries (batch, heads, dim), turned; keys, turned, and values are written at `position`
-    of the buffers.
+def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
+                     values: Tensor) -> Tensor:
+    """Rotate queries and keys; return the queries (batch, heads, dim), write keys and values into
+    the buffers at `position`.
 
     both: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
     last dimensions dense.
     angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values:
     (batch, room, kv_heads, dim), contiguous and alike.
     """
-    batch, _, turned, dim = both.shape
+    batch, _, rotated, dim = both.shape
     kv_heads = value.shape[2]
-    heads, half = turned - kv_heads, angles.shape[1] // 4
+    heads, half = rotated - kv_heads, angles.shape[1] // 4
     query = torch.empty((batch, heads, dim), dtype=both.dtype, device=both.device)
-    _turn_and_keep_kernel[(batch, turned + kv_heads)](
+    _rotate_and_store_kernel[(batch, rotated + kv_heads)](
         both, value, angles, position, query, keys, values, both.stride(0), both.stride(2),
         value.stride(0), value.stride(2), keys.stride(0), keys.stride(1), HEADS=heads,
         KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_POW=triton.next_power_of_2(half),

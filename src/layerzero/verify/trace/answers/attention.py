@@ -191,8 +191,8 @@ def sparse(definition: Definition) -> list[Answer]:
 
 
 def ragged(definition: Definition) -> list[Answer]:
-    """With a log-sum-exp the keys are read as a cache with pages of one token; without, as packed
-    sequences."""
+    """Answer ragged attention: with a log-sum-exp as a paged cache with pages of one token, without
+    as packed sequences."""
     with_lse = any(re.fullmatch(_LSE[0], n.lower()) for n in definition.outputs)
     op = "paged_attention" if with_lse else "varlen_attention"
     p = Parts(definition, op)

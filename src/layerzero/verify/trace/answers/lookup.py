@@ -14,7 +14,7 @@ from ....operate.inspection import dispatcher_of
 from ..definition import Definition
 from ..exports import fixed_arguments
 from ..readings import Unmapped
-from . import attention, layers, moe
+from . import attention, layers, linear_attention, moe
 from .answer import Answer, Inputs, Outputs, lz
 
 
@@ -31,12 +31,12 @@ def answers(definition: Definition) -> tuple[Answer, ...]:
         (r"(gqa|mha|mqa|mla|attention)_ragged.*|varlen_attention", attention.ragged),
         (r".*rms_?norm.*", layers.rms_norm), (r"gemm.*|matmul|linear|bmm.*", layers.gemm),
         (r".*rope.*|rotary.*", layers.rope), (r".*sampling.*|sample", layers.sampling),
-        (r".*moe.*", moe.moe))
+        (r".*moe.*", moe.moe), (r"gdn.*|.*delta_(rule|net).*", linear_attention.gated_delta_rule))
     for pattern, build in builders:
         if re.fullmatch(pattern, kind):
             return tuple(build(definition))
     known = ("gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, "
-             "sampling, moe")
+             "sampling, moe, gdn")
     raise Unmapped(
         f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are "
         f"{known}")

@@ -22,7 +22,7 @@ SHORT_S = 0.05                                 # a run below this is timed again
 
 
 def limit_memory(more: int) -> None:
-    """At most so many bytes beyond what the process has now."""
+    """Limit the memory of this process to `more` bytes beyond what it has now."""
     try:
         import resource
         with open("/proc/self/statm") as f:

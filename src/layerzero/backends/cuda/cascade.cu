@@ -1,0 +1,333 @@
+// Attention of few queries each of many items over keys that the items share: a key that several
+// items see is read once for as many rows (queries times GROUP heads) as a block holds.
+//
+// `plan` (cascade_plan.h) makes units of work: some items, and a range of the keys that they see. A
+// block of `attend` takes a unit for one KV head. The rows of its items are columns of MMA tiles
+// whose rows are 16 keys. Each warp copies its own tiles of keys to a ring in shared memory, a few
+// ahead. Where the columns fit one warp, warps are independent, and each processes what it copied;
+// else they are teams: each warp of a team holds other columns, and processes what all of the team
+// copied. A block stores the maximum, sum and output of its columns in fp32, and `merge` adds them
+// up.
+//
+// Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
+// COLS (tiles of 8 columns of a warp, 1 or 2), STAGES, PLANNERS (threads of the plan), K_TOKEN and V_TOKEN
+// (token strides), PAGE (0: K and V are buffers; else the page size, a multiple of 16), SOFTCAP.
+#define SPLITS 1                                   // of combine.h: blocks are no clusters
+#include "device.h"
+#include "combine.h"
+#include "tiles.h"
+#include "cascade_items.h"
+#include "cascade_plan.h"
+
+KERNEL(attend, Params, WARPS * 32)
+{
+    Column* const columns = (Column*)(shared() + RING);                        // MOST
+    i32* const last = (i32*)(columns + MOST);      // one past the last column that sees a key, of each warp
+    const Workspace workspace = workspace_of(p);
+    const int kv_head = block_x();
+    const int g = lane() / 4, t = lane() % 4, unit_in_row = lane() % UNITS, row_in_copy = lane() / UNITS;
+    const Unit unit = workspace.units[block_y()];
+    if (block_y() >= *workspace.unit_count || unit.begin >= unit.end) return;
+
+    // Start copying the first keys and values.
+    const int begin = unit.begin, stop = unit.end, start = begin + warp() * KEYS;
+    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, K_TOKEN)
+                   + unit_in_row * 8;
+    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, V_TOKEN)
+                   + unit_in_row * 8;
+#if PAGE
+    const i32* const pages = p.table + offset64(unit.row, p.table_row);
+    int page = start < stop ? pages[start / PAGE] : 0;
+#endif
+    int ahead = start, filled = 0;
+    const int copy_at = warp() * 2 * STEP + swizzle(row_in_copy, unit_in_row);
+    auto fetch = [&]() {                           // 16 keys and values; zeros past the last of a pair of tiles
+        if (ahead - warp() % 2 * KEYS < stop) {
+            const int real = stop - ahead - row_in_copy;
+#if PAGE
+            const int next = ahead + SPAN < stop ? pages[(ahead + SPAN) / PAGE] : 0;
+            const u16* k_from = k + offset64(page, p.k_page) + ahead % PAGE * K_TOKEN;
+            const u16* v_from = v + offset64(page, p.v_page) + ahead % PAGE * V_TOKEN;
+            page = next;
+#else
+            const u16 *k_from = k, *v_from = v;
+            k += (i64)SPAN * K_TOKEN;
+            v += (i64)SPAN * V_TOKEN;
+#endif
+            UNROLL for (int n = 0; n < KEYS; n += AT_ONCE) {
+                u8* to = shared() + filled + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
+                copy_async(to, k_from + n * K_TOKEN, n < real);
+                copy_async(to + STEP, v_from + n * V_TOKEN, n < real);
+            }
+        }
+        copy_commit();
+        ahead += SPAN;
+        filled = filled == RING - STAGE ? 0 : filled + STAGE;
+    };
+    ROLLED for (int n = 0; n < STAGES - 1; ++n) fetch();
+
+    // Columns, one for each thread: a row of an item, and the keys that it sees here.
+    const int item_rows = p.max_queries * GROUP, member = thread() / item_rows, query = thread() % item_rows / GROUP;
+    Column own = {0, 0, 0, 0};
+    if (member < unit.members) {
+        const Item item = item_of(p, PAGE ? unit.first + member : workspace.order[unit.first + member]);
+        const Range seen = keys_of(p, item, query);
+        if (query < item.n) own = Column{most(seen.begin, begin), least(seen.end, stop), item.first + query, 0};
+    }
+    if (own.low >= own.high) own.low = own.high = 0;
+    if (thread() < MOST) columns[thread()] = own;
+    const u32 seeing = ballot(own.high > 0);
+    if (lane() == 0) {
+        int past = 0;
+        while (past < 32 && seeing >> past) ++past;
+        last[warp()] = seeing ? warp() * 32 + past : 0;
+    }
+    sync_block();
+    int used = 0, team = 1;
+    UNROLL for (int n = 0; n < WARPS; ++n) used = most(used, last[n]);
+    const int tiles = (used + 7) / 8;
+    while (team * COLS < tiles) team *= 2;
+    const int warp_tiles = (tiles + team - 1) / team, row_group = warp() % team, first_column = row_group * warp_tiles * 8;
+    u8* const queries = shared() + RING - STAGE;
+    ROLLED for (int n = thread(); n < team * warp_tiles * 8 * UNITS; n += THREADS) {
+        const int at = n / UNITS;
+        Four halves = {0, 0, 0, 0};
+        if (columns[at].high > 0)
+            halves = load4(p.q + offset64(columns[at].token, p.q_token)
+                           + offset64(kv_head * GROUP + at % GROUP, p.q_head) + n % UNITS * 8);
+        store4(queries + swizzle(at, n % UNITS), halves);
+    }
+    // What all of this warp's columns see, and what any of them sees.
+    int all_begin = 0, all_end = FAR, any_begin = FAR, any_end = 0;
+    if (lane() < warp_tiles * 8 && first_column + lane() < used) {
+        const Column seen = columns[first_column + lane()];
+        all_begin = seen.low, all_end = seen.high;
+        if (seen.high > 0) any_begin = seen.low, any_end = seen.high;
+    }
+    all_begin = warp_max(all_begin), all_end = -warp_max(-all_end);
+    any_begin = -warp_max(-any_begin), any_end = warp_max(any_end);
+    sync_block();
+    u32 q[COLS][DIM / 16][2];
+    const int query_at = swizzle(first_column + lane() % 8, lane() / 8);
+    float best[COLS][2], total[COLS][2], acc[COLS][DIM / 16][4];
+    UNROLL for (int c = 0; c < COLS; ++c) {
+        UNROLL for (int n = 0; n < DIM / 16; n += 2) {
+            u32 both[4] = {0, 0, 0, 0};
+            if (c < warp_tiles) ldmatrix4(both, queries + c * 8 * (DIM * 2) + advance_units(query_at, 2 * n));
+            q[c][n][0] = both[0];
+            q[c][n][1] = both[1];
+            q[c][n + 1][0] = both[2];
+            q[c][n + 1][1] = both[3];
+        }
+        UNROLL for (int e = 0; e < 2; ++e) {
+            best[c][e] = first_column + c * 8 + 2 * t + e < used ? NONE : 0.0f;
+            total[c][e] = 0;
+        }
+        UNROLL for (int n = 0; n < DIM / 16; ++n) acc[c][n][0] = acc[c][n][1] = acc[c][n][2] = acc[c][n][3] = 0;
+    }
+    sync_block();                                  // the queries are read
+
+    const int key_at = swizzle(lane() % 16, lane() / 16);
+    const int value_at = swizzle(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2) + STEP;
+    const float scale = SOFTCAP ? 1.0f : p.scale;
+    // HALVES tiles of 16 keys, as many warps copied them, for TILES tiles of columns.
+    auto multiply = [&](auto chosen, auto halves, const u8* tile, int first) {
+        constexpr int TILES = decltype(chosen)::value, HALVES = decltype(halves)::value;
+        constexpr int CHAINS = TILES * HALVES == 1 ? 2 : 1, DEPTH = DIM / 16, AHEAD = HALVES == 1 ? 4 : 2;
+        float sums[CHAINS][HALVES][TILES][4];      // keys g and g + 8, two columns each
+        UNROLL for (int i = 0; i < CHAINS; ++i)
+            UNROLL for (int h = 0; h < HALVES; ++h)
+                UNROLL for (int c = 0; c < TILES; ++c)
+                    sums[i][h][c][0] = sums[i][h][c][1] = sums[i][h][c][2] = sums[i][h][c][3] = 0;
+        u32 keys[DEPTH][HALVES][4], values[DEPTH][HALVES][4];                  // loaded AHEAD of their use
+        UNROLL for (int s = -AHEAD; s < DEPTH; ++s) {
+            if (s + AHEAD < DEPTH)
+                UNROLL for (int h = 0; h < HALVES; ++h)
+                    ldmatrix4(keys[s + AHEAD][h], tile + h * 2 * STEP + advance_units(key_at, 2 * (s + AHEAD)));
+            if (s >= 0)
+                UNROLL for (int h = 0; h < HALVES; ++h)
+                    UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(sums[s % CHAINS][h][c], keys[s][h], q[c][s]);
+        }
+        auto load_values = [&](int n) {
+            UNROLL for (int h = 0; h < HALVES; ++h)
+                ldmatrix4_transposed(values[n][h], tile + h * 2 * STEP + advance_units(value_at, 2 * n));
+        };
+        UNROLL for (int n = 0; n < AHEAD; ++n) load_values(n);
+        float (&scores)[HALVES][TILES][4] = sums[0];
+        UNROLL for (int h = 0; h < HALVES; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int n = 0; n < 4; ++n) {
+                    if (CHAINS == 2) scores[h][c][n] += sums[CHAINS - 1][h][c][n];
+                    if (SOFTCAP)                   // tanh by an exponential
+                        scores[h][c][n] = p.cap - 2 * p.cap * reciprocal(1.0f + fast_exp2(scores[h][c][n] * p.scale));
+                }
+        if (first < all_begin || first + HALVES * KEYS > all_end) {
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    const int column = first_column + c * 8 + 2 * t + e;
+                    const Column seen = column < used ? columns[column] : Column{0, 0, 0, 0};
+                    UNROLL for (int n = 0; n < 2 * HALVES; ++n) {
+                        const int key = first + n * 8 + g;
+                        if (key < seen.low || key >= seen.high) scores[n / 2][c][n % 2 * 2 + e] = -bits_float(0x7F800000);
+                    }
+                }
+        }
+        bool higher = false;
+        UNROLL for (int h = 0; h < HALVES; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int n = 0; n < 4; ++n) higher |= scores[h][c][n] * scale - best[c][n % 2] > ENOUGH;
+        if (ballot(higher)) {                      // at the first keys, and rarely after
+            UNROLL for (int c = 0; c < TILES; ++c)
+                UNROLL for (int e = 0; e < 2; ++e) {
+                    float top = NONE;
+                    UNROLL for (int h = 0; h < HALVES; ++h) top = fmaxf(top, fmaxf(scores[h][c][e], scores[h][c][e + 2]));
+                    UNROLL for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+                    top = fmaxf(top * scale, best[c][e]);
+                    const float rescale = fast_exp2(best[c][e] - top);
+                    best[c][e] = top;
+                    total[c][e] *= rescale;
+                    UNROLL for (int n = 0; n < DEPTH; ++n) {
+                        acc[c][n][e] *= rescale;
+                        acc[c][n][e + 2] *= rescale;
+                    }
+                }
+        }
+        u32 weights[HALVES][TILES][2];
+        UNROLL for (int h = 0; h < HALVES; ++h)
+            UNROLL for (int c = 0; c < TILES; ++c) {
+                float w[4];
+                UNROLL for (int n = 0; n < 4; ++n) w[n] = fast_exp2(scores[h][c][n] * scale - best[c][n % 2]);
+                total[c][0] += w[0] + w[2];
+                total[c][1] += w[1] + w[3];
+                weights[h][c][0] = transpose_8x8(pack2<BF16>(w[0], w[1]));
+                weights[h][c][1] = transpose_8x8(pack2<BF16>(w[2], w[3]));
+            }
+        UNROLL for (int n = 0; n < DEPTH; ++n) {
+            if (n + AHEAD < DEPTH) load_values(n + AHEAD);
+            UNROLL for (int h = 0; h < HALVES; ++h)
+                UNROLL for (int c = 0; c < TILES; ++c) mma<BF16>(acc[c][n], values[n][h], weights[h][c]);
+        }
+    };
+    auto attend_to = [&](auto chosen, auto halves) {                           // halves: 1 for a warp alone, else 2
+        constexpr int HALVES = decltype(halves)::value;
+        int stage = 0;
+        ROLLED for (int base = begin; base < stop; base += SPAN) {
+            copy_wait<STAGES - 2>();
+            if (HALVES > 1) sync_block();          // this stage has arrived, and the one before it is read
+            else sync_warp();
+            fetch();
+            ROLLED for (int n = 0; n < team; n += HALVES) {
+                const int from = warp() / team * team + n, first = base + from * KEYS;
+                if (first < least(any_end, stop) && first + HALVES * KEYS > any_begin)
+                    multiply(chosen, halves, shared() + stage + from * 2 * STEP, first);
+            }
+            stage = stage == RING - STAGE ? 0 : stage + STAGE;
+        }
+    };
+    if (team == 1 && warp_tiles <= 1) attend_to(Tiles<1>(), Tiles<1>());
+    else if (team == 1) attend_to(Tiles<COLS>(), Tiles<1>());
+    else if (warp_tiles <= 1) attend_to(Tiles<1>(), Tiles<2>());
+    else attend_to(Tiles<COLS>(), Tiles<2>());
+
+    // Each warp stores its part over the ring; then the key sets of each column are added up.
+    copy_wait<0>();
+    sync_block();
+    u8* const part = shared() + warp() * Part::PART;
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const int row = c * 8 + 2 * t + e;
+            float sum = total[c][e];
+            UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+            if (c < warp_tiles) {
+                float* to = row_of(part, row, Part::PITCH) + g;
+                UNROLL for (int n = 0; n < DIM / 16; ++n) {
+                    to[n * 16] = acc[c][n][e];
+                    to[n * 16 + 8] = acc[c][n][e + 2];
+                }
+                if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
+            }
+        }
+    sync_block();
+    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
+        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
+        const int row = at - group * warp_tiles * 8;
+        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
+        ROLLED for (int set = 0; set < WARPS / team; ++set) {
+            u8* const from = shared() + (set * team + group) * Part::PART;
+            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
+            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
+            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
+            top = higher;
+            sum = sum * old + stats.y * share;
+            out[0] = out[0] * old + bits_float(values.x) * share;
+            out[1] = out[1] * old + bits_float(values.y) * share;
+            out[2] = out[2] * old + bits_float(values.z) * share;
+            out[3] = out[3] * old + bits_float(values.w) * share;
+        }
+        const i64 to = (i64)(unit.part + at) * p.kv_heads + kv_head;
+        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
+        if (quad == 0) workspace.stats[to] = Float2{top, sum};
+    }
+}
+
+// Adds up the parts of a row: a warp for each token and head.
+KERNEL(merge, Params, WARPS * 32)
+{
+    const int head = block_x() * WARPS + warp(), token = block_y(), heads = p.kv_heads * GROUP;
+    if (head >= heads) return;
+    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
+    const Workspace workspace = workspace_of(p);
+    float top = NONE, sum = 0, out[PER_LANE][4] = {};
+    const int index = workspace.item_of_token[token];
+    const Item item = index < 0 ? Item{} : item_of(p, index);
+    const Range keys = keys_of(p, item, token - item.first);
+    Place places[PLACES];
+    UNROLL for (int n = 0; n < PLACES; ++n) places[n] = index < 0 ? Place{} : workspace.places[index * PLACES + n];
+    const int units = places[0].units + (PLACES > 1 ? places[PLACES - 1].units : 0);
+    ROLLED for (int first = 0; first < units; first += 32) {
+        const int each = first + lane();
+        const bool shared_one = each < places[0].units;
+        const Place place = shared_one ? places[0] : places[PLACES - 1];
+        const Unit unit = each < units ? workspace.units[place.unit + each - (shared_one ? 0 : places[0].units)] : Unit{};
+        const bool seen = most(keys.begin, unit.begin) < least(keys.end, unit.end);
+        const int column = (place.slot * p.max_queries + token - item.first) * GROUP + head % GROUP;
+        const i64 row = (i64)(unit.part + column) * p.kv_heads + head / GROUP;
+        const Float2 stats = seen ? workspace.stats[row] : Float2{NONE, 0};
+        const float higher = fmaxf(top, warp_max(stats.x)), old = fast_exp2(top - higher);
+        const float share = seen ? fast_exp2(stats.x - higher) : 0.0f;
+        top = higher;
+        sum = sum * old + warp_sum(share * stats.y);
+        UNROLL for (int i = 0; i < PER_LANE; ++i)
+            UNROLL for (int e = 0; e < 4; ++e) out[i][e] *= old;
+        ROLLED for (u32 left = ballot(seen); left;) {
+            float weights[AHEAD];
+            const float* from[AHEAD];
+            int at = 0;
+            UNROLL for (int a = 0; a < AHEAD; ++a) {           // where none is left, the last is read again and counts nothing
+                const bool real = left != 0;
+                if (real) at = lowest_bit(left);
+                left &= left - 1;
+                weights[a] = shuffle(share, at) * (real ? 1.0f : 0.0f);
+                from[a] = workspace.parts + shuffle(row, at) * DIM;
+            }
+            UNROLL for (int a = 0; a < AHEAD; ++a)
+                UNROLL for (int i = 0; i < PER_LANE; ++i) {
+                    const Four values = load4(from[a] + (i * 32 + lane() % QUADS) * 4);
+                    out[i][0] += weights[a] * bits_float(values.x);
+                    out[i][1] += weights[a] * bits_float(values.y);
+                    out[i][2] += weights[a] * bits_float(values.z);
+                    out[i][3] += weights[a] * bits_float(values.w);
+                }
+        }
+    }
+    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
+    const i64 row = (i64)token * heads + head;
+    UNROLL for (int i = 0; i < PER_LANE; ++i)
+        if (i * 32 + lane() < QUADS) {
+            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
+            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
+            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
+        }
+    if (p.lse && lane() == 0)
+        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+}

@@ -1,0 +1,113 @@
+// Of Consumer (step.cu): products with codes for weights. The tensor cores take 16 rows of a weight,
+// and the rows of x as columns; both in the order in which codes come out of a word, which x has in
+// memory already (`slot`). int4 in the mantissa of 128.0 is 128 + code, of which 136 is taken; the
+// bits of fp8_e4m3 are moved to those of a bf16, up to a power of two. The warps of a block share the
+// inputs of an item, and one of them adds up what they found.
+
+// Eight codes of a row as pairs
+FN_MEMBER static void decode(const u8* from, u32 (&pair)[4]) {
+    if (CODES == 1) {
+        const u32 word = *(const u32*)from;
+        UNROLL for (int n = 0; n < 4; ++n) pair[n] = fma_pair(word >> 4 * n & 0x000F000Fu | 0x43004300u, 0x3F803F80u, 0xC308C308u);
+        return;
+    }
+    const u64 words = *(const u64*)from;
+    UNROLL for (int n = 0; n < 4; ++n) {
+        const u32 word = u32(words >> n / 2 * 32), bits = n % 2 ? word : word << 8;
+        pair[n] = fma_pair(bits & 0x80008000u | bits >> 4 & 0x07F007F0u, 0x7B807B80u, 0x80008000u);
+    }
+}
+
+// 128 inputs: acc += rows g and g + 8 of a tile times x, whose columns are 2t and 2t + 1
+template <int PITCH_OF> FN_MEMBER static void multiply_block(const u8* codes, const u16* x, float (&acc)[2][4]) {
+    UNROLL for (int j = 0; j < 4; ++j) {
+        u32 upper[4], lower[4];
+        decode(codes + j * (code_bytes(1) / 4), upper);
+        decode(codes + 8 * PITCH_OF + j * (code_bytes(1) / 4), lower);
+        const Four u = load4(x + j * 32);
+        const u32 first[4] = {upper[0], lower[0], upper[1], lower[1]}, second[4] = {upper[2], lower[2], upper[3], lower[3]};
+        const u32 left[2] = {u.x, u.y}, right[2] = {u.z, u.w};
+        mma<true>(acc[j % 2], first, left);
+        mma<true>(acc[j % 2], second, right);
+    }
+}
+
+// sum += the tile times x, in the layout of the tensor cores
+template <int BLOCKS, int STRIDE> FN_MEMBER void multiply_codes(int number, int blocks, const u16* x, float (&sum)[4]) const {
+    constexpr int TOGETHER = BLOCKS % 2 || STRIDE / 128 % 2 ? 1 : 2;    // the last slice may be shorter
+    const int g = lane() / 4, t = lane() % 4;
+    const u8* tile_at = tile(number);
+    const u8* codes = tile_at + g * code_pitch(BLOCKS) + t * (code_bytes(1) / 16);
+    const u8* scales = tile_at + 16 * code_pitch(BLOCKS) + g * 4;
+    const u16* from = x + least(g, BATCH - 1) * STRIDE + t * 8;
+    float acc[TOGETHER][2][4];
+    UNROLL for (int n = 0; n < TOGETHER; ++n)
+        UNROLL for (int j = 0; j < 2; ++j) UNROLL for (int e = 0; e < 4; ++e) acc[n][j][e] = 0;
+    ROLLED for (int block = 0; block < blocks; block += TOGETHER) {
+        UNROLL for (int n = 0; n < TOGETHER; ++n)
+            multiply_block<code_pitch(BLOCKS)>(codes + n * code_bytes(1), from + n * 128, acc[n]);
+        if (CODES == 1)
+            UNROLL for (int n = 0; n < TOGETHER; ++n) {
+                const u32 by = *(const u32*)(scales + n * 32);
+                UNROLL for (int e = 0; e < 4; ++e) {
+                    sum[e] += (acc[n][0][e] + acc[n][1][e]) * (e < 2 ? low(by) : high(by));
+                    acc[n][0][e] = acc[n][1][e] = 0;
+                }
+            }
+        codes += TOGETHER * code_bytes(1), from += TOGETHER * 128, scales += TOGETHER * 32;
+    }
+    release(number);
+    if (CODES == 2)
+        UNROLL for (int n = 0; n < TOGETHER; ++n)
+            UNROLL for (int e = 0; e < 4; ++e) sum[e] += acc[n][0][e] + acc[n][1][e];
+}
+
+// What the warps found of 16 rows of an item and of the next, each for all rows of x
+FN_MEMBER static float* found(int item, int warp_of) { return code_sums() + (item % 2 * WARPS + warp_of) * (16 * BATCH); }
+
+FN_MEMBER static float total(int item, int row, int b) {
+    float sum = 0;
+    UNROLL for (int w = 0; w < WARPS; ++w) sum += found(item, w)[row * BATCH + b];
+    return sum;
+}
+
+template <int K, int SLICES> FN_MEMBER void coded(const u16* x, const Target& to) {
+    constexpr int BLOCKS = code_blocks(K, SLICES);
+    const bool is_gated = to.kind == TO_GATE;
+    const Share share = take(first, is_gated ? INNER / 8 : ceil_div(to.rows, 16));
+    const int own = (warp() + WARPS - next % WARPS) % WARPS, g = lane() / 4, t = lane() % 4;
+    ROLLED for (int n = 0; n < share.count; ++n) {
+        const int item = share.item(n);
+        const bool is_last = n % WARPS == warp();  // who adds up
+        float scale[2] = {1, 1}, bias = 0;         // asked for before anything is waited for
+        if (is_last && CODES == 2)
+            UNROLL for (int e = 0; e < 2; ++e) {
+                const int row = is_gated ? item * 8 + lane() % 8 + e * INNER : least(item * 16 + lane() % 16, to.rows - 1);
+                scale[e] = to.scales[row];
+            }
+        if (BIAS && is_last && to.kind == TO_QKV) bias = to_float<true>(to.bias[least(item * 16 + lane() % 16, to.rows - 1)]);
+        float sum[4] = {0, 0, 0, 0};
+        ROLLED for (int s = own; s < SLICES; s += WARPS)
+            multiply_codes<BLOCKS, K>(next + n * SLICES + s, most(0, least(BLOCKS, K / 128 - s * BLOCKS)), x + s * (BLOCKS * 128),
+                                      sum);
+        UNROLL for (int e = 0; e < 4; ++e)
+            if (2 * t + e % 2 < BATCH) found(n, warp())[(g + e / 2 * 8) * BATCH + 2 * t + e % 2] = sum[e];
+        sync_first(THREADS);
+        if (!is_last) continue;
+        if (is_gated) {
+            ROLLED for (int b = 0; b < BATCH; ++b) {
+                const int v = lane() % 8;
+                const float value = activated(total(n, v, b) * scale[0], total(n, v + 8, b) * scale[1]);
+                const float other = shuffle_xor(value, 1);
+                if (lane() < 8 && v % 2 == 0)
+                    post(to.words + b * (INNER / 2) + item * 4 + v / 2, word(pack2<true>(value, other), to.tag));
+            }
+        } else
+            ROLLED for (int b = 0; b < BATCH; ++b) {
+                const int row = item * 16 + lane();
+                if (lane() < 16 && row < to.rows) emit(to, row, b, total(n, lane(), b) * scale[0], bias);
+            }
+    }
+    next += share.count * SLICES;
+    ++phase;
+}

@@ -1,0 +1,1 @@
+"""Measure what is fastest here."""

@@ -1,0 +1,127 @@
+"""`lz record` writes down the calls of a program; `lz regret` measures what the choices for them
+cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+from ....files.calls import write_calls
+from ....operate.recording import VARIABLE
+from ....spec.call import Call
+from ....tuning import regret as regrets
+from ....tuning.workload import read_recordings
+from ... import show
+from ...calls import calls_of, device_kind
+from ...options import Source
+
+SHOWN = 25
+
+
+def record(command: Sequence[str], out: Path, as_json: bool) -> int:
+    """Run the command and write its calls; returns its exit code, or 1 where it made no call."""
+    code, calls = record_calls(command)
+    if calls:
+        write_calls(out, calls)
+    next_step = f"lz tune --calls {shlex.quote(str(out))}"
+    if as_json:                                # one line: stdout is the command's too
+        print(json.dumps({"path": str(out) if calls else None, "command_exit": code,
+                          "kinds": len(calls), "calls": sum(call.count for call in calls),
+                          "next": next_step if calls else None}))
+    elif calls:
+        _report(calls, out, next_step)
+    if not calls:
+        print(f"lz record: no lz call was made; {out} was not written", file=sys.stderr)
+    return code if calls else code or 1
+
+
+def record_calls(command: Sequence[str]) -> tuple[int, tuple[Call, ...]]:
+    """Run a command; returns its exit code, and the lz calls of all its processes."""
+    with tempfile.TemporaryDirectory(prefix="lz-record-") as folder:
+        return _run(command, folder), read_recordings(Path(folder))
+
+
+def _run(command: Sequence[str], folder: str) -> int:
+    process = subprocess.Popen(command, env={**os.environ, VARIABLE: folder})
+    while True:
+        try:
+            code = process.wait()
+            # ended by a signal: the code a shell gives
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:              # the command got it too, and may finish its work
+            continue
+
+
+def _report(calls: tuple[Call, ...], out: Path, next_step: str) -> None:
+    kinds, times = Counter(c.op for c in calls), Counter({c.op: 0 for c in calls})
+    for call in calls:
+        times[call.op] += call.count
+    served: dict[str, list[str]] = {}
+    for call in calls:
+        served.setdefault(call.op, []).extend(part for part in call.name.split("; ") if part)
+    err = show.console(sys.stderr)             # stdout is the command's
+    for op, n in times.most_common():
+        err.print(f"{op}: {n} calls of {kinds[op]} kinds, {', '.join(dict.fromkeys(served[op]))}",
+                  markup=False)
+    err.print(f"{len(calls)} kinds of call are in {out}. Next: {next_step}", markup=False)
+
+
+def regret(source: Source, *, device: str | None, seconds: float, mode: str,
+           max_median: float | None, max_p95: float | None, everything: bool, as_json: bool) -> int:
+    median = regrets.MAX_MEDIAN if max_median is None else max_median
+    p95 = regrets.MAX_P95 if max_p95 is None else max_p95
+    workload, kind = calls_of(source, device, "standard"), device_kind(device)
+    columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(),
+               MofNCompleteColumn(), TimeElapsedColumn())
+    done = itertools.count()
+    with show.progress(*columns, total=len(workload)) as update:
+        def advance(call: Call) -> None:
+            update(description=call.op, completed=next(done))
+
+        report = regrets.replay(workload, seconds=seconds, device=kind, mode=mode, advance=advance)
+    problems = report.problems(median, p95)
+    if as_json:
+        show.as_json({"ok": not problems, "problems": list(problems), "device": kind, "mode": mode,
+                      "limits": {"median": median, "p95": p95}, **report.to_json()})
+    else:
+        show_report(report, len(report.rows) if everything else SHOWN)
+        for problem in problems:
+            show.text(f"!!  {problem}")
+    return 1 if problems else 0
+
+
+def show_report(report: regrets.RegretReport, most: int = SHOWN) -> None:
+    """Print the calls with the greatest regret, and the totals of the workload."""
+    worst = sorted(report.rows, key=lambda row: row.regret, reverse=True)[:most]
+    show.heading(f"Regret of {len(report.rows)} calls on {report.place}" + (
+        f", the {len(worst)} greatest" if len(worst) < len(report.rows) else ""))
+    numbers = ("times", "us", "best us", "regret", "over torch")
+    show.table(("call", "times", "chosen", "us", "best", "best us", "regret", "over torch"), [(
+        row.label, str(row.call.count), row.chosen, f"{row.us(row.chosen):.1f}",
+        row.best if row.best != row.chosen else "the same", f"{row.us(row.best):.1f}",
+        f"{row.regret:.1%}", f"{row.gain:.2f}x" if row.gain else "-") for row in worst],
+               right=numbers)
+    for skipped in report.skipped:
+        show.text(f"skipped: {skipped.call.op} ({skipped.call.name or 'no name'}): {skipped.why}")
+    show.heading("In all")
+    show.table(("", "each call once", "as often as it came"), [
+        ("median regret", f"{report.regret(0.5):.1%}", f"{report.regret(0.5, True):.1%}"),
+        ("p95 regret", f"{report.regret(0.95):.1%}", f"{report.regret(0.95, True):.1%}"),
+        ("worse than torch's default by 3 %", f"{report.worse():.1%}", f"{report.worse(True):.1%}"),
+        ("gain over torch's default, geometric mean", f"{report.gain():.2f}x",
+         f"{report.gain(True):.2f}x"),
+        ("time lost against the best choices", "", f"{report.lost:.1%}"),
+        ("another winner in the second half", f"{len(report.flips)} of {len(report.rows)}",
+         f"{len(report.flips_that_matter)} between unequal kernels")],
+               right=("each call once", "as often as it came"))

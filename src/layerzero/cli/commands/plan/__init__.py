@@ -1,0 +1,1 @@
+"""Choose ahead of time."""

@@ -1,0 +1,1 @@
+"""Prove the answers."""

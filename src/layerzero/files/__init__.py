@@ -1,0 +1,1 @@
+"""Files: where they are, how those of others are read, and how text and files become code."""

@@ -1,0 +1,1 @@
+"""generate() of an accelerated model: the loop over tokens, the draw, speculation."""

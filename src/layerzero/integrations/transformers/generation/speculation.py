@@ -1,0 +1,397 @@
+"""Speculation: what a small model, or the text so far, proposes is verified several tokens at once.
+
+`Speculation` takes the place of `model.generate`. A round feeds the last token and the proposed
+ones through the decode step of as many rows: every product reads its weights once for all of them,
+and only the attention knows that the rows are one after the other (`RowsMemory`), or a tree. What
+the model would have chosen is kept, up to the first proposal that differs; so greedy tokens are
+those without speculation. Whatever is no greedy generation of one text goes the way it went before,
+and is counted with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ....models.speculative import tree_attention_mask, tree_positions
+from ....plan.table import Span
+from ..decoders.families import NotRecognised
+from ..decoding.accelerated import Accelerated
+from ..decoding.captured import Uncapturable
+from ..decoding.captured_rows import CapturedRows
+from ..decoding.decode_step import ANY, DecodeStep
+from ..decoding.growing_cache import growing
+
+PROMPT_LOOKUP = "prompt_lookup"
+DRAFTED = 4                                    # tokens that a model proposes in a round
+LOOKED_UP = 8                                  # and that the text so far does
+LONGEST_MATCH = 3                              # last tokens that are looked for in the text
+# what a call may hold: the loop makes the rest by itself
+KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
+         "cache_position"}
+
+
+@dataclass
+class Speculated:
+    """What speculation did so far."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0                          # of the drafted ones
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        if not self.rounds:
+            return "no round yet"
+        share = f"{self.accepted / self.drafted:.0%}" if self.drafted else "none"
+        return (f"{self.tokens} tokens in {self.rounds} rounds, {share} of {self.drafted} drafted "
+                "tokens accepted")
+
+
+class Written:
+    """Rows that were written to a cache, of which some stay."""
+
+    def __init__(self, layers: list[Any], places: list[int]) -> None:
+        self._layers, self._places = layers, places
+
+    def undo(self, keep: int = 0) -> None:
+        """Take back all rows but the first `keep`."""
+        for layer, place in zip(self._layers, self._places):
+            layer.show(place + keep)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Keep these rows, in this order, and take back the others."""
+        if list(nodes) != list(range(len(nodes))):
+            for layer, place in zip(self._layers, self._places):
+                at = torch.tensor(nodes, device=layer.keys.device) + place
+                for room in (layer.key_room, layer.value_room):
+                    room[:, place:place + len(nodes)] = room.index_select(1, at)
+        self.undo(len(nodes))
+
+
+class RowsMemory(Written):
+    """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
+
+    def __init__(self, step: DecodeStep, layers: list[Any], length: int, angles: Any,
+                 parents: Tensor | None, runs: dict[Any, tuple[Any, Span]]) -> None:
+        super().__init__(layers, [layer.reserve(step.batch) for layer in layers])
+        self._step, self._rows, self._bound, self.angles = step, step.batch, runs, angles
+        self._mask = () if parents is None else (tree_attention_mask(parents, length)[None, None],)
+
+    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+        at, place, rows = self._layers[layer], self._places[layer], self._rows
+        queries = both.shape[2] - value.shape[2]
+        at.write(place, both[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
+        keys, values = at.seen(0, place + rows)
+        query = both[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
+        out = self._run(layer, query, keys, values)(query, keys, values, *self._mask)
+        return out.permute(2, 0, 1, 3).reshape(rows, 1, -1)  # type: ignore[no-any-return]
+
+    def _run(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Any:
+        at, length = self._step.layers[layer], keys.shape[2]
+        key = (self._step, at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap,
+               len(self._mask))
+        run, span = self._bound.get(key, (None, ANY))
+        if run is None or not span.covers(length):
+            causal = {} if self._mask else {"is_causal": True, "causal_align": "bottom_right"}
+            run = self._step.bind("attention, verified", "attention", query, keys, values,
+                                  *(self._mask or (None,)), scale=at.scale, softcap=at.softcap,
+                                  **causal)
+            span = dict(run.row.sizes).get("seq_k", ANY)  # type: ignore[attr-defined]
+            self._bound[key] = run, span
+        return run
+
+
+class Rows:
+    """Several tokens of one text through the decode step of an accelerated model."""
+
+    def __init__(self, accelerated: Accelerated) -> None:
+        self.accelerated, parts = accelerated, accelerated.parts
+        if parts.head is None:
+            raise NotRecognised("the decoder with the step has no head: another model feeds it")
+        if any(layer.window for layer in parts.layers):
+            raise NotRecognised("its layers have a window, out of which nothing comes back")
+        if parts.ungraphed:
+            raise NotRecognised(f"it has {parts.ungraphed}")
+        self._runs: dict[Any, tuple[Any, Span]] = {}
+        self.captured = (None if accelerated._captured is None
+                         else CapturedRows(accelerated._captured, parts))
+        self.declined: Counter[str] = Counter()
+
+    def __call__(self, tokens: Tensor, cache: DynamicCache,
+                 parents: Tensor | None = None) -> tuple[Tensor, Written]:
+        """Logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them all
+        until the memory says otherwise."""
+        of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
+        of._check(cache, 0, {})
+        refused = growing(cache, of._windows)
+        if refused:
+            raise NotRecognised(refused)
+        length = cache.get_seq_length()
+        order = (torch.arange(length, length + rows, device=tokens.device) if parents is None
+                 else tree_positions(parents, length).to(tokens.device))
+        step, positions = of.step(rows), order[:, None]
+        if self.captured is not None and of._captured is not None and parents is None:
+            try:
+                out = self.captured(of.step(1), step, tokens, cache, length)
+                return out, Written(cache.layers, [length] * len(cache.layers))
+            except NotRecognised as why:
+                self.declined[f"verified without a graph: {why}"] += 1
+                self.captured = None if isinstance(why, Uncapturable) else self.captured
+        x = parts.first_input(parts.embedded(tokens[:, None]), positions)
+        memory = RowsMemory(step, cache.layers, length, parts.angles_at(positions), parents,
+                            self._runs)
+        try:
+            return step(x, memory.angles, memory)[:, 0], memory
+        # passed on, an interrupt too: half a round must not stay in the cache
+        except BaseException:
+            memory.undo()
+            raise
+
+
+class Draft:
+    """A small model that proposes what comes next, greedily."""
+
+    def __init__(self, model: Any, accelerated: Accelerated | None, count: int) -> None:
+        self.model, self.count = model, count
+        self._rows = None if accelerated is None else Rows(accelerated)
+        self._cache = DynamicCache(config=model.config)
+
+    def begin(self) -> None:
+        self._cache = DynamicCache(config=self.model.config)
+
+    def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        """Up to `most` tokens after `ids`, (tokens,)."""
+        cache, proposed = self._cache, []
+        held = cache.get_seq_length()
+        more = ids[held:]
+        for _ in range(min(self.count, most)):
+            if self._rows is not None and 1 < len(more) <= self.count + 1 and held:
+                logits = self._rows(more, cache)[0][-1]
+            else:
+                logits = self.model(more[None], past_key_values=cache, use_cache=True,
+                                    logits_to_keep=1).logits[0, -1]
+            more = logits.argmax(-1, keepdim=True)
+            proposed.append(more)
+        return (torch.cat(proposed) if proposed else ids[:0]), None
+
+    def accept(self, length: int) -> None:
+        """The text now has so many tokens, of which the last may be new to the draft."""
+        over = self._cache.get_seq_length() - (length - 1)
+        if over > 0:
+            self._cache.crop(-over)
+
+
+class Lookup:
+    """What followed the last tokens where they stood before: the longest match, the latest first.
+    Two places that go on differently are a tree."""
+
+    def __init__(self, count: int, branches: int = 1) -> None:
+        self.count, self.branches = count, branches
+
+    def begin(self) -> None:
+        """Do nothing: no state is kept between texts."""
+
+    def accept(self, length: int) -> None:
+        """Do nothing: no state is kept between rounds."""
+
+    def __call__(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        text, most = ids.tolist(), min(self.count, most)
+        chains: list[list[int]] = []
+        for size in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+            last = text[-size:]
+            for start in range(len(text) - size - 1, -1, -1):
+                if text[start:start + size] == last:
+                    chain = text[start + size:start + size + most]
+                    if chain and all(chain[0] != other[0] for other in chains):
+                        chains.append(chain)
+                    if len(chains) == self.branches:
+                        break
+            if chains:
+                break
+        tokens = torch.tensor([t for chain in chains for t in chain], dtype=ids.dtype,
+                              device=ids.device)
+        if len(chains) < 2:
+            return tokens, None
+        parents = [-1 if not i else at + i - 1 for at, chain in zip(
+            _starts(chains), chains) for i in range(len(chain))]
+        return tokens, torch.tensor(parents)
+
+
+def _starts(chains: Sequence[Sequence[int]]) -> list[int]:
+    starts = [0]
+    for chain in chains[:-1]:
+        starts.append(starts[-1] + len(chain))
+    return starts
+
+
+class Speculation:
+    """Takes the place of `model.generate`."""
+
+    is_decode_step = True                      # for Reduce: a copy of the model does not have it
+
+    def __init__(self, model: Any, accelerated: Accelerated, draft: Draft | Lookup) -> None:
+        self.model, self.rows, self.draft = model, Rows(accelerated), draft
+        self.done, self.declined = Speculated(), Counter[str]()
+        self._plain = vars(model).get("generate") or type(model).generate.__get__(model)
+        functools.update_wrapper(self, type(model).generate.__get__(model))
+
+    def undo(self) -> None:
+        own = vars(self.model)
+        if own.get("generate") is self:
+            del own["generate"]
+            if getattr(self._plain, "is_decode_step", False):  # what took its place before
+                own["generate"] = self._plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = {name for name in ("custom_generate", "assistant_model", "synced_gpus", "tokenizer",
+                                   "prompt_lookup_num_tokens", "assistant_early_exit")
+                 if kwargs.get(name)}
+        try:
+            if known or len(args) > 1:
+                raise NotRecognised(f"{', '.join(sorted(known)) or 'more than one argument'} "
+                                    "is given")
+            own = {n: v for n, v in kwargs.items() if n != "streamer"}
+            # transformers prepares everything, and hands a loop of one's own no streamer
+            loop = functools.partial(self._loop, kwargs.get("streamer"))
+            return type(self.model).generate(self.model, *args, custom_generate=loop, **own)
+        except NotRecognised as why:           # before the first token
+            self.declined[str(why)] += 1
+        return self._plain(*args, **kwargs)
+
+    @torch.no_grad()
+    def _loop(self, streamer: Any, model: Any, input_ids: Tensor, logits_processor: Any = None,
+              stopping_criteria: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        config = generation_config
+        refused = self._refused(input_ids, config, kwargs)
+        if refused:
+            raise NotRecognised(refused)
+        cache = kwargs["past_key_values"]
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        self.draft.begin()
+        ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
+        done = self._stopped(ids, 1, stopping_criteria, streamer)
+        self.done.tokens += 1
+        while not done:
+            most = config.max_length - ids.shape[1] - 1
+            drafted, parents = self.draft(ids[0], most) if most > 0 else (ids[0, :0], None)
+            new = self._verified(ids, drafted, parents, cache, logits_processor)
+            before = ids.shape[1]
+            ids = torch.cat((ids, new[None]), 1)
+            stop = self._stop_at(ids, before, stopping_criteria, streamer)
+            if stop is not None:               # what came after it is dropped, in the cache too
+                cache.crop(-(ids.shape[1] - stop))
+                ids, done = ids[:, :stop], True
+            self.done.tokens += ids.shape[1] - before
+            self.draft.accept(ids.shape[1])
+        if streamer is not None:
+            streamer.end()
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)
+        return ids
+
+    def _verified(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
+                  processors: Any) -> Tensor:
+        try:
+            return self._round(ids, drafted, parents, cache, processors)
+        except NotRecognised as why:           # a hook came, weights were moved: one by the model
+            self.declined[str(why)] += 1
+            return self._round(ids, drafted[:0], None, cache, processors)
+
+    def _round(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
+               processors: Any) -> Tensor:
+        """The tokens that follow: one, and those of the draft that the model chose as well."""
+        tokens = torch.cat((ids[0, -1:], drafted))
+        tree = None if parents is None else torch.cat((torch.tensor([-1]), parents + 1))
+        if len(tokens) == 1:
+            logits = self.model(tokens[None], past_key_values=cache, use_cache=True,
+                                logits_to_keep=1).logits[0]
+            self.done.rounds += 1
+            return self._chosen(ids, logits, processors)[0, -1:]
+        logits, memory = self.rows(tokens, cache, tree)
+        if processors:
+            logits = self._processed(ids, drafted, tree, logits, processors)
+        best, proposed = logits.argmax(-1).tolist(), tokens.tolist()
+        above = [i - 1 for i in range(len(proposed))] if tree is None else tree.tolist()
+        at, path = 0, [0]
+        while True:
+            node = next((i for i in range(at + 1, len(proposed)) if above[i] == at
+                         and proposed[i] == best[at]), None)
+            if node is None:
+                break
+            at = node
+            path.append(at)
+        memory.keep(path)
+        self.done.rounds += 1
+        self.done.drafted += len(drafted)
+        self.done.accepted += len(path) - 1
+        return torch.tensor([best[i] for i in path], dtype=ids.dtype, device=ids.device)
+
+    @staticmethod
+    def _processed(ids: Tensor, drafted: Tensor, tree: Tensor | None, logits: Tensor,
+                   processors: Any) -> Tensor:
+        """Each row after the tokens that come before it."""
+        above = list(range(-1, len(logits) - 1)) if tree is None else tree.tolist()
+        scores, texts = [], [ids]
+        for i, row in enumerate(logits.float()):
+            if i:
+                texts.append(torch.cat((texts[above[i]], drafted[None, i - 1:i]), 1))
+            scores.append(processors(texts[i], row[None]))
+        return torch.cat(scores)
+
+    @staticmethod
+    def _chosen(ids: Tensor, logits: Tensor, processors: Any) -> Tensor:
+        logits = processors(ids, logits.float()) if processors else logits
+        return torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+
+    @staticmethod
+    def _stopped(ids: Tensor, new: int, criteria: Any, streamer: Any) -> bool:
+        if streamer is not None:
+            streamer.put(ids[0, -new:].cpu())
+        return bool(criteria(ids, None).all())
+
+    def _stop_at(self, ids: Tensor, before: int, criteria: Any, streamer: Any) -> int | None:
+        """The length at which generation ends; every token is shown in its turn."""
+        for end in range(before + 1, ids.shape[1] + 1):
+            if self._stopped(ids[:, :end], 1, criteria, streamer):
+                return end
+        return None
+
+    def _refused(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str:
+        """Why this call is left to transformers, or nothing."""
+        mode = config.get_generation_mode(None)
+        if mode != "greedy_search":
+            return f"its mode is {getattr(mode, 'value', mode)}"
+        if len(ids) != 1:
+            return "more than one text"
+        if any(getattr(config, f"output_{n}", False) for n in ("scores", "logits", "attentions",
+                                                               "hidden_states")):
+            return "more than tokens is asked for"
+        unknown = sorted(name for name, value in kwargs.items()
+                         if value is not None and name not in KNOWN)
+        if unknown:
+            return f"the argument {', '.join(unknown)}"
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length():
+            return "a cache of another kind, or that holds tokens already"
+        if mask is not None and not (isinstance(mask, Tensor) and bool(mask.all())):
+            return "a mask that hides tokens"
+        try:
+            self.rows.accelerated._check(cache, 0, {})
+        except NotRecognised as why:
+            return str(why)
+        return ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has the generate of its class."""
+        return type(self.model).generate

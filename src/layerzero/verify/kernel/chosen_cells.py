@@ -1,0 +1,55 @@
+"""Which cases of a kernel a check is run on: those with most tensors, the largest, the smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...spec.op import Op
+from .contract import case_values
+
+Cell = tuple[Mapping[str, Any], str]           # a case and a dtype
+
+
+def most_tensors_first(op: Op, cells: Iterator[Cell],
+                        device: str) -> list[tuple[frozenset[str], Cell]]:
+    """Ranks up to 48 cells by their number of tensors, then by size, with the names of those; last
+    come cells whose main tensor has a dimension of one or short rows. Strided or empty ones are
+    left out."""
+    ranked: list[tuple[bool, int, int, int, frozenset[str], Cell]] = []
+    for cell in cells:
+        values = case_values(op, cell[0], cell[1], device)
+        tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
+        if "stride" not in cell[0] and all(t.numel() for t in tensors.values()):
+            main = tensors.get(op.main_tensor, next(iter(tensors.values()), None))
+            flat = (main is None or main.dim() < 2 or min(main.shape) < 2
+                    or main.shape[-1] < 16)    # where vectors are not used
+            ranked.append((flat, -len(tensors), sum(t.numel() for t in tensors.values()),
+                           len(ranked), frozenset(tensors), cell))
+        if len(ranked) == 48:
+            break
+    return [(names, cell) for *_, names, cell in sorted(ranked, key=lambda row: row[:4])]
+
+
+def largest(op: Op, cases: Sequence[Mapping[str, Any]], dtype: str,
+             device: str) -> Mapping[str, Any]:
+    """Returns the case with the most rows that is not large."""
+    def rows(case: Mapping[str, Any]) -> int:
+        main = case_values(op, case, dtype, device).get(op.main_tensor)
+        if not isinstance(main, Tensor) or not main.numel() or main.numel() > 1 << 16:
+            return 0
+        return main.numel() // main.shape[-1] if main.dim() else 1
+
+    return max(cases, key=rows)
+
+
+def smallest(op: Op, cells: Sequence[Cell], device: str) -> Cell:
+    """Returns the smallest cell with more than a few elements of its main tensor."""
+    def size(cell: Cell) -> int:
+        values = case_values(op, cell[0], cell[1], device)
+        elements = sum(v.numel() for v in values.values() if isinstance(v, Tensor))
+        return elements if values[op.main_tensor].numel() > 1 else 1 << 40
+
+    return min(cells, key=size)

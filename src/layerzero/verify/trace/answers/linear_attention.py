@@ -1,0 +1,80 @@
+"""Definitions of linear attention by the gated delta rule as lz calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..definition import Definition
+from ..readings import Parts, likely, readings, text_of
+from .answer import QUERY, Answer, Inputs, Outputs, lz, number, with_reading
+
+
+def gated_delta_rule(definition: Definition) -> list[Answer]:
+    """Decode and several tokens with a batch, or packed sequences with cu_seqlens. The decay and
+    beta come from their raw parameters (A_log, a, dt_bias, b). A pool of states, which indices
+    point into, is returned as it was or with the new ones."""
+    p = Parts(definition, "gated_delta_rule")
+    q, k, v = (p.take(pattern, what) for pattern, what in (
+        (QUERY, "a query (q)"), (r"k|keys?", "a key (k)"), (r"v|values?", "a value (v)")))
+    state = p.maybe(r"(initial_|h0_?|recurrent_)?states?")
+    indices = p.maybe(r".*state.*(indices|idx|ids)")
+    decay, log_decay = p.take(r"a|alpha|dt", "a decay for each token (a)"), p.take(
+        r"a_log", "the log of the decay (A_log)")
+    shift, beta = p.maybe(r"dt_bias"), p.take(r"b|beta", "the strength of an update (b)")
+    starts = p.maybe(r"cu_seqlens.*|.*indptr")
+    scale, _ = p.maybe(r".*scale"), p.maybe(r"intermediate_states?_buffer")
+    p.done()
+    out, last = p.outputs((r"o|out|output", "the output"), (r".*state.*", "the last state"))
+    if indices and not state:
+        raise p.unmapped(f"{indices} points into states, and no input holds them")
+    key_last = re.search(r"k.?last|\[v,\s*k\]|h,?\s*v,?\s*k\]", text_of(definition)) is not None
+    kept = bool(indices) and "clone" in definition.reference
+    options = readings({"state": likely("k_last" if key_last else "v_last", "k_last", "v_last"),
+                        **({"pool": likely("kept" if kept else "updated", "kept", "updated")}
+                           if indices and last else {})})
+
+    def compute(x: Inputs, reading: Mapping[str, Any]) -> Outputs:
+        def turned(t: Tensor) -> Tensor:
+            return t.transpose(-1, -2) if reading["state"] == "k_last" else t
+
+        gates = -x[log_decay].float().exp() * F.softplus(
+            x[decay].float() + (x[shift].float() if shift else 0.0))
+        strength = x[beta].float().sigmoid()
+        factor = number(x, scale) or None
+
+        def attend(rows: Any, first: Tensor | None) -> tuple[Tensor, Tensor]:
+            parts = [t[rows] for t in (x[q], x[k], x[v], gates, strength)]
+            parts = [t[None] for t in parts] if starts else parts
+            result: tuple[Tensor, Tensor] = lz(
+                "gated_delta_rule", q=parts[0], k=parts[1], v=parts[2], g=parts[3], beta=parts[4],
+                scale=factor, initial_state=None if first is None else turned(first).contiguous(),
+                output_final_state=True)
+            return result
+
+        first = x[state] if state else None
+        if not starts:
+            chosen = first[x[indices].long()] if indices and first is not None else first
+            outputs, states = attend(slice(None), chosen)
+            states = turned(states)
+            if indices and first is not None:
+                pool = first.clone()
+                if reading.get("pool") == "updated":
+                    pool[x[indices].long()] = states.to(pool.dtype)
+                states = pool
+            return {out: outputs, last: states}
+        bounds = x[starts].tolist()
+        done = [attend(slice(i, j), None if first is None else first[n:n + 1])
+                for n, (i, j) in enumerate(pairwise(bounds))]
+        return {out: torch.cat([o[0] for o, _ in done]),
+                last: turned(torch.cat([s for _, s in done]))}
+
+    return [Answer(definition, ("gated_delta_rule",), f"lz.gated_delta_rule({q}, {k}, {v}, ...)",
+                   with_reading(compute, reading), reading, "gated_delta_rule",
+                   {"out": out, "last": last}) for reading in options]

@@ -1,0 +1,118 @@
+"""cascade.cu in the emulator keeps the contract of paged attention, and reads shared keys once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.backends.cuda import cascade, compiler
+from layerzero.ops import paged_attention
+from layerzero.verify.kernel.contract import check_case
+
+from .run import COMPILER, Kernel, on_cpu
+
+pytestmark = [pytest.mark.correctness,
+              pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+
+CONFIG, BLOCKS = cascade.config, 6
+SHAPE = {"hq": 8, "hkv": 2, "d": 64}            # one compilation serves all cases
+PAGED: tuple[dict[str, Any], ...] = (
+    {"context": (100, 3, 0, 77), "lse": True},
+    {"context": (100, 49), "lengths_q": (3, 2), "window": 20},
+    {"context": (100, 90, 70), "lengths_q": (3, 2, 1), "order": "shared", "lse": True},
+)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compiler, "kernel", Kernel)
+    monkeypatch.setattr(cascade, "config", lambda *facts: cascade.Config(2, 2, 3, BLOCKS))
+    monkeypatch.setattr(cascade, "PLANNERS", 64)
+    cascade._compiled.cache_clear()
+    yield
+    cascade._compiled.cache_clear()
+
+
+def test_contract() -> None:
+    kernel = on_cpu("cuda.paged_attention_shared")
+    results = [check_case(kernel, {**SHAPE, **case}, "bfloat16", "cpu") for case in PAGED]
+    assert [str(r) for r in results if r.status != "passed"] == []
+
+
+@pytest.mark.parametrize("blocks, weight", [(1, 96), (7, 0), (80, 1000)])
+def test_wherever_the_keys_are_cut(blocks: int, weight: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(9, 8, 64).bfloat16()
+    key, value = (torch.randn(200, 2, 64).bfloat16() for _ in range(2))
+    items = torch.tensor([(i, 1, 7 * (i % 3), 20 * (i + 1)) for i in range(9)], dtype=torch.int32)
+    cut = cascade.grouped(query, key, value, items, 1, 180, return_lse=True,
+                          chosen=cascade.Config(2, 2, 3, blocks, weight))
+    for (out, lse), row in zip(zip(*cut), range(9)):
+        begin = 7 * (row % 3)
+        k, v = (t[begin:begin + 20 * (row + 1)].float().repeat_interleave(4, 1)
+                for t in (key, value))
+        scores = torch.einsum("hd,khd->hk", query[row].float(), k) / 8
+        torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(out.float(), torch.einsum("hk,khd->hd", scores.softmax(-1), v),
+                                   atol=8e-3, rtol=2e-2)
+
+
+def shared_pages(context: tuple[int, ...], runs: tuple[tuple[int, int, int], ...]) -> Any:
+    """A paged call in which sequences [first, last) begin with the same `pages` pages, for each
+    (first, last, pages)."""
+    call = paged_attention.inputs(context, causal=True, dtype=torch.bfloat16, **SHAPE)
+    for first, last, pages in runs:
+        call["block_table"][first:last, :pages] = call["block_table"][first, :pages].clone()
+    names = ("query", "key_cache", "value_cache", "block_table", "context_lens")
+    return [call[name] for name in names]
+
+
+def planned(args: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What the plan made of the sequences: begin, end, table row, first sequence and sequences of
+    each entry, its units joined."""
+    spaces: list[Tensor] = []
+    empty = torch.empty
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        spaces.append(empty(*args, **kwargs))
+        return spaces[-1]
+
+    monkeypatch.setattr(torch, "empty", watched)
+    got = cascade.paged(*args)
+    monkeypatch.undo()
+    want = paged_attention.reference(*args, is_causal=True)
+    torch.testing.assert_close(got.float(), want.float(), atol=1e-2, rtol=2e-2)
+    sequences = len(args[4])
+    room = BLOCKS // SHAPE["hkv"] + 1 + 2 * sequences
+    words = spaces[-1].view(torch.int32)
+    count = int(words[8 * (room + 2 * sequences)])
+    entries: list[tuple[int, ...]] = []
+    for begin, end, *rest in words[:8 * count].view(-1, 8)[:, :5].tolist():
+        if entries and entries[-1][1:] == (begin, *rest):
+            begin = entries.pop()[0]
+        entries.append((begin, end, *rest))
+    return entries
+
+
+def test_leading_pages_in_common_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of sequences; the third shares less with the first two, but three reads become one."""
+    lengths = (200, 180, 140, 190, 64, 77)
+    entries = planned(shared_pages(lengths, ((0, 3, 5), (3, 6, 4), (0, 2, 8))), monkeypatch)
+    assert entries == [(0, 80, 0, 0, 3), (80, 200, 0, 0, 1), (80, 180, 1, 1, 1), (80, 140, 2, 2, 1),
+                       (0, 64, 3, 3, 3), (64, 190, 3, 3, 1), (64, 77, 5, 5, 1)]
+
+
+def test_without_common_pages_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = planned(shared_pages((70, 33, 100), ((1, 3, 1),)), monkeypatch)
+    assert entries == [(0, n, i, i, 1) for i, n in enumerate((70, 33, 100))]   # one page: too little
+
+
+@pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
+def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
+    for dim in (64, 128, 256):
+        made = CONFIG(dim, machine)
+        assert cascade.shared_bytes(dim, made) <= machine.shared and made.blocks >= machine.processors
+        assert made.rows >= (16 if dim > 128 else 32)      # of one item, as the rules allow

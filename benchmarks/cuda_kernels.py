@@ -19,11 +19,11 @@ import triton_kernels as ours_in_triton
 from triton_kernels import BF16, race, rand
 
 from layerzero.backends.cuda import KERNELS, decode
-from layerzero.backends.triton import decode as triton_decode
 from layerzero.backends.triton import gemv as triton_gemv
 from layerzero.backends.triton import norm as triton_norm
 from layerzero.backends.triton import quantized as triton_quantized
 from layerzero.backends.triton import sampling as triton_sampling
+from layerzero.backends.triton.attention import decode as triton_decode
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 

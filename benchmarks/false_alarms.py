@@ -31,7 +31,7 @@ import torch
 
 from layerzero.machine import hardware, loading
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.kernel.certify import certify
+from layerzero.verify.certification.certify import certify
 from layerzero.verify.report import sources_digest
 from layerzero.world import snapshot as worlds
 

@@ -213,7 +213,7 @@ def through_transformers(name: str, shape: Shape, context: int, steps: int, roun
     """Microseconds a token of `model(token, past_key_values=cache)`, by either way."""
     import transformers
 
-    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.cuda import persistent
     family = "Qwen2" if shape.bias else "Qwen3" if shape.head_norms else "Llama"
     config = getattr(transformers, f"{family}Config")(
         hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.layers,

@@ -32,7 +32,7 @@ from field_faults import FIELD_FAULTS
 from model_size_faults import SIZE_FAULTS
 
 from layerzero.machine import hardware
-from layerzero.verify.kernel.certify import certify
+from layerzero.verify.certification.certify import certify
 from layerzero.verify.report import sources_digest
 
 SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIELD_FAULTS),

@@ -29,7 +29,8 @@ from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from layerzero.backends.triton import KERNELS, codes, decode, gated, gemv, norm, rotary, sampling
+from layerzero.backends.triton import KERNELS, codes, gated, gemv, norm, rotary, sampling
+from layerzero.backends.triton.attention import decode
 from layerzero.ops import quantize as quantize_op
 from layerzero.ops import sample as sample_op
 from layerzero.spec.kernel import Kernel

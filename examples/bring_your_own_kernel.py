@@ -19,7 +19,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.spec.rules import device, dtypes, equals
-from layerzero.verify.kernel.certify import certify
+from layerzero.verify.certification.certify import certify
 
 RMS_NORM = lz.op("rms_norm")
 

@@ -139,7 +139,7 @@ def fuzz(name: str, flags: list[str]) -> None:
             "layerzero.spec", "layerzero.selection", "layerzero.perf", "layerzero.plan",
             "layerzero.verify.trace.definition", "layerzero.verify.trace.constraints",
             "layerzero.world.config", "layerzero.world.capabilities",
-            "layerzero.world.certificates", "layerzero.tuning"]):
+            "layerzero.world.registry.certificates", "layerzero.tuning"]):
         from targets import TARGETS
     from mutations import mutated
 

@@ -27,7 +27,7 @@ from layerzero.integrations.hub import elf
 from layerzero.integrations.hub.importing import metadata_of
 from layerzero.integrations.hub.lockfile import read as read_lock
 from layerzero.integrations.pipeline_tokens import gguf_tokenizer
-from layerzero.ops.formulas.tokenizer_identity import from_content
+from layerzero.ops.formulas.tokenizer.identity import from_content
 from layerzero.perf import shipped
 from layerzero.perf.exchange import read_lines
 from layerzero.perf.record import PerfView
@@ -44,14 +44,15 @@ from layerzero.selection.policy import Policy, PolicyRule
 from layerzero.spec.call import Call
 from layerzero.spec.device import Device, table_from_json
 from layerzero.spec.errors import DataError, LayerZeroError
-from layerzero.spec.expr import parse
+from layerzero.spec.rules.expr import parse
 from layerzero.tuning.workload import merge, read_recordings
 from layerzero.verify.report import page, read_log, summarise
 from layerzero.verify.trace.constraints import solved, total_axis, violated
 from layerzero.verify.trace.definition import Definition, Solution, Trace, Workload
-from layerzero.world import capabilities, certificates
+from layerzero.world import capabilities
 from layerzero.world import snapshot as worlds
 from layerzero.world.config import environment_layer, load_policy_file
+from layerzero.world.registry import certificates
 
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}

@@ -37,7 +37,7 @@ from .operate.readiness import Readiness
 from .operate.recording import Recorder
 from .operate.warmup import Progress as _warmup_Progress
 from .operate.warmup import Source, WarmupReport
-from .ops.formulas.tokenization import Tokens
+from .ops.formulas.tokenizer.tokenization import Tokens
 from .plan.bake import Baked
 from .plan.dryrun import DryRun
 from .plan.lockfile import Lockfile

@@ -19,8 +19,8 @@ from .ops import CATALOG as OPS
 from .spec.errors import RegistrationError
 from .spec.kernel import Kernel
 from .spec.op import Op
-from .world import catalog
 from .world import snapshot as worlds
+from .world.registry import catalog
 
 
 def op(name: str) -> Op:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .operate.graphs import HeldGraph
 from .spec.kernel import Kernel
-from .verify.kernel.capture import GraphReport, GraphVerdict
+from .verify.certification.capture import GraphReport, GraphVerdict
 
 __all__ = [
     "graph",

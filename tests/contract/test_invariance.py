@@ -15,7 +15,7 @@ from layerzero.ops.mlp import OP as mlp
 from layerzero.spec import rules as r
 from layerzero.spec.errors import RegistrationError
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.kernel.invariance import check_invariance, sliced
+from layerzero.verify.certification.invariance import check_invariance, sliced
 
 
 def grid() -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.backends.cuda import KERNELS, compiler
 from layerzero.machine import faults
 from layerzero.spec.kernel import Kernel
-from layerzero.spec.launch import LaunchRefused
+from layerzero.spec.rules.launch import LaunchRefused
 from layerzero.verify.kernel.contract import case_values, check_case, refusals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.correctness]

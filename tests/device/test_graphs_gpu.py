@@ -14,10 +14,14 @@ from layerzero.operate import graphs
 from layerzero.operate.graphs import GraphKernelDisabled
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import equals
-from layerzero.verify.kernel.capture import capture_cases, is_graph_safe, validate_graph_capture
-from layerzero.verify.kernel.certify import certify
-from layerzero.world import certificates
+from layerzero.verify.certification.capture import (
+    capture_cases,
+    is_graph_safe,
+    validate_graph_capture,
+)
+from layerzero.verify.certification.certify import certify
 from layerzero.world import snapshot as worlds
+from layerzero.world.registry import certificates
 
 __all__ = ["happened", "world"]                # fixtures
 

@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.backends import CATALOG
 from layerzero.machine import loading
-from layerzero.verify.kernel.invariance import check_invariance
+from layerzero.verify.certification.invariance import check_invariance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                                                   reason="there is no GPU")]

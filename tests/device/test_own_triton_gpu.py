@@ -18,9 +18,9 @@ from helpers import RMS_NORM, happened, of, world
 import layerzero as lz
 from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
 from layerzero.perf.record import CAPTURED, EAGER
-from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code
-from layerzero.verify.kernel.capture import capture_cases
+from layerzero.spec.rules.launch import LaunchRefused
+from layerzero.verify.certification.capture import capture_cases
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
 

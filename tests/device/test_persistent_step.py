@@ -16,7 +16,7 @@ from layerzero.spec.event import Fallback
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoding import persistent  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import persistent  # noqa: E402
 from layerzero.integrations.transformers.trial import _OwnForward  # noqa: E402
 
 __all__ = ["happened", "world"]                # fixtures

@@ -24,9 +24,9 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
 
     What is declared is what one stage takes.
     """
-    from layerzero.backends.triton import decode
-    from layerzero.backends.triton.decode_attention import decode_kernel
-    from layerzero.spec.expr import parse
+    from layerzero.backends.triton.attention import decode
+    from layerzero.backends.triton.attention.decode_kernel import decode_kernel
+    from layerzero.spec.rules.expr import parse
 
     kernel = worlds.current().catalog.by_id["triton.attention_decode"]
     room = worlds.current().device("cuda").shared_per_block
@@ -56,7 +56,7 @@ def test_decode_takes_no_more_shared_memory_than_its_launcher_reckons_with(dim, 
 def test_every_specialisation_of_ours_takes_what_it_declares_or_less():
     """Of the kernels whose declaration is a bound over all sizes."""
     from layerzero.backends.triton import gemv, norm
-    from layerzero.spec.expr import parse
+    from layerzero.spec.rules.expr import parse
 
     by_id = worlds.current().catalog.by_id
     for rows, wide in ((1, 4096), (4, 4096), (16, 11008)):

@@ -88,7 +88,7 @@ def test_kernel_keeps_the_contract_on_cuda(kernel: Kernel, dtype: str) -> None:
 
 
 def test_streams_have_counters_of_their_own() -> None:
-    from layerzero.backends.triton.decode import attention_decode
+    from layerzero.backends.triton.attention.decode import attention_decode
 
     q = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")

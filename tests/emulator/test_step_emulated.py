@@ -171,7 +171,7 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
     """From the declaration of a model to its logits, after some tokens of its own."""
     model = model_of(name, **more)
     from layerzero.integrations.transformers.decoders.recognition import recognise
-    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.cuda import persistent
     from layerzero.integrations.transformers.decoding.decode_step import DecodeStep, join_layers
     with torch.no_grad():
         for parameter in model.parameters():               # norms that matter
@@ -197,7 +197,7 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
 def test_what_the_kernel_does_not_know_is_said() -> None:
     from layerzero.integrations.transformers.decoders.families import NotRecognised
     from layerzero.integrations.transformers.decoders.recognition import recognise
-    from layerzero.integrations.transformers.decoding import persistent
+    from layerzero.integrations.transformers.decoding.cuda import persistent
     from layerzero.integrations.transformers.decoding.decode_step import join_layers
 
     def shape(model: Any, batch: int = 1) -> Shape:

@@ -10,10 +10,10 @@ from helpers import Fake, happened, register, world
 import layerzero as lz
 from layerzero.cli.commands.prove.kernels import match_kernels, verify_kernels
 from layerzero.machine import hardware
-from layerzero.verify.kernel.certify import certify, certify_all
-from layerzero.world import certificates
+from layerzero.verify.certification.certify import certify, certify_all
 from layerzero.world import snapshot as worlds
-from layerzero.world.certificates import Certificate
+from layerzero.world.registry import certificates
+from layerzero.world.registry.certificates import Certificate
 
 __all__ = ["happened", "world"]
 HERE = hardware.probe("cpu")

@@ -21,16 +21,16 @@ from layerzero.ops.attention import OP as ATTENTION
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reason import Code
-from layerzero.verify.kernel.calls import check_non_finite
-from layerzero.verify.kernel.certify import certify, certify_all, failure_of, publish
-from layerzero.verify.kernel.circumstances import UnusualValues
+from layerzero.verify.certification.calls import check_non_finite
+from layerzero.verify.certification.certify import certify, certify_all, failure_of, publish
+from layerzero.verify.certification.circumstances import UnusualValues
+from layerzero.verify.certification.diagnosis import CLASSES, diagnose
 from layerzero.verify.kernel.contract import check_case
-from layerzero.verify.kernel.diagnosis import CLASSES, diagnose
 from layerzero.verify.kernel.gradients import check_gradients
 from layerzero.verify.kernel.pairs import pair_cases, residues
 from layerzero.verify.kernel.process_state import find_leak, process_state, put_back
-from layerzero.world import certificates
 from layerzero.world import snapshot as worlds
+from layerzero.world.registry import certificates
 
 __all__ = ["world"]
 # One of each mechanism; quick to find.
@@ -120,7 +120,7 @@ def test_one_kernel_that_breaks_does_not_stop_the_others(own_cache, monkeypatch)
         raise KeyError("key_cache")
 
     good = worlds.current().catalog.by_id["torch.alibi"]
-    monkeypatch.setattr("layerzero.verify.kernel.certify._many_call_checks", broken)
+    monkeypatch.setattr("layerzero.verify.certification.certify._many_call_checks", broken)
     verdicts = list(certify_all([Kernel("fake.raises", RMS_NORM, _raise), good]))
     assert [v.kernel for v in verdicts] == ["fake.raises", "torch.alibi"]
     assert all(v.status == "failed" and "fault" in v.failures[0].kinds for v in verdicts)

@@ -10,8 +10,8 @@ from broken_kernels import FAULTS, Fault, fault
 from torch.nn import functional as F
 
 from layerzero.spec.rules import absent, at_least, at_most
-from layerzero.verify.kernel.certify import certify
-from layerzero.verify.kernel.diagnosis import CLASSES
+from layerzero.verify.certification.certify import certify
+from layerzero.verify.certification.diagnosis import CLASSES
 
 _BEFORE = len(FAULTS)
 

@@ -18,10 +18,10 @@ from layerzero.backends import CATALOG as BACKENDS
 from layerzero.machine import loading
 from layerzero.ops import CATALOG as OPS
 from layerzero.spec.kernel import Kernel
+from layerzero.verify.certification.certify import certify
+from layerzero.verify.certification.diagnosis import CLASSES
 from layerzero.verify.kernel.cases import cases_for
-from layerzero.verify.kernel.certify import certify
 from layerzero.verify.kernel.contract import case_values, check_case, refusals
-from layerzero.verify.kernel.diagnosis import CLASSES
 from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
 
 SEEDS = int(os.environ.get("LZ_TEST_SEEDS", "0"))      # 20 takes an hour
@@ -137,7 +137,7 @@ def test_openvino_as_it_comes_is_caught_computing_float32_in_bfloat16() -> None:
         import openvino.opset13 as ops
         from layerzero.ops.linear import OP
         from layerzero.spec.kernel import Kernel
-        from layerzero.verify.kernel.certify import certify
+        from layerzero.verify.certification.certify import certify
 
         core = openvino.Core()
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from layerzero.integrations.transformers.accelerate import accelerate
-from layerzero.integrations.transformers.decoding import triton_step
+from layerzero.integrations.transformers.decoding.cuda import triton_step
 
 HALF = torch.float16
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 import layerzero as lz  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate, unaccelerate  # noqa: E402
 from layerzero.integrations.transformers.decoders.recognition import NotRecognised, recognise  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
 
 pytestmark = pytest.mark.integration

@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer  # 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
 from layerzero.integrations.transformers.decoders.families import NotRecognised  # noqa: E402
 from layerzero.integrations.transformers.decoders.recognition import Experts, recognise  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured, growing_cache  # noqa: E402
+from layerzero.integrations.transformers.decoding import growing_cache  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer, GrowingWindow  # noqa: E402
 
 pytestmark = pytest.mark.integration

@@ -25,7 +25,7 @@ from transformers.generation import (  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.generation import loop as generation  # noqa: E402
 
 pytestmark = pytest.mark.integration

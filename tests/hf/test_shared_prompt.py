@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 from layerzero.backends.native import build as native_build  # noqa: E402
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured, shared_prompt  # noqa: E402
+from layerzero.integrations.transformers.decoding import shared_prompt  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.decoding.growing_cache import GrowingLayer  # noqa: E402
 from layerzero.integrations.transformers.decoding.shared_prompt import (  # noqa: E402
     SHARED,

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import models  # noqa: E402
 
 from layerzero.integrations.transformers.accelerate import accelerate  # noqa: E402
-from layerzero.integrations.transformers.decoding import captured  # noqa: E402
+from layerzero.integrations.transformers.decoding.cuda import captured  # noqa: E402
 from layerzero.integrations.transformers.generation.speculation import Lookup, Speculation  # noqa: E402
 from layerzero.spec.errors import ConfigError, NoKernelFoundError  # noqa: E402
 

@@ -29,7 +29,7 @@ from layerzero.integrations.hub import (
 from layerzero.machine import hardware
 from layerzero.machine.builds import build_of
 from layerzero.spec.rules import absent, contiguous, dtypes, equals, plain_tensors
-from layerzero.world import certificates
+from layerzero.world.registry import certificates
 
 NO_OFFSET = (equals("offset", 0.0),)
 NATIVE_LIMITS = (*NO_OFFSET, absent("weight.dtype"), dtypes("float32"), contiguous("x"),

@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.machine.isolation import pool as pools
 from layerzero.operate.matrix import matrix
 from layerzero.spec.reason import Code
-from layerzero.world import isolation
+from layerzero.world.registry import isolation
 
 PYTHON = os.environ.get("ISOLATION_PYTHON", "")
 pytestmark = [

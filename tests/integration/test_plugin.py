@@ -298,9 +298,10 @@ SECOND = {
 STATE = """
 import json, torch
 import layerzero as lz
-from layerzero.world import certificates, snapshot as world
+from layerzero.world import snapshot as world
+from layerzero.world.registry import certificates
 from layerzero.machine import hardware
-from layerzero.verify.kernel.certify import certify_all
+from layerzero.verify.certification.certify import certify_all
 seen = []
 lz.subscribe(seen.append)
 x, scale = torch.randn(3, 8), torch.randn(8)

@@ -113,7 +113,7 @@ def crowded() -> None:
 
 def expanded() -> None:
     """One KV head that the caller has expanded to all query heads, which the strides show."""
-    from layerzero.backends.triton.decode import attention_decode
+    from layerzero.backends.triton.attention.decode import attention_decode
     from layerzero.ops.attention import reference
 
     gen = torch.Generator().manual_seed(0)
@@ -130,7 +130,8 @@ def expanded() -> None:
 
 def configured() -> None:
     """Half and twice as many programs are other launches of the same kernel."""
-    from layerzero.backends.triton import decode, gemv
+    from layerzero.backends.triton import gemv
+    from layerzero.backends.triton.attention import decode
 
     here = torch.device("cpu")
     for text, found, rising in (

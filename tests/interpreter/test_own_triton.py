@@ -192,13 +192,13 @@ def test_a_function_with_constants_between_its_arguments_is_left_to_triton(tmp_p
                                             ((1.0,), "grid x"), ((), "the grid"),
                                             ((1, 1, 1, 1), "the grid")])
 def test_limits_of_a_grid(grid, axis):
-    from layerzero.spec.launch import LaunchLimits, grid_problems
+    from layerzero.spec.rules.launch import LaunchLimits, grid_problems
     assert [r.fact for r in grid_problems(grid, LaunchLimits())] == [axis]
     assert not grid_problems((2**31 - 1, 65535, 65535), LaunchLimits())
 
 
 def test_limits_of_a_block():
-    from layerzero.spec.launch import LaunchLimits, block_problems
+    from layerzero.spec.rules.launch import LaunchLimits, block_problems
     assert not block_problems(32, 48 << 10, LaunchLimits())
     told = block_problems(64, 300_000, LaunchLimits(shared=232_448))
     assert [r.message for r in told] == ["threads of a block must be <= 1024, got 2048",

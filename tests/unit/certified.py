@@ -8,7 +8,7 @@ from layerzero.machine import hardware
 from layerzero.machine.builds import build_of
 from layerzero.spec.kernel import Kernel
 from layerzero.world import snapshot as worlds
-from layerzero.world.certificates import Certificate, contract_of
+from layerzero.world.registry.certificates import Certificate, contract_of
 
 HERE = hardware.probe("cpu")
 

@@ -15,8 +15,14 @@ from typing import Any
 
 from ..files.reading import no_panic
 from ..ops.detokenize import OP as detokenize
-from ..ops.formulas.prefix import MIN_CHARACTERS, SplitPoints, prefix_memory, split_points_from_json
-from ..ops.formulas.tokenization import (
+from ..ops.formulas.tokenizer.identity import SERIALIZING, TokenizerHandle, identify_again
+from ..ops.formulas.tokenizer.prefix import (
+    MIN_CHARACTERS,
+    SplitPoints,
+    prefix_memory,
+    split_points_from_json,
+)
+from ..ops.formulas.tokenizer.tokenization import (
     EncodedText,
     Request,
     Span,
@@ -26,7 +32,6 @@ from ..ops.formulas.tokenization import (
     room_for_text,
     unknown_id_error,
 )
-from ..ops.formulas.tokenizer_identity import SERIALIZING, TokenizerHandle, identify_again
 from ..ops.tokenize import OP as tokenize
 from ..spec import rules as r
 from ..spec.errors import InvalidCall

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ops.detokenize import OP as detokenize
-from ..ops.formulas.tokenization import (
+from ..ops.formulas.tokenizer.identity import TokenizerHandle, identify_again
+from ..ops.formulas.tokenizer.tokenization import (
     EncodedText,
     Request,
     Span,
@@ -20,7 +21,6 @@ from ..ops.formulas.tokenization import (
     read_sequences,
     unknown_id_error,
 )
-from ..ops.formulas.tokenizer_identity import TokenizerHandle, identify_again
 from ..ops.tokenize import OP as tokenize
 from ..spec import rules as r
 from ..spec.errors import InvalidCall

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..files.reading import no_panic
 from ..ops.detokenize import OP as detokenize
-from ..ops.formulas.prefix import MIN_CHARACTERS, prefix_memory, split_points_from_pattern
-from ..ops.formulas.tokenization import (
+from ..ops.formulas.tokenizer.identity import TokenizerHandle, identify_again
+from ..ops.formulas.tokenizer.prefix import MIN_CHARACTERS, prefix_memory, split_points_from_pattern
+from ..ops.formulas.tokenizer.tokenization import (
     EncodedText,
     Request,
     Span,
@@ -21,7 +22,6 @@ from ..ops.formulas.tokenization import (
     read_sequences,
     unknown_id_error,
 )
-from ..ops.formulas.tokenizer_identity import TokenizerHandle, identify_again
 from ..ops.tokenize import OP as tokenize
 from ..spec import rules as r
 from ..spec.errors import InvalidCall

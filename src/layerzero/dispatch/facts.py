@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 
 from ..machine.faults import capturing, sdpa_backends
 from ..spec.errors import InvalidCall, LayerZeroError
-from ..spec.expr import parse
 from ..spec.op import FINITE, INT64, Op
 from ..spec.reason import FOREIGN_ERRORS, Code, Reason
+from ..spec.rules.expr import parse
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PARAM_TYPES: dict[str, tuple[type, ...]] = {

@@ -14,8 +14,8 @@ import re
 from typing import Any
 
 from ..selection.key import KeyProgram, NumberField
-from ..spec.expr import parse
 from ..spec.op import INT64, Op, Param
+from ..spec.rules.expr import parse
 from .facts import TENSOR_READERS
 from .generated_globals import BUCKETS
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from ..world.catalog import Catalog
+from ..world.registry.catalog import Catalog
 from .native import NO_WORLD
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import Any
 from ..files.reading import no_panic
 from ..models.tokenizers import load_tokenizer
 from ..operate.inspection import dispatcher_of
-from ..ops.formulas.prefix import MIN_CHARACTERS
-from ..ops.formulas.tokenizer_identity import TokenizerHandle, kind_of
+from ..ops.formulas.tokenizer.identity import TokenizerHandle, kind_of
+from ..ops.formulas.tokenizer.prefix import MIN_CHARACTERS
 from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.reason import FOREIGN_ERRORS, Code, Reason
 from .gguf.model import GGUFModel

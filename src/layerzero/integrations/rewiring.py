@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..dispatch import dispatcher as dispatch
 from ..dispatch import torch_library as torch_face
-from ..world import catalog
+from ..world.registry import catalog
 
 SDPA = "scaled_dot_product_attention"
 # nn.functional may hold that of another library

@@ -22,8 +22,8 @@ import torch.utils.checkpoint
 
 from ..spec.errors import DeviceLost, InvalidCall, KernelExecutionError, LayerZeroError
 from ..spec.kernel import SDPA_BACKENDS
-from ..spec.launch import LaunchRefused
 from ..spec.reason import Code, Reason
+from ..spec.rules.launch import LaunchRefused
 
 # What a kernel may raise: some libraries' errors derive from Exception alone, as Triton's do.
 # KeyboardInterrupt and SystemExit pass through.

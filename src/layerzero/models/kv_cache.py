@@ -30,7 +30,7 @@ from ..dispatch import dispatcher as dispatch
 from ..ops.formulas.paged import page_table_from_csr as page_table_from_csr
 from ..spec.errors import CacheFull, InvalidCall
 from ..spec.reason import Code, Reason
-from ..world import catalog
+from ..world.registry import catalog
 from .page_pool import PagePool
 
 LAYOUTS = ("NHD", "HND")

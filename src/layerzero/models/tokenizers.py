@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..files.reading import read_bytes
-from ..ops.formulas import prefix, tokenizer_identity
-from ..ops.formulas.prefix import PrefixCounts
-from ..ops.formulas.tokenizer_identity import TokenizerHandle
-from ..ops.formulas.tokenizer_schema import LIMITS
+from ..ops.formulas.tokenizer import identity as tokenizer_identity
+from ..ops.formulas.tokenizer import prefix
+from ..ops.formulas.tokenizer.identity import TokenizerHandle
+from ..ops.formulas.tokenizer.prefix import PrefixCounts
+from ..ops.formulas.tokenizer.schema import LIMITS
 from ..spec.errors import ConfigError, DataError
 from ..spec.reason import Code, Reason, shown
 

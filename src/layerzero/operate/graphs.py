@@ -3,7 +3,7 @@
 A graph keeps the kernels that were chosen when it was captured: no later change of policy,
 measurements or health reaches into it. `graph` remembers the choices for as long as the graph
 lives, and an event says when one of its kernels has been taken out of service since. `attempt`
-makes a trial capture and returns what went wrong; verify/kernel/capture.py judges by it.
+makes a trial capture and returns what went wrong; verify/certification/capture.py judges by it.
 """
 
 from __future__ import annotations

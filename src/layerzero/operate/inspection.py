@@ -28,9 +28,10 @@ from ..spec.kernel import Kernel
 from ..spec.names import find_kernel, suggest
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
-from ..world import catalog, context, events, isolation, measurements, perf_loading
+from ..world import context, events, measurements, perf_loading
 from ..world import snapshot as worlds
 from ..world.incidents import extend_keys, faults_of, no_kernel_error
+from ..world.registry import catalog, isolation
 
 
 def dispatcher_of(op: str | Callable[..., Any]) -> Dispatcher:

@@ -16,8 +16,8 @@ from ..spec.codec import Record
 from ..spec.display import Cells, Displayed
 from ..spec.kernel import Kernel
 from ..spec.reason import Code, Reason
-from ..world import isolation
 from ..world import snapshot as worlds
+from ..world.registry import isolation
 
 FITS, ABSENT, NONE = "fits", "not installed", "-"
 IMPORT_SECONDS = 120.0

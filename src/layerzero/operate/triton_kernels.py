@@ -20,9 +20,9 @@ import torch
 from ..spec.errors import RegistrationError
 from ..spec.event import WarmedUp
 from ..spec.kernel import Kernel
-from ..spec.launch import config_problems
 from ..spec.op import Op, resolve_import_path
 from ..spec.rules import Condition, device, plain_tensors
+from ..spec.rules.launch import config_problems
 from ..world import events
 
 if TYPE_CHECKING:

@@ -59,9 +59,9 @@ from ..machine.isolation.wire import (
     unexpanded,
 )
 from ..spec.kernel import Kernel, accepted_params
-from ..spec.launch import LaunchRefused
 from ..spec.op import resolve_import_path
-from ..world.catalog import builtin_op
+from ..spec.rules.launch import LaunchRefused
+from ..world.registry.catalog import builtin_op
 
 MAX_TEXT = 4000                                # characters of an error that travel
 MAX_PLACED = 64                                # sets of positions remembered per form

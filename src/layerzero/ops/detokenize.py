@@ -19,11 +19,11 @@ from ..spec.alteration import Alteration
 from ..spec.grid import bucket_top
 from ..spec.op import Op, Tolerance
 from ..spec.rules import present
-from .formulas.bpe import BYTE_LEVEL_DECODER, ByteLevelBPE, tiny_tokenizer
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
-from .formulas.tokenization import WORDS, read_sequences
-from .formulas.tokenizer_identity import FACTS, from_json, identify, identify_again
+from .formulas.tokenizer.bpe import BYTE_LEVEL_DECODER, ByteLevelBPE, tiny_tokenizer
+from .formulas.tokenizer.identity import FACTS, from_json, identify, identify_again
+from .formulas.tokenizer.tokenization import WORDS, read_sequences
 
 
 def reference(ids: Any, tokenizer: Any, *, skip_special_tokens: bool = True) -> str | list[str]:

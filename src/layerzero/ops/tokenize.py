@@ -35,10 +35,11 @@ from ..spec.grid import bucket_top
 from ..spec.op import INT32, Op, Tolerance
 from ..spec.reason import Code, Reason
 from ..spec.rules import at_least, present
-from .formulas.bpe import BYTE_LEVEL_BPE, ByteLevelBPE, tiny_tokenizer
 from .formulas.common import READS_ON_HOST
 from .formulas.mistakes import replace_argument
-from .formulas.tokenization import (
+from .formulas.tokenizer.bpe import BYTE_LEVEL_BPE, ByteLevelBPE, tiny_tokenizer
+from .formulas.tokenizer.identity import FACTS, TokenizerHandle, from_json, identify
+from .formulas.tokenizer.tokenization import (
     WORDS,
     EncodedText,
     Request,
@@ -47,7 +48,6 @@ from .formulas.tokenization import (
     make_kernel,
     resolve_lengths,
 )
-from .formulas.tokenizer_identity import FACTS, TokenizerHandle, from_json, identify
 
 Side = Literal["left", "right"]
 

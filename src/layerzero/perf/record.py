@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from ..spec.codec import decode
 from ..spec.device import Device
 from ..spec.errors import DataError
-from ..spec.expr import parse
 from ..spec.grid import bucket_label
 from ..spec.op import Op
 from ..spec.rules import Rule
+from ..spec.rules.expr import parse
 
 MAX_DISTANCE = 4.0     # octaves, summed over all sizes, at which a measurement still counts
 NEIGHBOURS = 4

@@ -24,10 +24,10 @@ from ..spec.codec import At, Record, Text, read, read_fields
 from ..spec.device import Device
 from ..spec.errors import DataError, LayerZeroError
 from ..spec.kernel import Kernel
-from ..spec.predicate import above, below
 from ..spec.reason import Code, Reason
-from ..world import certificates
+from ..spec.rules.predicate import above, below
 from ..world import snapshot as worlds
+from ..world.registry import certificates
 from ..world.snapshot import World
 from .force import use_table
 from .proof import proven

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Union
 
-from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.rules import Condition, Rule
+from ..spec.rules.expr import parse
 from .table import Choice, Number, Span
 
 _UNKNOWN: Any = object()

@@ -33,7 +33,8 @@ from ..spec.errors import LayerZeroError
 from ..spec.op import Op
 from ..spec.plan import DEFAULT, PRIOR, Plan
 from ..spec.reason import Code
-from ..world import certificates, measurements, perf_loading
+from ..world import measurements, perf_loading
+from ..world.registry import certificates
 from ..world.snapshot import World
 from .call_facts import facts_of
 from .force import check_table

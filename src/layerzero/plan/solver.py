@@ -21,12 +21,12 @@ from ..machine import hardware
 from ..selection.key import OFF_CPU, NumberField
 from ..spec.call import Call
 from ..spec.errors import ConfigError, DataError, InvalidCall
-from ..spec.expr import parse
 from ..spec.grid import bucket_bottom, bucket_top
 from ..spec.op import Op
 from ..spec.plan import Plan
-from ..spec.predicate import Cuts, above, below
 from ..spec.rules import Rule
+from ..spec.rules.expr import parse
+from ..spec.rules.predicate import Cuts, above, below
 from ..world import snapshot as worlds
 from ..world.snapshot import World, tests_of
 from .call_facts import facts_of

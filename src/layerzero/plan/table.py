@@ -28,9 +28,9 @@ from ..spec.device import Device
 from ..spec.errors import DataError
 from ..spec.kernel import Kernel
 from ..spec.plan import Score, Step, Transform
-from ..spec.predicate import above, below
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
+from ..spec.rules.predicate import above, below
 from ..world import capabilities
 from ..world.snapshot import World
 

@@ -16,13 +16,13 @@ from ..machine.faults import FAULTS
 from ..plan.readiness import readiness_check
 from ..spec.errors import LayerZeroError
 from ..spec.kernel import Kernel
-from ..verify.kernel.certify import certify_all, publish
+from ..verify.certification.certify import certify_all, publish
 from ..verify.kernel.contract import check_case
 from ..verify.kernel.declarations import Checked, Finding, docs_check, static_checks
 from ..verify.model.families import Cell, model_cells
-from ..world import certificates
 from ..world import snapshot as worlds
-from ..world.certificates import Certificate
+from ..world.registry import certificates
+from ..world.registry.certificates import Certificate
 from . import performance, schemas
 from .soak import SoakReport, soak
 from .soak_load import WRONG

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..perf.record import PerfView, Rates, kind_of
-from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.kernel import SDPA, Kernel
-from ..spec.launch import SHARED
 from ..spec.op import DEVICE_FACTS, Op
 from ..spec.plan import DEFAULT, LESS_WORK, POLICY, PRIOR, SHIPPED, Plan, Rejected, Step, Transform
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
+from ..spec.rules.expr import parse
+from ..spec.rules.launch import SHARED
 from .policy import Policy
 from .score import calibration, guess_us, roofline_us, score
 from .timings import timings_of

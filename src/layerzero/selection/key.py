@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..spec.expr import parse
 from ..spec.grid import bucket_top
 from ..spec.op import Op
-from ..spec.predicate import Cuts, Predicate
 from ..spec.rules import Rule
+from ..spec.rules.expr import parse
+from ..spec.rules.predicate import Cuts, Predicate
 
 # Suffix of a fact that only kernels of other devices read: it is not read on the CPU.
 OFF_CPU = "_off_cpu"

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..perf.record import Estimate, Measurement, Rates
-from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.op import Op
 from ..spec.plan import INTERPOLATED, MEASURED, Score, Step, Transform
+from ..spec.rules.expr import parse
 
 EAGER_OVER_ROOFLINE = 8.0
 DEFAULT_RATES: Mapping[str, Rates] = {

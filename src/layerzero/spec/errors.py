@@ -29,9 +29,9 @@
         ├── Unmapped                      a definition of others without a mapping to an op
         └── HubError                      the kernel hub; its kinds: integrations/hub/errors.py
 
-LaunchRefused is defined in spec/launch.py, KernelOutOfMemory in machine/faults.py, UntrustedFile in
-files/sealed.py, the errors of a store in perf/interface.py, Unmapped in verify/trace/readings.py;
-all others are here.
+LaunchRefused is defined in spec/rules/launch.py, KernelOutOfMemory in machine/faults.py,
+UntrustedFile in files/sealed.py, the errors of a store in perf/interface.py, Unmapped in
+verify/trace/readings.py; all others are here.
 """
 
 from __future__ import annotations

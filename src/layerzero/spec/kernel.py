@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from .codec import Layout, decode, encode_fields
 from .errors import RegistrationError
-from .expr import parse
 from .op import Op, import_path, resolve_import_path
 from .reason import Reason
 from .rules import Condition, Facts
+from .rules.expr import parse
 
 _ID = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -202,7 +202,7 @@ class Kernel:
 
     @property
     def isolated(self) -> bool:
-        """Whether it runs in a worker process (world/isolation.py)."""
+        """Whether it runs in a worker process (world/registry/isolation.py)."""
         return self.id.startswith("worker.")
 
     def does_less(self, facts: Facts) -> bool:

@@ -20,11 +20,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 from .alteration import Alteration
 from .codec import Layout, Record, decode, encode_fields
 from .errors import SpecError
-from .expr import parse
 from .names import suggest
 from .plan import Transform
 from .reason import Reason
 from .rules import Condition, Facts, Wording, Words
+from .rules.expr import parse
 
 DEVICE_FACTS = frozenset({
     "device", "vendor", "sm", "gpu_generation", "tensor_core_generation", "isa", "fast_bf16_matmul",

@@ -23,10 +23,10 @@ from ..perf.record import CAPTURED, COMPILED, EAGER, Measurement, Rates, kind_of
 from ..selection.key import fixed_by_key
 from ..spec.call import Call
 from ..spec.errors import DeviceLost
-from ..spec.expr import parse
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
 from ..spec.reason import Reason
+from ..spec.rules.expr import parse
 from ..world import context
 from ..world import snapshot as worlds
 from ..world.incidents import blame, mark_unloadable

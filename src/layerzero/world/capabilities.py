@@ -23,15 +23,15 @@ from ..files import reading
 from ..machine.loading import installed_version
 from ..spec.codec import decode
 from ..spec.errors import DataError, SpecError
-from ..spec.expr import parse
 from ..spec.kernel import Kernel
 from ..spec.names import nearest
 from ..spec.op import Op
-from ..spec.predicate import PREDICATES, is_number
 from ..spec.reason import Code, Reason
 from ..spec.rules import Condition
+from ..spec.rules.expr import parse
+from ..spec.rules.predicate import PREDICATES, is_number
 from . import snapshot as worlds
-from .catalog import Catalog
+from .registry.catalog import Catalog
 
 SCHEMA = "layerzero.capabilities/1"
 MAX_SHOWN = 20

@@ -24,15 +24,16 @@ from ..spec.errors import (
 )
 from ..spec.event import BackendUnavailable, HealthChanged, KernelRefused
 from ..spec.kernel import Kernel
-from ..spec.launch import LaunchRefused
 from ..spec.names import unknown_kernel
 from ..spec.op import Op
 from ..spec.plan import Plan, Rejected
 from ..spec.reason import ANOTHER_KERNEL, Category, Code, Reason
-from . import certificates, events, health
+from ..spec.rules.launch import LaunchRefused
+from . import events, health
 from . import snapshot as worlds
-from .catalog import Catalog
 from .context import Override
+from .registry import certificates
+from .registry.catalog import Catalog
 from .snapshot import World
 
 _loaded: dict[str, Any] = {}

@@ -33,7 +33,6 @@ from ..spec.op import Op
 from . import events, perf_loading
 from . import snapshot as worlds
 from .capabilities import capabilities_hash, export
-from .catalog import Catalog
 from .context import Override
 from .perf_loading import (
     DAY,
@@ -46,6 +45,7 @@ from .perf_loading import (
     state,
     without_password,
 )
+from .registry.catalog import Catalog
 from .snapshot import World
 
 STATE_SECONDS = 10.0                           # how long a reading of the machine's state is reused

@@ -31,7 +31,7 @@ from ..spec.errors import ConfigError, DataError, LayerZeroError
 from ..spec.event import Event, StoreTrouble
 from ..spec.kernel import Kernel
 from . import config, events
-from .catalog import Catalog
+from .registry.catalog import Catalog
 
 FILE = "perf.sqlite"
 OFF = "off"

@@ -36,9 +36,10 @@ from ..spec.op import Op
 from ..spec.plan import Plan
 from ..spec.reason import Reason
 from ..spec.rules import Condition, Rule
-from . import certificates, config, events, health, isolation, perf_loading, redaction
-from .catalog import Catalog, discover, plugin_policy
+from . import config, events, health, perf_loading, redaction
 from .context import Override
+from .registry import certificates, isolation
+from .registry.catalog import Catalog, discover, plugin_policy
 from .tables import ActiveTable
 
 _MAX_MEMO = 1024

@@ -16,7 +16,7 @@ from ..spec.op import Op
 from ..spec.plan import Plan, Step
 from ..spec.reason import Code, Reason
 from ..spec.rules import Rule
-from .catalog import Catalog
+from .registry.catalog import Catalog
 
 
 class SelectionTable(Protocol):

@@ -16,7 +16,7 @@ from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device, Generation, GPUGeneration, generation_of, table_from_json
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import generations
-from layerzero.world import catalog
+from layerzero.world.registry import catalog
 
 V2, V3, V4 = "flash_attn.v2", "flash_attn.v3", "flash_attn.v4"
 FLASH = [k for k in flash_attn.KERNELS if k.op is ATTENTION]

@@ -21,7 +21,7 @@ from layerzero.spec.errors import ConfigError
 from layerzero.spec.kernel import accepted_params
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.contract import case_values
-from layerzero.world.catalog import builtin_ops
+from layerzero.world.registry.catalog import builtin_ops
 
 MI300 = Device("cuda", 0, "AMD Instinct MI300X", "amd", arch="gfx942", gpu_generation="cdna3",
                supports_bf16=True)

@@ -18,8 +18,8 @@ from layerzero.backends.cuda.compiler import Machine
 from layerzero.backends.triton import KERNELS as TRITON
 from layerzero.machine import hardware
 from layerzero.spec.errors import SpecError
-from layerzero.spec.expr import parse
 from layerzero.spec.reason import Code
+from layerzero.spec.rules.expr import parse
 from layerzero.world import snapshot as worlds
 
 ROOMS = tuple(kib << 10 for kib in (48, 64, 99, 163, 227))     # Turing to Blackwell

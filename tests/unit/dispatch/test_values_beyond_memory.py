@@ -89,7 +89,7 @@ def test_freed_memory_is_refused_and_says_so():
 def test_a_worker_takes_only_what_lies_in_memory():
     """A kernel in a worker is sent memory, whatever the kernel itself could take."""
     from layerzero.selection.isolation import parse
-    from layerzero.world.isolation import worker_kernel
+    from layerzero.world.registry.isolation import worker_kernel
     entry, = parse("torch.rms_norm=worker")
     kernel = next(k for k in worlds.current().catalog.kernels if k.id == "torch.rms_norm")
     made = worker_kernel("worker.torch.rms_norm", kernel, entry, lambda: worlds.current().policy)

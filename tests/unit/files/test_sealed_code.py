@@ -31,7 +31,7 @@ from layerzero.files.sealed import SealedFolder, UntrustedFile, trusted_folder
 from layerzero.machine import process_lock as filelock
 from layerzero.spec.errors import ConfigError
 from layerzero.spec.reason import Code, Reason
-from layerzero.world import certificates
+from layerzero.world.registry import certificates
 
 POSIX = hasattr(os, "geteuid")
 pytestmark = pytest.mark.skipif(not POSIX, reason="owners and permissions as POSIX has them")

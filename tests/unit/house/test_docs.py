@@ -80,7 +80,7 @@ def test_every_code_op_kernel_setting_and_event_has_its_row(generate):
     from layerzero.selection.policy import SETTINGS
     from layerzero.spec.event import Event
     from layerzero.spec.reason import Code
-    from layerzero.world.catalog import builtin_ops
+    from layerzero.world.registry.catalog import builtin_ops
 
     text = {path.stem: content for path, content in generate.pages().items()}
     assert all(f"| [`{code.value}`](" in text["reason-codes"] for code in Code)

@@ -96,7 +96,7 @@ import layerzero as lz
 import generate
 import stub
 from layerzero.spec.kernel import Kernel
-from layerzero.verify.kernel.certify import certify
+from layerzero.verify.certification.certify import certify
 
 gate, up = torch.randn(4, 8), torch.randn(4, 8)
 torch.testing.assert_close(lz.softsign_gate(gate, up), torch.nn.functional.softsign(gate) * up)

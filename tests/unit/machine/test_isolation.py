@@ -19,8 +19,8 @@ from layerzero.machine.isolation.arena import Arena, ArenaFull
 from layerzero.machine.isolation.wire import SMALL, Spec
 from layerzero.spec.errors import ConfigError, NamedKernelRefused
 from layerzero.spec.event import Fallback
-from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code
+from layerzero.spec.rules.launch import LaunchRefused
 from layerzero.world import snapshot as worlds
 
 ISOLATED = "worker.misbehaving.rms_norm"

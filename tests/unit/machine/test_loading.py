@@ -14,8 +14,8 @@ import layerzero as lz
 from layerzero.machine import loading
 from layerzero.spec.event import BackendUnavailable, Fallback
 from layerzero.spec.reason import Code
-from layerzero.world import catalog
 from layerzero.world import snapshot as worlds
+from layerzero.world.registry import catalog
 
 pytestmark = pytest.mark.usefixtures("world")
 _serial = itertools.count()

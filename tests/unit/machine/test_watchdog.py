@@ -14,7 +14,7 @@ from helpers import RMS_NORM, Fake, health_of, of, only, path_of, register, rows
 import layerzero as lz
 from layerzero.machine.watchdog import run_isolated
 from layerzero.spec.event import Fallback, HealthChanged
-from layerzero.spec.launch import LaunchLimits, LaunchRefused, grid_problems
+from layerzero.spec.rules.launch import LaunchLimits, LaunchRefused, grid_problems
 from layerzero.verify.kernel.probing import probe, probe_unknown, run_in_subprocess
 from layerzero.world import snapshot as worlds
 

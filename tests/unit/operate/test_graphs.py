@@ -32,10 +32,10 @@ from layerzero.operate.graphs import GraphKernelDisabled, HeldGraph
 from layerzero.selection.engine import Surroundings, make_roster, select
 from layerzero.selection.score import rates_of
 from layerzero.spec.plan import Plan
-from layerzero.verify.kernel.capture import is_graph_safe, validate_graph_capture
-from layerzero.world import certificates
+from layerzero.verify.certification.capture import is_graph_safe, validate_graph_capture
 from layerzero.world import snapshot as worlds
-from layerzero.world.certificates import Certificate, contract_of
+from layerzero.world.registry import certificates
+from layerzero.world.registry.certificates import Certificate, contract_of
 
 HOPPER = nvidia(90)
 HERE = hardware.probe("cpu")

@@ -33,7 +33,7 @@ from tokenizers import (
 
 import layerzero as lz
 from layerzero.models.tokenizers import load_tokenizer
-from layerzero.ops.formulas.bpe import (
+from layerzero.ops.formulas.tokenizer.bpe import (
     BYTE_CHARACTERS,
     ByteLevelBPE,
     is_byte_level_bpe,

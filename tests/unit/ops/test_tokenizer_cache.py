@@ -27,10 +27,11 @@ import layerzero as lz
 from layerzero.backends.tiktoken import KERNELS
 from layerzero.machine.loading import load
 from layerzero.models.tokenizers import forget_prefixes, load_tokenizer, prefix_memories
-from layerzero.ops.formulas import prefix as prefix_formulas
-from layerzero.ops.formulas import tokenizer_identity
-from layerzero.ops.formulas.bpe import tiny_tokenizer
-from layerzero.ops.formulas.prefix import (
+from layerzero.ops.formulas.tokenizer import identity as tokenizer_identity
+from layerzero.ops.formulas.tokenizer import prefix as prefix_formulas
+from layerzero.ops.formulas.tokenizer.bpe import tiny_tokenizer
+from layerzero.ops.formulas.tokenizer.identity import identify
+from layerzero.ops.formulas.tokenizer.prefix import (
     PrefixMemory,
     SplitPoints,
     common_length,
@@ -38,7 +39,6 @@ from layerzero.ops.formulas.prefix import (
     split_points_from_json,
     split_points_from_pattern,
 )
-from layerzero.ops.formulas.tokenizer_identity import identify
 from layerzero.spec.errors import DataError
 from layerzero.spec.kernel import Direct
 from layerzero.spec.reason import Code
@@ -136,7 +136,7 @@ def test_an_identity_is_the_same_in_another_process(tmp_path: Any) -> None:
     (tmp_path / "t.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r
                                                    for t, r in ranks.items()))
     printed = python(f"""
-        from layerzero.ops.formulas.tokenizer_identity import identify
+        from layerzero.ops.formulas.tokenizer.identity import identify
         for name in ("a.json", "m.model", "t.tiktoken"):
             print(identify({str(tmp_path)!r} + "/" + name).id)
     """, PYTHONHASHSEED="1")

@@ -35,8 +35,8 @@ from layerzero.plan.table import Choice, Row, Span, Table
 from layerzero.spec.errors import DataError
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import at_most
-from layerzero.world import certificates
 from layerzero.world import snapshot as worlds
+from layerzero.world.registry import certificates
 
 
 @pytest.fixture

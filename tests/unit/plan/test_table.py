@@ -32,10 +32,10 @@ from layerzero.plan.table import SCHEMA, Choice, Row, Span, Table
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.spec.errors import ConfigError, DataError, InvalidCall
 from layerzero.spec.event import PlanMissed, Selected
-from layerzero.spec.expr import parse
 from layerzero.spec.op import DEVICE_FACTS
 from layerzero.spec.reason import Code
 from layerzero.spec.rules import any_of, at_least, at_most, equals, multiple_of, one_of, when
+from layerzero.spec.rules.expr import parse
 from layerzero.world import snapshot as worlds
 from layerzero.world.tables import ActiveTable
 

@@ -34,7 +34,7 @@ from layerzero.verify.kernel import declarations as gate
 from layerzero.verify.kernel.declarations import docs_check, static_checks
 from layerzero.verify.model.families import FAMILIES, model_cells
 from layerzero.world import snapshot as worlds
-from layerzero.world.catalog import Catalog
+from layerzero.world.registry.catalog import Catalog
 
 __all__ = ["happened", "world"]
 ROOT = Path(__file__).parents[3]

@@ -23,7 +23,7 @@ from layerzero.selection.engine import Shipped, Surroundings, make_roster, selec
 from layerzero.selection.policy import PolicyRule
 from layerzero.selection.score import rates_of
 from layerzero.spec.rules import at_least
-from layerzero.world import catalog
+from layerzero.world.registry import catalog
 
 HOPPER = nvidia(90)
 RATES = rates_of("cuda")

@@ -23,9 +23,9 @@ from layerzero.selection.policy import LAYERS, SETTINGS, Layer, Policy, PolicyRu
 from layerzero.spec.codec import decode
 from layerzero.spec.errors import InvalidCall
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
-from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import Condition, Rule
+from layerzero.spec.rules.predicate import PREDICATES
 from layerzero.world import context
 from layerzero.world.config import programmatic_layer
 

@@ -43,7 +43,7 @@ from layerzero.spec.rules import (
     unit_stride,
     vendor,
 )
-from layerzero.world import catalog
+from layerzero.world.registry import catalog
 
 CPU = Device("cpu", 0, "a CPU", "intel", isa=("avx2",), cores=4, torch_version="2.9.0")
 TURING, AMPERE, ADA, HOPPER, BLACKWELL, UNKNOWN = (nvidia(n) for n in (75, 80, 89, 90, 100, 250))

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.spec.predicate import PREDICATES, Cuts, MultipleOf, OneOf, Predicate, above, below
+from layerzero.spec.rules.predicate import (
+    PREDICATES,
+    Cuts,
+    MultipleOf,
+    OneOf,
+    Predicate,
+    above,
+    below,
+)
 
 integers, floats = st.integers(-40, 40), st.floats(-40, 40)
 scalar = st.one_of(st.none(), st.booleans(), integers, floats, st.sampled_from(["float32", "x{}"]))

@@ -24,7 +24,6 @@ from layerzero.spec.event import Fallback
 from layerzero.spec.kernel import Const, Kernel, accepted_params, direct
 from layerzero.spec.op import FAMILY_FACTS, Op, Tolerance
 from layerzero.spec.plan import Plan, Rejected, Score, Step, Transform
-from layerzero.spec.predicate import PREDICATES
 from layerzero.spec.reason import Code, Reason
 from layerzero.spec.rules import (
     AnyOf,
@@ -42,7 +41,8 @@ from layerzero.spec.rules import (
     unit_stride,
     when,
 )
-from layerzero.world.catalog import builtin_ops
+from layerzero.spec.rules.predicate import PREDICATES
+from layerzero.world.registry.catalog import builtin_ops
 
 OPS = builtin_ops()
 

@@ -29,7 +29,7 @@ from layerzero.verify.trace.definition import Axis, Definition, Workload
 from layerzero.verify.trace.inputs import generate
 from layerzero.verify.trace.traces import solution_of
 from layerzero.verify.trace.write_tests import as_docstring, write_tests
-from layerzero.world.catalog import discover
+from layerzero.world.registry.catalog import discover
 
 SOURCES = Path(lz.__file__).parents[1]
 

@@ -43,7 +43,7 @@ from layerzero.world.capabilities import (
     use,
     validate,
 )
-from layerzero.world.catalog import Catalog, builtin_ops
+from layerzero.world.registry.catalog import Catalog, builtin_ops
 
 OPS = builtin_ops()
 ATTENTION = OPS["attention"]

@@ -17,9 +17,9 @@ from helpers import Fake, register
 import layerzero as lz
 from layerzero.ops.rms_norm import OP as RMS_NORM
 from layerzero.spec.event import CertificateRefused
-from layerzero.world import certificates
 from layerzero.world import snapshot as worlds
-from layerzero.world.certificates import contract_of
+from layerzero.world.registry import certificates
+from layerzero.world.registry.certificates import contract_of
 
 
 @pytest.fixture(autouse=True)

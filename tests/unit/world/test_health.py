@@ -26,8 +26,8 @@ from helpers import (
 import layerzero as lz
 from layerzero.machine import memory
 from layerzero.spec.event import Fallback, HealthChanged, Selected
-from layerzero.spec.launch import LaunchRefused
 from layerzero.spec.reason import Code, Reason
+from layerzero.spec.rules.launch import LaunchRefused
 from layerzero.world import incidents
 from layerzero.world import snapshot as worlds
 from layerzero.world.health import (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from layerzero.world import catalog, plugin_probe
+from layerzero.world.registry import catalog, plugin_probe
 
 HARM = {
     "hangs": ("import time; time.sleep(600)", "no answer within 0.5 s"),

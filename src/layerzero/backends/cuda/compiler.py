@@ -30,9 +30,9 @@ from ...files.paths import cache_dir
 from ...files.sealed import SealedFolder
 from ...spec import replay
 from ...spec.errors import ConfigError, DataError, warn_caller
-from ...spec.launch import LaunchLimits, LaunchRefused, block_problems, grid_problems
 from ...spec.reason import Code, Reason
 from ...spec.replay import Varying
+from ...spec.rules.launch import LaunchLimits, LaunchRefused, block_problems, grid_problems
 
 _log = logging.getLogger("layerzero")
 FOLDER = Path(__file__).parent

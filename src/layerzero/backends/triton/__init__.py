@@ -38,12 +38,12 @@ MAX_GRID = 65535          # grid limit of the second and third axis
 
 
 def _attention() -> Callable[..., Any]:
-    from .decode import attention_decode
+    from .attention.decode import attention_decode
     return attention_decode
 
 
 def _attention_invariant() -> Callable[..., Any]:
-    from .decode import attention_invariant
+    from .attention.decode import attention_invariant
     return attention_invariant
 
 
@@ -58,12 +58,12 @@ def _mlp_invariant() -> Callable[..., Any]:
 
 
 def _paged_attention() -> Callable[..., Any]:
-    from .decode import paged_attention_decode
+    from .attention.decode import paged_attention_decode
     return paged_attention_decode
 
 
 def _grouped_attention() -> Callable[..., Any]:
-    from .grouped import grouped_attention
+    from .attention.grouped import grouped_attention
     return grouped_attention
 
 
@@ -184,8 +184,8 @@ def _power_of_two(fact: str, most: int, least: int = 16) -> str:
 
 
 def _decode_shared(tokens: str) -> str:
-    """Returns the shared memory of decode.py with one stage; the launcher uses as many stages as
-    fit."""
+    """Returns the shared memory of attention/decode.py with one stage; the launcher uses as many
+    stages as fit."""
     rows, block = _power_of_two(f"group * {tokens}", 64), f"(64 + 64 * (group * {tokens} > 16))"
     dim, dim_v = _power_of_two("head_dim", 256), _power_of_two("head_dim_v", 256)
     return f"2 * {block} * ({dim} + {dim_v}) + 2 * {rows} * ({dim} + {block}) + 16 * {block}"

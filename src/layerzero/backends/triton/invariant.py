@@ -3,7 +3,8 @@
 Every number of the result is one sum over the inputs, in order, of the same tensor-core
 instructions: tiles of 64 inputs, never split between programs. The tile of the result may be
 small or large, since an instruction computes its numbers independently of each other; that the
-bits agree is checked on the device (verify/kernel/invariance.py), as for every invariant kernel.
+bits agree is checked on the device (verify/certification/invariance.py), as for every invariant
+kernel.
 """
 
 from __future__ import annotations

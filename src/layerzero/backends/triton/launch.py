@@ -27,14 +27,14 @@ from triton.runtime.jit import JITFunction
 
 from ...files import codegen
 from ...spec import replay
-from ...spec.launch import (
+from ...spec.replay import Varying
+from ...spec.rules.launch import (
     LaunchLimits,
     LaunchRefused,
     block_problems,
     config_problems,
     grid_problems,
 )
-from ...spec.replay import Varying
 from . import bare
 
 # exact argument tuples of a function; growing lengths add new ones

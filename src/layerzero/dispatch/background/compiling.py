@@ -35,14 +35,14 @@ from ...spec.codec import Record
 from ...spec.errors import DataError
 from ...spec.event import CompileQueued, CompileSkipped, WarmedUp
 from ...spec.kernel import Kernel
-from ...spec.launch import LaunchRefused
 from ...spec.op import Op
 from ...spec.plan import INTERPOLATED, LESS_WORK, MEASURED, POLICY, SHIPPED, Plan, Step
+from ...spec.rules.launch import LaunchRefused
 from ...world import config, events, health
 from ...world import snapshot as worlds
-from ...world.catalog import Catalog
 from ...world.context import Override
 from ...world.incidents import change_health, compile_failed, mark_unloadable
+from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes

@@ -21,9 +21,9 @@ from ...perf.record import EAGER, Measurement, kind_of
 from ...selection.trial import Budget, Ticket, Trial
 from ...spec.errors import KernelExecutionError
 from ...spec.event import Fallback
-from ...spec.expr import parse
 from ...spec.op import Op
 from ...spec.plan import Plan, Step
+from ...spec.rules.expr import parse
 from ...world import events, measurements
 from ...world.snapshot import World
 from ..cache import Entry

@@ -32,9 +32,9 @@ from ...spec.op import Op
 from ...spec.plan import MEASURED, Plan, Step
 from ...world import events, measurements
 from ...world import snapshot as worlds
-from ...world.catalog import Catalog
 from ...world.context import Override
 from ...world.incidents import mark_unloadable
+from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from .. import protection, wrapping
 from ..binding import Binding

@@ -32,9 +32,9 @@ from ...machine.faults import FAULTS
 from ...selection.key import KeyProgram, NumberField
 from ...selection.policy import Layer
 from ...spec.errors import ConfigError, DataError, RegistrationError
-from ...spec.expr import parse
 from ...spec.kernel import Const, Direct, LastSize
 from ...spec.op import INT64, Op, Param
+from ...spec.rules.expr import parse
 from ...world import context
 from ...world.context import Override
 from ..cache import Entry

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...files.reading import no_panic
 from ...models.tokenizers import load_tokenizer
-from ...ops.formulas.tokenizer_identity import TokenizerHandle, from_json
+from ...ops.formulas.tokenizer.identity import TokenizerHandle, from_json
 from ...spec.errors import DataError, LayerZeroError
 from ...spec.reason import FOREIGN_ERRORS, shown
 from .reader import gguf_metadata

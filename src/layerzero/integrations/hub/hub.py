@@ -23,10 +23,10 @@ from ...spec.errors import RegistrationError
 from ...spec.kernel import Direct, Kernel
 from ...spec.op import Op
 from ...spec.rules import Condition, device
-from ...verify.kernel.certify import certify_all
-from ...world import certificates
+from ...verify.certification.certify import certify_all
 from ...world import snapshot as worlds
-from ...world.catalog import builtin_ops
+from ...world.registry import certificates
+from ...world.registry.catalog import builtin_ops
 from . import importing, lockfile, sources
 from .content import Content, copy_home, private_copy
 from .errors import (
@@ -356,8 +356,8 @@ class _Load:
 
     @property
     def remote(self) -> dict[str, Any] | None:
-        """How a worker process loads it (world/isolation.py), which has the version to itself: two
-        whose torch operations share a namespace serve beside each other so."""
+        """How a worker process (world/registry/isolation.py) loads it. Each has one version,
+        so that two whose torch operations share a namespace serve beside each other."""
         if self.adapt is not None:             # a function of this process
             return None
         hub = {f.name: getattr(self.hub, f.name) for f in fields(self.hub)}

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ...dispatch import dispatcher as dispatch
 from ...dispatch import torch_library as torch_face
 from ...spec.errors import ConfigError
-from ...world import catalog
+from ...world.registry import catalog
 from ..rewiring import replaced_sdpa, shards_sequences
 from .masks import Pattern, pattern_of, plain_pattern
 from .owned_config import OWNED, is_uncapped

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from ...spec.launch import LaunchRefused
 from ...spec.reason import Code, Reason
+from ...spec.rules.launch import LaunchRefused
 from .wire import (
     CUDA,
     CUDA_HANDLES,

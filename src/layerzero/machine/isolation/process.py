@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...spec.codec import decode
 from ...spec.errors import InvalidCall
-from ...spec.launch import LaunchRefused
 from ...spec.reason import Code, Reason
+from ...spec.rules.launch import LaunchRefused
 from ..faults import WorkerFault, WorkerLost, WorkerTimeout
 from ..loading import LoadFailed
 from ..watchdog import signal_name

@@ -1,1 +1,1 @@
-"""Level 1: every kernel against the contract of its operation."""
+"""Level 1: every call of a kernel against the contract of its operation."""

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...dispatch.facts import read
 from ...machine.faults import FAULTS
-from ...spec.expr import parse
 from ...spec.kernel import Kernel
 from ...spec.op import Op
+from ...spec.rules.expr import parse
 from .contract import case_values, formula
 
 Case = Mapping[str, Any]

@@ -27,11 +27,11 @@ from ...machine import hardware, loading
 from ...machine.faults import FAULTS
 from ...spec.codec import Record
 from ...spec.device import CPU_ISA, Device
-from ...spec.expr import parse
 from ...spec.kernel import Kernel, accepted_params
 from ...spec.op import Op
 from ...spec.rules import AnyOf, Condition, Rule, When
-from ...world.catalog import Catalog
+from ...spec.rules.expr import parse
+from ...world.registry.catalog import Catalog
 from .cases import (
     find_argument_cases,
     given_arguments,

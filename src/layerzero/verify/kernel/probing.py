@@ -18,9 +18,10 @@ from ...spec.errors import ConfigError, LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import import_path, resolve_import_path
 from ...spec.reason import Reason
-from ...world import certificates, health
+from ...world import health
 from ...world import snapshot as worlds
 from ...world.incidents import change_health
+from ...world.registry import certificates
 from .contract import call, case_values, refusals
 
 MAX_CASES = 3

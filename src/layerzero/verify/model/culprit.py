@@ -29,6 +29,7 @@ from ...spec.errors import LayerZeroError
 from ...spec.kernel import Kernel
 from ...spec.op import Op
 from ...world import snapshot as worlds
+from ..certification.diagnosis import CLASSES
 from ..kernel.contract import (
     ROUNDINGS,
     call,
@@ -38,7 +39,6 @@ from ..kernel.contract import (
     upcast,
     worst_indices,
 )
-from ..kernel.diagnosis import CLASSES
 from ..kernel.guarded import poisoned_memory
 from .route import TIMES_EAGER, LadderRow, Route, difference, max_abs
 from .served import LzCaller, without_kernels

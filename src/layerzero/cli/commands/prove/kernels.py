@@ -16,10 +16,10 @@ from ....machine import hardware
 from ....spec.errors import ConfigError
 from ....spec.kernel import Kernel
 from ....spec.names import find_kernels, suggest
-from ....verify.kernel.certify import LANES, Verdict, certify_all, publish
+from ....verify.certification.certify import LANES, Verdict, certify_all, publish
 from ....verify.kernel.probing import probe_unknown
-from ....world import certificates
 from ....world import snapshot as worlds
+from ....world.registry import certificates
 from ... import show
 from ...calls import device_kind
 from ...root import INTERRUPTED

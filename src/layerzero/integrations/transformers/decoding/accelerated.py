@@ -34,7 +34,7 @@ from ..decoders.families import NotRecognised
 from ..decoders.recognition import DecoderParts
 from ..implementations import DECODED
 from . import shared_prompt
-from .captured import CapturedSteps, Uncapturable
+from .cuda.captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .growing_cache import growing
 from .memories import memory_for, one_token, updates

@@ -7,7 +7,7 @@ that follows, whose result is added and normed; the feed-forward part (feed_forw
 
 Where keys and values go, and how the attention over them is called, is said by a `Memory`: one
 whose length the host knows (host_memory.py, a cache that grows), and one whose length the device
-knows (captured.py).
+knows (cuda/captured.py).
 """
 
 from __future__ import annotations
@@ -451,9 +451,9 @@ class _Turner:
 
 
 def _on_device() -> Any:
-    """The kernels of triton_step.py; None where Triton is not installed."""
+    """The kernels of cuda/triton_step.py; None where Triton is not installed."""
     try:
-        from . import triton_step
+        from .cuda import triton_step
     except ImportError:
         return None
     return triton_step

@@ -42,7 +42,7 @@ def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
 def bound(layers: Sequence[JoinedFeedForward], x: Tensor, bind: Binder, product: Product,
           fast: Any) -> Run:
     """Bind the feed-forward part of layers[0], for one token in each row of the batch; the layers
-    after it are timed beside it. `fast` are the kernels of triton_step.py, or None."""
+    after it are timed beside it. `fast` are the kernels of cuda/triton_step.py, or None."""
     parts = layers[0].parts
     if isinstance(parts, OwnPart):
         bind.kernels["mlp"] = f"{OWN} ({type(parts.module).__name__})"

@@ -28,8 +28,9 @@ from ....operate import graphs
 from ....spec.event import Fallback
 from ....world import events
 from ..decoders.families import NotRecognised
-from ..decoding import persistent, shared_prompt
-from ..decoding.captured import Fixed, Uncapturable
+from ..decoding import shared_prompt
+from ..decoding.cuda import persistent
+from ..decoding.cuda.captured import Fixed, Uncapturable
 from ..decoding.reduction import ON_DEVICE
 from ..replacements import recipe_of
 from ..sampling import with_draw

@@ -25,8 +25,8 @@ from ....models.speculative import tree_attention_mask, tree_positions
 from ....plan.table import Span
 from ..decoders.families import NotRecognised
 from ..decoding.accelerated import Accelerated
-from ..decoding.captured import Uncapturable
-from ..decoding.captured_rows import CapturedRows
+from ..decoding.cuda.captured import Uncapturable
+from ..decoding.cuda.captured_rows import CapturedRows
 from ..decoding.decode_step import ANY, DecodeStep
 from ..decoding.growing_cache import growing
 

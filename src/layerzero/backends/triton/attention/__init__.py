@@ -1,0 +1,1 @@
+"""Attention in Triton: few queries over many keys, and attention of items."""

@@ -1,0 +1,110 @@
+"""Several tokens of one text in a CUDA graph: the rows of a step in the buffers of captured.py.
+
+The cache lies in the buffers that its single tokens use; all rows read the same pages, each up to
+its own place. Without a CUDA device the same steps run one by one, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .....operate import graphs
+from .....spec.errors import NoKernelFoundError
+from ...decoders.recognition import DecoderParts
+from ..decode_step import DecodeStep
+from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
+
+
+class FixedRows:
+    """A graph of so many rows over the buffers of one cache. A `Memory` for the decode step."""
+
+    def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: Fixed) -> None:
+        self.step, self.parts, self.buffers = step, parts, buffers
+        rows, place = step.batch, parts.weights.device
+        self._table = buffers._table.expand(rows, -1).contiguous()
+        self._order = torch.arange(rows, device=place)
+        self._position, self._lengths = self._order.clone(), self._order + 1
+        self._step_input = torch.zeros((rows, 1), dtype=torch.int64, device=place)
+        self._runs = [self._bound(i) for i in range(len(step.layers))]
+        self._replay: Any = None
+        self._out: Tensor | None = None
+
+    def _bound(self, layer: int) -> Any:
+        at, pages = self.step.layers[layer], self.buffers._pages[layer]
+        query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
+        try:
+            run = self.step.bind("attention, verified", "paged_attention", query, *pages,
+                                 self._table, self._lengths, scale=at.scale, softcap=at.softcap)
+        except NoKernelFoundError:             # as in captured.py
+            if at.softcap:
+                raise
+            whole = whole_buffers(self.step, layer, *self.buffers.rooms[layer])
+            return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
+                0, 1)
+        return lambda query: run(query, *pages, self._table, self._lengths)
+
+    def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.buffers.rooms[layer]
+        queries = both.shape[2] - value.shape[2]
+        keys.index_copy_(1, self._position, both[:, 0, queries:][None])
+        values.index_copy_(1, self._position, value[:, 0][None])
+        return self._runs[layer](both[:, 0, :queries]).flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
+
+    def _run(self) -> Tensor:
+        angles = tuple(table.index_select(0, self._position)[:, None].chunk(2, -1)
+                       for table in self.buffers._angles)
+        x = self.parts.first_input(self.parts.embedded(self._step_input), self._position[:, None])
+        return self.step(x, angles, self)  # type: ignore[arg-type]
+
+    def _stand(self, length: int) -> None:
+        torch.add(self._order, length, out=self._position)
+        torch.add(self._order, length + 1, out=self._lengths)
+
+    def capture(self, length: int) -> None:
+        """The warm-up writes to the places after so many tokens, where nothing is yet."""
+        if not self._step_input.is_cuda:
+            return
+        self._stand(length)
+        found = graphs.attempt(self._run)
+        if found.problems:
+            raise Uncapturable(f"the rows cannot be captured: {found.problems[0]}")
+        self._out, self._replay = found.result, found.graph.replay
+
+    def __call__(self, tokens: Tensor, length: int) -> Tensor:
+        """Logits (rows, vocab), which stay until the next call."""
+        self._step_input.copy_(tokens[:, None])
+        self._stand(length)
+        if self._replay is None:
+            return self._run()[:, 0]
+        self._replay()
+        assert self._out is not None
+        return self._out[:, 0]
+
+
+class CapturedRows:
+    """The graphs of one model's rows."""
+
+    def __init__(self, captured: CapturedSteps, parts: DecoderParts) -> None:
+        self._captured, self._parts = captured, parts
+        self._fixed: dict[tuple[int, int], FixedRows] = {}         # by buffers and rows
+
+    def __call__(self, one: DecodeStep, step: DecodeStep, tokens: Tensor, cache: Any,
+                 length: int) -> Tensor:
+        """`one` is the step of a single token, in whose buffers the cache is."""
+        buffers = self._captured.hold(one, cache, length, room=step.batch)
+        found = self._fixed.get((id(buffers), step.batch))
+        if found is None or found.step is not step or found.buffers is not buffers:
+            with torch.inference_mode(False), torch.no_grad():
+                try:
+                    found = FixedRows(step, self._parts, buffers)
+                except NoKernelFoundError as e:
+                    raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
+                found.capture(length)
+            self._fixed[id(buffers), step.batch] = found
+        out = found(tokens, length)
+        for layer in cache.layers:
+            layer.show(length + step.batch)
+        return out

@@ -1,0 +1,255 @@
+"""The captured step as one persistent kernel (backends/cuda/step), for the decoders that it can do
+and where it is faster than the graph of kernels.
+
+What the kernel needs to know is read from the same declaration that the other steps are made of.
+Before it serves, its logits are held against those of the kernels, and both are timed as they will
+run. A launch that gave up, which no launch should, is noticed at the next token: the graph of
+kernels then does that token again and serves from there on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .....backends.cuda import compiler
+from .....backends.cuda.step import plan
+from .....backends.cuda.step.plan import LayerTensors, PersistentStep, Shape
+from .....machine import faults
+from .....operate import graphs
+from .....spec.event import Fallback
+from .....spec.reason import Code, Reason
+from .....tuning.harness import Race, stopwatch
+from .....world import events
+from ...decoders.families import NotRecognised
+from ...decoders.recognition import DecoderParts, FeedForward, Norm
+from ...quantized import codes_of
+from ..decode_step import DecodeStep, JoinedLayer
+from ..joined import Weight
+
+Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, tokens, kv_heads, dim)
+
+NAME, WHAT = "one persistent kernel", "the captured step"
+LEAST_CAPABILITY = (9, 0)      # copies in bulk
+ROUNDS = 7
+MOST_APART = 0.1               # of the spread of the logits, between two ways in bf16
+_lost: weakref.WeakSet[DecodeStep] = weakref.WeakSet()     # those of which a launch gave up
+
+
+def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> Shape:
+    """The decoder as the kernel knows it; NotRecognised says what it does not know."""
+    if parts.weights.dtype != torch.bfloat16:
+        raise NotRecognised(f"its weights are {str(parts.weights.dtype)[6:]}, not bfloat16")
+    if parts.unusual or parts.norm is None or parts.codebooks:
+        raise NotRecognised(f"it has {parts.unusual}" if parts.unusual else "no last norm"
+                            if parts.norm is None else "tokens of several codebooks")
+    if parts.head is None or parts.head.module.bias is not None:
+        raise NotRecognised("it has no head" if parts.head is None else "its head has a bias")
+    for there, what in ((parts.embed_scale is not None, "its embedding is scaled"),
+                        (parts.positions is not None, "its positions are learned"),
+                        (parts.softcap or parts.logit_scale != 1.0, "its logits are scaled"),
+                        (parts.rotation != "rotate_half", f"its rope is {parts.rotation}"),
+                        (len(parts.kinds) > 1, "its layers have angles of several kinds")):
+        if there:
+            raise NotRecognised(what)
+    shapes = {_layer_shape(parts, layer, batch) for layer in layers}
+    if len(shapes) > 1:
+        raise NotRecognised("its layers differ")
+    _rms(parts.norm, parts.weights.shape[1])
+    return shapes.pop()
+
+
+def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
+    at = joined.parts
+    if not isinstance(at.mlp, FeedForward):
+        raise NotRecognised("its feed-forward part is a mixture of experts")
+    assert joined.mlp.into is not None and joined.mlp.down is not None
+    for there, what in (
+            (at.parallel, "its attention and feed-forward part work side by side"),
+            (at.branch_scale != 1.0, "what its layers add is scaled"),
+            (at.attn_post or at.mlp_post, "it norms what its layers add"),
+            (at.norm is None or at.mlp_norm is None, "a layer begins without a norm"),
+            (at.by_head, "queries, keys and values of a head lie together"),
+            (at.softcap, "its scores are capped"), (at.angles is None, "a layer is not turned"),
+            (at.scale <= 0, "its scores are not scaled"),
+            ((at.q_norm is None) != (at.k_norm is None), "only queries or keys are normed"),
+            (any(j.bias is not None for j in (joined.out, joined.mlp.into, joined.mlp.down)),
+             "products other than that of queries, keys and values have a bias")):
+        if there:
+            raise NotRecognised(what)
+    hidden = parts.weights.shape[1]
+    eps = {_rms(norm, hidden) for norm in (at.norm, at.mlp_norm) if norm is not None}
+    head_eps = {_rms(norm, at.head_dim) for norm in (at.q_norm, at.k_norm) if norm is not None}
+    if len(eps) > 1 or len(head_eps) > 1:
+        raise NotRecognised("its norms have different eps")
+    kinds = {_stored(weight) for weight in (joined.qkv.weight, joined.out.weight,
+                                            joined.mlp.into.weight, joined.mlp.down.weight)}
+    if len(kinds) > 1:
+        raise NotRecognised("its weights are in several formats")
+    return Shape(hidden, at.heads, at.kv_heads, at.head_dim, parts.half, at.mlp.down.shape[1],
+                 len(parts.head.module.weight) if parts.head else 0, len(parts.layers), batch,
+                 joined.qkv.bias is not None, at.q_norm is not None, at.mlp.activation,
+                 kinds.pop())
+
+
+def _stored(weight: Weight) -> str:
+    """The format of a weight's codes, or "" for one in bf16."""
+    if isinstance(weight, Tensor):
+        if weight.dtype != torch.bfloat16:
+            raise NotRecognised(f"a weight is {str(weight.dtype)[6:]}")
+        rows, name = weight, ""
+    else:
+        rows, name, scales, group = weight.codes, weight.format, weight.scales, weight.group_size
+        kind = {"int4": torch.bfloat16, "fp8_e4m3": torch.float32}.get(name)
+        if (kind is None or scales is None or weight.activations != "none"
+                or weight.global_scale is not None or scales.dtype != kind
+                or not scales.is_contiguous()
+                or (group % plan.BLOCK if name == "int4" else scales.shape[1] != 1)):
+            raise NotRecognised(f"its weights are quantized to {name}, of which the kernel knows "
+                                "int4 in groups of 128 and fp8 by rows")
+    if not rows.is_contiguous() or rows.data_ptr() % 16:
+        raise NotRecognised("a weight is not laid out row after row")
+    return name
+
+
+def _rms(norm: Norm, size: int) -> float:
+    if norm.op != "rms_norm" or norm.offset or norm.gains or len(norm.weights) != 1:
+        raise NotRecognised("its norms are not plain RMS norms")
+    weight, = norm.weights
+    if weight.shape != (size,) or weight.dtype != torch.bfloat16:
+        raise NotRecognised(f"a norm has a weight {tuple(weight.shape)} of "
+                            f"{str(weight.dtype)[6:]}, not ({size},) of bfloat16")
+    return norm.eps
+
+
+def made(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
+         angles: Sequence[Tensor]) -> list[PersistentStep]:
+    """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
+    is none."""
+    layers = step.joined
+    shape = shape_of(parts, layers, step.batch)
+    machine = compiler.machine_of(parts.weights.device)
+    configs = plan.configs_of(shape, machine)
+    whys = [plan.problem(shape, cfg, machine) for cfg in configs]
+    if all(whys):
+        raise NotRecognised(str(whys[0]))
+    first, head = layers[0].parts, parts.head
+    assert first.norm is not None and head is not None and parts.norm is not None
+    if codes_of(head.module) is not None:
+        raise NotRecognised("its weights are quantized")
+    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)]
+    return [PersistentStep(
+        shape, cfg, tensors, parts.weights, parts.norm.weights[0], head.module.weight.detach(),
+        eps=first.norm.eps, head_eps=parts.norm.eps, scale=first.scale,
+        head_norm_eps=0.0 if first.q_norm is None else first.q_norm.eps)
+        for cfg, why in zip(configs, whys) if why is None]
+
+
+def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) -> LayerTensors:
+    at = joined.parts
+    into, down = joined.mlp.into, joined.mlp.down
+    assert at.norm is not None and at.mlp_norm is not None
+    assert into is not None and down is not None
+    q_norm, k_norm = (None if norm is None else norm.weights[0] for norm in (at.q_norm, at.k_norm))
+    weights = joined.qkv.weight, joined.out.weight, into.weight, down.weight
+    qkv, out, into_weight, down_weight = (w if isinstance(w, Tensor) else w.codes for w in weights)
+    scales = tuple(w.scales for w in weights
+                   if not isinstance(w, Tensor) and w.scales is not None)
+    return LayerTensors(at.norm.weights[0], qkv, joined.qkv.bias, q_norm, k_norm, out,
+                        at.mlp_norm.weights[0], into_weight, down_weight, angles, keys, values,
+                        at.window, scales)
+
+
+def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],
+           given: Tensor, state: Tensor, by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+    """The kernel where it is right and faster than the graph of kernels (`by_kernels`) of the same
+    buffers, which no cache has moved into yet; None, and the reason in the report, where not."""
+    if not given.is_cuda:
+        return None
+    try:
+        if torch.cuda.get_device_capability(given.device) < LEAST_CAPABILITY:
+            raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
+        if step in _lost:
+            raise NotRecognised("a launch of it gave up")
+        found = [one for one in made(step, parts, rooms, angles)
+                 if one.resident(given.device.index or 0)]
+        if not found:
+            raise NotRecognised("its blocks cannot all run at the same time")
+        chosen = _race(found, rooms, given, state, by_kernels) or found[0]
+    except NotRecognised as why:
+        step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
+        return None
+    except faults.FAULTS as error:                         # it does not compile, or cannot start
+        kind = faults.classify(error)
+        if isinstance(error, faults.PASSED_ON) or kind == "sticky":
+            raise
+        step.bind.kernels[WHAT] = f"a graph of kernels: {faults.reason_of(error, kind).message}"
+        return None
+    step.bind.kernels[WHAT] = NAME
+    return chosen
+
+
+def _race(found: Sequence[PersistentStep], rooms: Rooms, given: Tensor, state: Tensor,
+          by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+    """The fastest of them; NotRecognised says by how much they are wrong or slower."""
+    middle = rooms[0][0].shape[1] // 2
+    runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
+    for room in chain.from_iterable(rooms):
+        room.normal_()
+    try:
+        _place(state, middle)
+        wanted = by_kernels().float().flatten()
+        for number, one in enumerate(found):
+            _place(state, middle)
+            logits = one(given, state).flatten()
+            apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
+            if not one.lost() and apart <= MOST_APART:
+                runs[str(number)] = partial(one, given, state)
+        if len(runs) == 1:
+            raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
+        race, kept = Race(stopwatch("cuda"), faults.FAULTS), []
+        for name, run in runs.items():
+            _place(state, middle)
+            tried = graphs.attempt(run)
+            if tried.problems:
+                raise NotRecognised(f"it cannot be captured: {tried.problems[0]}")
+            kept.append(tried)                 # the graphs live as long as they are timed
+
+            def once(replay: Callable[[], None] = tried.graph.replay) -> None:
+                _place(state, middle)
+                replay()
+
+            race.enter(name, once)
+        race.run(ROUNDS)
+        times = race.timings
+        medians = {name: times.median(name) if name in times.rounds else math.inf
+                   for name in runs}
+        theirs = medians.pop("kernels")
+        best = min(medians, key=lambda name: medians[name])
+        ours = medians[best]
+        if not ours < theirs:
+            raise NotRecognised(f"one persistent kernel takes {ours:.0f} microseconds, not "
+                                f"{theirs:.0f}")
+        return found[int(best)]
+    finally:
+        for room in chain.from_iterable(rooms):
+            room.zero_()
+
+
+def _place(state: Tensor, length: int) -> None:
+    """Let the next token be the one after so many others."""
+    state.fill_(length + 1)
+    state[:1].fill_(length)
+
+
+def report_lost(step: DecodeStep) -> None:
+    """A launch gave up: the graph of kernels serves from here on."""
+    _lost.add(step)
+    events.emit(Fallback("decode step", NAME, "a graph of kernels",
+                         Reason(Code.KERNEL_TIMEOUT, f"{plan.LIMIT_S} s")))

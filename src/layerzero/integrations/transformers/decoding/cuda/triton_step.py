@@ -1,0 +1,115 @@
+"""What the captured step does on a CUDA device between the products, in fewer launches than the ops
+would need.
+
+In a graph a small kernel costs two microseconds or more, whatever little it does. Rotating queries
+and keys and writing keys and values into the cache is one launch here; attention reads the length
+of the cache where it lies on the device.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .....backends.triton import gemv
+from .....backends.triton.attention.decode import launch
+from .....backends.triton.gated import gate
+
+__all__ = ["attend", "gate", "rotate_and_store", "wide"]
+Run = Callable[..., Any]
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    both_ptr, value_ptr, angle_ptr, position_ptr, query_ptr, keys_ptr, values_ptr, both_row,
+    both_head, value_row, value_head, room_row, room_token,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    HALF_POW: tl.constexpr, REST_POW: tl.constexpr, DIM_POW: tl.constexpr,
+):
+    """One program for each head of one token: queries first, then keys, then values."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(position_ptr)
+    if head < HEADS + KV_HEADS:
+        source = both_ptr + row * both_row + head * both_head
+        if head < HEADS:
+            target = query_ptr + (row * HEADS + head) * DIM
+        else:
+            target = keys_ptr + row * room_row + position * room_token + (head - HEADS) * DIM
+        pair = tl.arange(0, HALF_POW)
+        here = pair < HALF
+        # cos twice, then sin twice
+        angle = angle_ptr + position * (4 * HALF) + pair
+        cos = tl.load(angle, mask=here, other=0.0).to(tl.float32)
+        sin = tl.load(angle + 2 * HALF, mask=here, other=0.0).to(tl.float32)
+        first = tl.load(source + pair, mask=here, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF + pair, mask=here, other=0.0).to(tl.float32)
+        tl.store(target + pair, (first * cos - second * sin).to(query_ptr.dtype.element_ty),
+                 mask=here)
+        tl.store(target + HALF + pair, (second * cos + first * sin).to(query_ptr.dtype.element_ty),
+                 mask=here)
+        if 2 * HALF < DIM:
+            rest = 2 * HALF + tl.arange(0, REST_POW)
+            tl.store(target + rest, tl.load(source + rest, mask=rest < DIM), mask=rest < DIM)
+    else:
+        kv_head = head - HEADS - KV_HEADS
+        column = tl.arange(0, DIM_POW)
+        inside = column < DIM
+        value = tl.load(value_ptr + row * value_row + kv_head * value_head + column, mask=inside)
+        tl.store(values_ptr + row * room_row + position * room_token + kv_head * DIM + column,
+                 value, mask=inside)
+
+
+def rotate_and_store(both: Tensor, value: Tensor, angles: Tensor, position: Tensor, keys: Tensor,
+                     values: Tensor) -> Tensor:
+    """Rotate queries and keys; return the queries (batch, heads, dim), write keys and values into
+    the buffers at `position`.
+
+    both: queries and keys, (batch, 1, heads + kv_heads, dim); value: (batch, 1, kv_heads, dim),
+    last dimensions dense.
+    angles: (positions, 4 * half), cos and sin as models of transformers give them. keys, values:
+    (batch, room, kv_heads, dim), contiguous and alike.
+    """
+    batch, _, rotated, dim = both.shape
+    kv_heads = value.shape[2]
+    heads, half = rotated - kv_heads, angles.shape[1] // 4
+    query = torch.empty((batch, heads, dim), dtype=both.dtype, device=both.device)
+    _rotate_and_store_kernel[(batch, rotated + kv_heads)](
+        both, value, angles, position, query, keys, values, both.stride(0), both.stride(2),
+        value.stride(0), value.stride(2), keys.stride(0), keys.stride(1), HEADS=heads,
+        KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_POW=triton.next_power_of_2(half),
+        REST_POW=triton.next_power_of_2(max(1, dim - 2 * half)),
+        DIM_POW=triton.next_power_of_2(dim), num_warps=1)
+    return query
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float,
+           window: int | None = None,
+           softcap: float = 0.0) -> Tensor:
+    """Attention of query (batch, heads, dim) over the first lengths[i] tokens of keys and values,
+    as above; over the last `window` of these."""
+    batch, heads, dim = query.shape
+    room, kv_heads, dim_v = keys.shape[1], keys.shape[2], values.shape[3]
+    out = torch.empty((batch, heads, dim_v), dtype=query.dtype, device=query.device)
+
+    def strides(t: Tensor) -> tuple[int, int, int]:
+        return t.stride(0), t.stride(2), t.stride(1)
+
+    launch(query, keys, values, out, None, (batch, heads, kv_heads, 1, room, dim, dim_v),
+           (query.stride(0), query.stride(1), 0), strides(keys), strides(values),
+           (out.stride(0), out.stride(1), 0), (0, 0, 0), scale, softcap, window - 1 if window
+           else -1, -1, True, lengths=lengths)
+    return out
+
+
+def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
+    """The product that `run` is, without rounding its float32 sums, where it is of our kernel for
+    few rows: logits decide by less than half precision has."""
+    if not kernel.startswith("triton.linear_gemv"):
+        return run
+    return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

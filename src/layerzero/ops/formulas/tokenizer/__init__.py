@@ -1,0 +1,1 @@
+"""Tokenizers: what one is, byte-level BPE, and the result of lz.tokenize."""

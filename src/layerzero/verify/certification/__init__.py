@@ -1,0 +1,1 @@
+"""What a certificate demands beyond single calls, and why a kernel failed."""

@@ -1,0 +1,151 @@
+"""Circumstances of the arguments: numbers that no case gives, bounds that are not tight, every code
+of a format, all tensors strided at once, and one tensor alone that changed since an earlier call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...machine.faults import FAULTS
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.cases import if_allowed
+from ..kernel.contract import Circumstance, call, formula
+from ..kernel.guarded import with_layout
+
+FLOATS, INTEGERS = (-0.7, 0.013, 30.0), (0, 1, 1500)
+# What a decode step changes in place, while the tensors beside it stay.
+STEPPED = ("context_lens", "position_ids", "token_counts")
+BOUNDS = "max_seqlen"
+
+
+class OtherNumber(Circumstance):
+    """A scalar argument with a value that the cases need not have, such as a negative scale."""
+
+    def __init__(self, argument: str, number: float) -> None:
+        self.argument, self.number, self.name = argument, number, f"given {argument} = {number:g}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        main = values.get(op.main_tensor)
+        on_gpu = isinstance(main, Tensor) and main.device.type != "cpu"
+        # FlashAttention takes the largest score before it multiplies by the scale
+        if values[self.argument] == self.number or (on_gpu and self.number < 0):
+            return None
+        return _if_finite(op, {**values, self.argument: self.number})
+
+
+class LooseBound(Circumstance):
+    """A bound such as max_seqlen_k that is larger than it need be: it is no length."""
+
+    def __init__(self, argument: str) -> None:
+        self.argument, self.name = argument, f"given a larger {argument} than the longest"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        bound = values[self.argument]
+        return None if bound is None else if_allowed(op, {**values, self.argument: bound + 7})
+
+
+class EveryCode(Circumstance):
+    """Stored numbers of every code of their format, the lowest and the subnormal ones too."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"every code in {tensor}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dtype.itemsize != 1 or t.dtype == torch.bool \
+                or not t.numel():
+            return None
+        codes = torch.arange(256, dtype=torch.uint8, device=t.device)
+        if t.is_floating_point():
+            codes = codes[codes.view(t.dtype).float().isfinite()]
+        repeated = codes.repeat(-(-t.numel() // codes.numel()))[:t.numel()]
+        return _if_finite(op, {**values, self.tensor: repeated.view(t.dtype).view(t.shape)})
+
+
+class AllStrided(Circumstance):
+    """Every tensor of numbers in another layout at once."""
+
+    def __init__(self, layout: str) -> None:
+        self.layout, self.name = layout, f"every tensor {layout}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        others = {n: other for n, t in values.items() if isinstance(t, Tensor)
+                  and t.is_floating_point() and (other := with_layout(t, self.layout)) is not None}
+        return {**values, **others} if len(others) > 1 else None
+
+
+class ChangedInPart(Circumstance):
+    """Half of one tensor had other contents in earlier calls: a cache must not look at the first
+    half alone, nor at the tensors beside it."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"the end of {tensor} changed since a call"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.numel() < 2 or 0 in t.stride() or t.is_inference():
+            return None
+        now = t.clone()
+        flat = now.clone().reshape(-1)
+        half = flat.numel() // 2
+        if self.tensor in STEPPED:
+            flat = (flat - 1).clamp(min=0)
+        elif t.is_floating_point() and t.dtype.itemsize > 1:
+            flat[half:] = flat[half:].flip(0) * 0.5
+        else:
+            return None
+        t.copy_(flat.view(t.shape))
+        try:
+            for _ in range(2):
+                call(kernel, values)
+        finally:
+            t.copy_(now)
+        return values
+
+
+def _if_finite(op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the values if the contract allows the call and its results are numbers."""
+    allowed = if_allowed(op, values)
+    if allowed is None:
+        return None
+    try:
+        with torch.no_grad():
+            results = formula(op, allowed)
+    except FAULTS:
+        return None
+    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()
+              and t.dtype.itemsize > 1]
+    return allowed if all(bool(t.isfinite().all()) for t in floats) else None
+
+
+def argument_circumstances(op: Op) -> Iterator[Circumstance]:
+    """Yields those of an op, derived from its parameters."""
+    for p in op.params:
+        if p.name in op.tensors:
+            continue
+        if p.name.startswith(BOUNDS):
+            yield LooseBound(p.name)
+        elif p.name == "scale" or (type(p.default) is float and p.name != "dropout_p"):
+            yield from (OtherNumber(p.name, n) for n in FLOATS)
+        elif type(p.default) is int and p.name not in ("seed", "offset"):
+            yield from (OtherNumber(p.name, n) for n in INTEGERS)
+    yield from (AllStrided(layout) for layout in ("sparse", "offset"))
+    for name in op.tensors:
+        yield from (EveryCode(name), ChangedInPart(name))
+
+
+def shared_rows(op: Op, values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Returns the values with the first row of integers expanded over the others, as positions
+    are; None where that is no call."""
+    t = values[name]
+    first = t.narrow(0, 0, 1)
+    if t.dim() != 2 or not t.numel() or int(first.min()) < 0:
+        return None                            # equal boundaries are no call, nor missing pages
+    return _if_finite(op, {**values, name: first.expand_as(t)})
+

@@ -1,0 +1,300 @@
+"""Checks over many calls: a thousand of one case, one for each size, one for each NaN or infinity.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.facts import read
+from ...machine import loading
+from ...machine.faults import FAULTS, classify, reason_of
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.contract import (
+    CaseResult,
+    bind_call,
+    call,
+    case_values,
+    changed_by_formula,
+    check_case,
+    formula,
+    refusals,
+    results_of,
+)
+from ..kernel.gradients import requiring_grad
+from ..kernel.guarded import GuardedResults
+from ..kernel.process_state import ONCE, find_leak, memory_in_use, process_state, put_back
+from ..kernel.results import storage_address
+
+ROUNDS = 3                                     # of calls, after which memory is counted
+KEPT = 40                                      # results that must stay as they were
+
+
+def _result(kernel: Kernel, case: Mapping[str, Any], dtype: str, circumstance: str, seed: int,
+            status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+    return CaseResult(kernel.id, case, dtype, status, tuple(reasons), detail=detail,
+                      circumstance=circumstance, seed=seed, kinds=(kind,) if kind else ())
+
+
+def check_many_calls(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                     seed: int = 0, calls: int = 1200) -> CaseResult:
+    """Calls the kernel a thousand times with the same values: the answer stays the same, results
+    stay the caller's, nothing is left behind."""
+    op, name = kernel.op, f"{calls} calls"
+
+    def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+        return _result(kernel, case, dtype, name, seed, status, kind, detail, reasons)
+
+    values = case_values(op, case, dtype, device, seed)
+    reasons = refusals(kernel, values)
+    if reasons or op.read is not None or any(
+            isinstance(v, torch.Generator) for v in values.values()):
+        return result("skipped", reasons=reasons)
+    state = process_state(device)
+    try:
+        with torch.no_grad():
+            function, arguments = bind_call(kernel, values), [values[p.name] for p in op.params]
+
+            def run() -> Any:
+                return function(*arguments)
+
+            first = results_of(run())
+            copies = [t.clone() for t in first]
+            kept = [results_of(run()) for _ in range(KEPT)]
+            shared = {storage_address(t) for r in kept for t in r if t.numel()}
+            if len(shared) < len(kept) * len({storage_address(t) for t in first if t.numel()}):
+                return result("failed", "aliasing", f"{KEPT} results share memory with each other")
+            if any(not _equal(a, b) for a, b in zip(first, copies)):
+                return result("failed", "aliasing",
+                              f"a result changed within the {KEPT} calls after it")
+            del kept
+            different = 0
+            leak = _count_memory(run, device, calls // (ROUNDS + 1))
+            if leak:                           # garbage that is due may look like one
+                leak = _count_memory(run, device, 64, collect=True)
+            for _ in range(8):
+                last = results_of(run())
+                different += any(not _equal(a, b) for a, b in zip(first, last))
+    except loading.LoadFailed as e:
+        return result("skipped", reasons=(e.reason,))
+    except FAULTS as e:
+        return result("failed", "fault", str(reason_of(e, classify(e))))
+    changed = [part for part in put_back(state, device) if part not in ONCE]
+    if changed:
+        excused = changed_by_formula(op, values, device)
+        changed = [part for part in changed if part not in excused]
+    if changed:
+        return result("failed", "global state", f"{changed[0]} changed during the calls")
+    if leak:
+        return result("failed", "leak", leak)
+    if different and kernel.deterministic:
+        return result("failed", "state", f"the answer is another one after {calls} calls")
+    return result("passed")
+
+
+def check_many_backwards(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                         seed: int = 0, calls: int = 240) -> CaseResult:
+    """Calls the kernel and its backward many times: nothing is left behind."""
+    name = f"{calls} backward passes"
+    values = requiring_grad(kernel.op, case_values(kernel.op, case, dtype, device, seed))
+    reasons = refusals(kernel, values)
+    wanted = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+    if reasons or not wanted:
+        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+
+    def run() -> None:
+        results = [r for r in results_of(call(kernel, values)) if r.requires_grad]
+        if results:
+            torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results],
+                                allow_unused=True)
+
+    try:
+        for _ in range(calls // 8):            # what autograd sets up is no leak
+            run()
+        leak = _count_memory(run, device, calls // (ROUNDS + 1))
+        if leak:
+            leak = _count_memory(run, device, 32, collect=True)
+    except FAULTS as e:                        # the gradients have checks of their own
+        return _result(kernel, case, dtype, name, seed, "skipped",
+                       detail=str(reason_of(e, classify(e))))
+    return _result(kernel, case, dtype, name, seed, "failed" if leak else "passed",
+                   "leak" if leak else "", leak)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    a, b = a.contiguous(), b.contiguous()
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _count_memory(run: Callable[[], Any], device: str, calls: int, collect: bool = False) -> str:
+    rounds: list[dict[str, int]] = []
+    collecting = gc.isenabled()
+    gc.disable()                               # what it frees of others would hide a leak
+    try:
+        for _ in range(ROUNDS + 1):
+            if collect:
+                gc.collect()
+            rounds.append(memory_in_use(device))
+            for _ in range(calls):
+                run()
+    finally:
+        if collecting:
+            gc.enable()
+    return find_leak(rounds, calls)
+
+
+def check_output_margins(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                         seed: int = 0) -> CaseResult:
+    """Checks that nothing is written beside what the kernel allocates with torch."""
+    name = "with margins around its results"
+    values = case_values(kernel.op, case, dtype, device, seed)
+    reasons = refusals(kernel, values)
+    if reasons or device != "cpu" or kernel.jit:
+        return _result(kernel, case, dtype, name, seed, "skipped", reasons=reasons)
+    mode = GuardedResults()
+    try:
+        call(kernel, values)                   # what is set up once is no result
+        with torch.no_grad(), mode:
+            call(kernel, values)
+    except FAULTS:                             # not every kernel runs where torch is observed
+        return _result(kernel, case, dtype, name, seed, "skipped", detail="cannot be observed")
+    overrun = next(mode.find_overruns(), "")
+    return _result(kernel, case, dtype, name, seed, "failed" if overrun else "passed",
+                   "out of bounds" if overrun else "", overrun)
+
+
+def check_sizes(kernel: Kernel, name: str, cases: Sequence[Sequence[Mapping[str, Any]]], dtype: str,
+                device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Calls the kernel once for each case and compares it with the eager formula; what looks wrong
+    is judged as any other case is. The result is the first that fails, or says how many ran.
+
+    A case comes with others that take its place where the contract does not allow it.
+    """
+    ran = 0
+    for first, *others in cases:
+        right = _looks_right(kernel, first, dtype, device, seed)
+        tried = [(first, right)] if right is not None else [
+            (case, _looks_right(kernel, case, dtype, device, seed)) for case in others]
+        ran += sum(right is not None for _, right in tried)
+        for case, right in tried:
+            if right is False:
+                judged = check_case(kernel, case, dtype, device, seed)
+                if judged.status == "failed":
+                    return judged
+    return _result(kernel, {}, dtype, f"{len(cases)} sizes of {name}", seed,
+                   "passed" if ran else "skipped", detail=f"{ran} calls")
+
+
+def _looks_right(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str,
+                 seed: int) -> bool | None:
+    """Is the kernel near the eager formula? None where the contract or its rules refuse the call.
+    """
+    op = kernel.op
+    rtol, atol = op.tolerance.of(dtype)
+    try:
+        values = case_values(op, case, dtype, device, seed)
+        if refusals(kernel, values):
+            return None
+        if op.extra_check is not None:
+            op.extra_check(values, read(op, values))
+        want = _formula_once(op, values, (op.name, repr(case), dtype, device, seed))
+    except FAULTS:                             # not every size makes a call
+        return None
+    try:
+        with torch.no_grad():
+            got = results_of(call(kernel, values))
+    except FAULTS:
+        return False
+    return len(got) == len(want) and all(map(
+        lambda g, w: _is_near(g, w, rtol, atol), got, want))
+
+
+_RESULTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def _formula_once(op: Op, values: Mapping[str, Any], key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the formula gives; small results are kept for the next kernel of the op."""
+    if key not in _RESULTS:
+        with torch.no_grad():
+            results = formula(op, values)
+        if sum(t.nbytes for t in results if isinstance(t, Tensor)) > 1 << 18:
+            return results
+        if len(_RESULTS) >= 1024:
+            _RESULTS.clear()
+        _RESULTS[key] = results
+    return _RESULTS[key]
+
+
+def _is_near(got: Any, want: Any, rtol: float, atol: float) -> bool:
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
+        return bool(got == want)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if not got.is_floating_point() or got.dtype.itemsize == 1:
+        return _equal(got, want)
+    return torch.allclose(got, want, rtol=rtol / 4, atol=atol / 4 + 4 * torch.finfo(got.dtype).eps,
+                          equal_nan=True)
+
+
+# NaN and infinities.
+
+def non_finite_inputs(op: Op, values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Returns which tensors of a plain call may hold a NaN or an infinity, and which."""
+    names = [n for n in (op.same_dtype or (op.main_tensor,)) if isinstance(values[n], Tensor)
+             and values[n].is_floating_point() and values[n].dtype.itemsize > 1
+             and values[n].numel()]
+    return [(name, value) for name in names for value in (math.nan, math.inf)]
+
+
+def check_non_finite(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                     seed: int = 0) -> CaseResult:
+    """Checks that a NaN or an infinity in an input appears where the formula has one, and nowhere
+    else. What a library or torch makes of them is recorded in its certificate instead: torch adds
+    -inf to the score of a hidden key, so a NaN in that key is seen."""
+    op, name = kernel.op, "with NaN and infinity"
+    of_others = kernel.backend == "torch" or (kernel.package
+                                              and kernel.distribution != "layerzero")
+    differs = "skipped" if of_others else "failed"
+
+    def result(status: str, kind: str = "", detail: str = "", reasons: Any = ()) -> CaseResult:
+        return _result(kernel, case, dtype, name, seed, status, kind, detail, reasons)
+
+    plain = case_values(op, case, dtype, device, seed)
+    if op.read is not None or op.family in ("sampling", "quantization"):
+        return result("skipped")               # they have a rule of their own for such numbers
+    reasons = refusals(kernel, plain)
+    if reasons:
+        return result("skipped", reasons=reasons)
+    for tensor, value in non_finite_inputs(op, plain):
+        t = plain[tensor].clone()
+        position = tuple((seed + 1) * 7 % n for n in t.shape)
+        t[position] = value
+        values = {**plain, tensor: t}
+        try:
+            with torch.no_grad():
+                want, got = formula(op, values), results_of(call(kernel, values))
+        except loading.LoadFailed as e:
+            return result("skipped", reasons=(e.reason,))
+        except FAULTS as e:
+            return result("failed", "fault", str(reason_of(e, classify(e))))
+        for w, g in zip(want, got):
+            if not w.is_floating_point() or w.dtype.itemsize == 1:
+                continue
+            where = f"{value} in {tensor} at {position}"
+            spread, swallowed = g.isnan() & w.isfinite(), g.isfinite() & ~w.isfinite()
+            if bool(spread.any()):
+                return result(differs, "not finite",
+                              f"{where}: {int(spread.sum())} results are NaN where the formula's "
+                              f"are finite, first at {tuple(spread.nonzero()[0].tolist())}")
+            if bool(swallowed.any()) and not kernel.package:
+                return result(differs, "not finite",
+                              f"{where} is swallowed: {int(swallowed.sum())} results are finite "
+                              "where the formula's are not, first at "
+                              f"{tuple(swallowed.nonzero()[0].tolist())}")
+    return result("passed")

@@ -1,0 +1,403 @@
+"""The same call in other circumstances: a kernel that is right on fresh contiguous tensors may be
+wrong otherwise.
+
+They are derived from any op's declaration: a tensor in another layout, one tensor passed twice,
+contents changed in place after an earlier call, autocast, recorded gradients, many runs, offsets
+that exceed 32 bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.facts import dtype_name, read
+from ...machine.faults import FAULTS, classify, reason_of
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.cases import ArgumentCase, if_allowed, with_argument
+from ..kernel.contract import (
+    CaseResult,
+    Circumstance,
+    call,
+    case_values,
+    judge_result,
+    refusals,
+    results_of,
+    upcast,
+)
+from ..kernel.guarded import LAYOUTS, with_distant_rows, with_layout
+from .argument_circumstances import argument_circumstances, shared_rows
+
+
+class OtherLayout(Circumstance):
+    """One tensor in another memory layout."""
+
+    def __init__(self, tensor: str, layout: str) -> None:
+        self.tensor, self.layout = tensor, layout
+        self.name = f"{tensor} {layout}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        other = with_layout(t, self.layout) if isinstance(t, Tensor) else None
+        return None if other is None else {**values, self.tensor: other}
+
+
+class Expanded(Circumstance):
+    """One tensor expanded along a dimension (stride 0), all of it equal to its first part."""
+
+    def __init__(self, tensor: str, dim: int) -> None:
+        self.tensor, self.dim, self.name = tensor, dim, f"{tensor} spread along dimension {dim}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        if not isinstance(t, Tensor) or t.dim() <= self.dim or t.shape[self.dim] < 2:
+            return None
+        if not t.is_floating_point() and t.dtype != torch.bool:
+            return shared_rows(op, values, self.tensor) if self.dim == 0 else None
+        first = t.narrow(self.dim, 0, 1)
+        # unused slots of a page may hold NaN
+        if not t.numel() or (t.is_floating_point() and t.dtype.itemsize > 1
+                             and not bool(first.isfinite().all())):
+            return None
+        return if_allowed(op, {**values, self.tensor: first.expand_as(t)})
+
+
+class Broadcast(Circumstance):
+    """A tensor that may be broadcast, such as a mask, expanded by the caller (stride 0)."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"{tensor} broadcast by the caller"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t, facts = values[self.tensor], read(op, values)
+        tokens = op.patterns[values[op.variant] if op.variant else ""].get(self.tensor, ())
+        if not isinstance(t, Tensor) or not tokens or any(not n.startswith("~") for n in tokens):
+            return None
+        shape = tuple(facts[n.lstrip("~")] for n in tokens)
+        return None if tuple(t.shape) == shape else if_allowed(
+            op, {**values, self.tensor: t.expand(shape)})
+
+
+class UnusualValues(Circumstance):
+    """The main tensor with unusual values: all zero, all of one sign, or one very large."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.name, self.even = how, f"filled with {how}", how != "one loud number"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values.get(op.main_tensor)
+        if (not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype.itemsize == 1
+            or not t.numel()):
+            return None
+        if self.how == "zeros":
+            filled = torch.zeros_like(t)
+        elif self.how == "one sign":
+            filled = t.abs() + 1
+        else:
+            filled = t.clone()
+            filled[(0,) * t.dim()] = 300.0
+        return {**values, op.main_tensor: filled}
+
+
+class WithArgument(Circumstance):
+    """An argument of another case is given too: the kernel accepts it, but no accepted case has
+    it."""
+
+    def __init__(self, argument_case: ArgumentCase) -> None:
+        self.argument_case = argument_case
+        self.name = f"given the {argument_case.argument} of {dict(argument_case.donor or {})}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        main = values[op.main_tensor]
+        donated = with_argument(op, self.argument_case, dtype_name(main.dtype), main.device.type)
+        argument = self.argument_case.argument
+        return None if donated is None else {**values, argument: donated[argument]}
+
+
+class SharedTensor(Circumstance):
+    """One tensor passed as two arguments, as with attention(x, x, x)."""
+
+    def __init__(self, first: str, second: str) -> None:
+        self.first, self.second, self.name = first, second, f"{second} is {first}"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        first, second = values[self.first], values[self.second]
+        alike = (isinstance(first, Tensor) and isinstance(second, Tensor)
+                 and first.shape == second.shape
+                 and first.dtype == second.dtype and first.is_floating_point())
+        return {**values, self.second: first} if alike else None
+
+
+class ChangedInPlace(Circumstance):
+    """The kernel has seen these tensors before with other contents, which it must not remember."""
+
+    name = "changed in place after a call"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        tensors = {n: t for n, t in values.items() if isinstance(t, Tensor)}
+        if any(not isinstance(other[n], Tensor) or other[n].shape != t.shape
+               or (0 in t.stride() and t.numel() > 1)
+               for n, t in tensors.items()):
+            return None
+        for _ in range(2):
+            call(kernel, values)
+        for name, t in tensors.items():
+            t.copy_(other[name])
+        return {**other, **tensors}
+
+
+class AfterAnotherCall(Circumstance):
+    """The kernel has served other calls before, of the same sizes."""
+
+    name = "after another call"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        call(kernel, other)
+        return values
+
+
+class Autocast(Circumstance):
+    """The caller is inside torch.autocast. The dispatcher has cast the tensors already."""
+
+    name = "under autocast"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        main = values.get(op.main_tensor)
+        return values if isinstance(main, Tensor) and main.dtype == torch.bfloat16 else None
+
+    def around(self, device: str) -> Any:
+        return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+
+
+class InferenceMode(Circumstance):
+    name = "in inference mode"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        by_id: dict[int, Tensor] = {}          # inference tensors, as activations are
+        return {n: by_id.setdefault(id(v), torch.empty_strided(v.shape, v.stride(), dtype=v.dtype,
+                                                               device=v.device)
+                                    .copy_(v)) if isinstance(v, Tensor) and 0 not in v.stride()
+                else v
+                for n, v in values.items()}
+
+    def around(self, device: str) -> Any:
+        return torch.inference_mode()
+
+
+class RecordingGradients(Circumstance):
+    """The forward pass while gradients are recorded: a kernel may take another path there."""
+
+    name = "recording gradients"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        if not op.differentiable:
+            return None
+        return {n: v.detach().requires_grad_() if n in op.differentiable and isinstance(v, Tensor)
+                and v.is_floating_point() else v for n, v in values.items()}
+
+    def around(self, device: str) -> Any:
+        return torch.enable_grad()
+
+
+class Repeated(Circumstance):
+    name = "eight times"
+    runs = 8
+
+
+class OtherThreadCount(Circumstance):
+    """Torch computes with another number of threads: work is divided otherwise."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.name = threads, f"with torch.set_num_threads({threads})"
+
+    def around(self, device: str) -> Any:
+        return _thread_count(self.threads)
+
+
+@contextmanager
+def _thread_count(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class ReusedMemory(Circumstance):
+    """Tensors that lie where earlier ones lay, which are gone: same address, size and version."""
+
+    name = "at the addresses of earlier tensors"
+
+    def before(self, kernel: Kernel, values: dict[str, Any],
+               other: Mapping[str, Any]) -> dict[str, Any] | None:
+        plain = {n: t for n, t in values.items() if isinstance(t, Tensor) and t.is_contiguous()
+                 and t.numel() and t.device.type == "cpu" and isinstance(other[n], Tensor)
+                 and other[n].shape == t.shape and other[n].dtype == t.dtype}
+        if not plain:
+            return None
+        memory = {n: (bytearray(t.nbytes + 64), t.dtype, t.shape) for n, t in plain.items()}
+        if any(not isinstance(values[n], Tensor) or other[n].shape != values[n].shape
+               for n in values if isinstance(other[n], Tensor)):
+            return None
+        for _ in range(2):                     # the tensors of these calls are gone afterwards
+            call(kernel, {**other, **{n: _placed(memory[n], other[n]) for n in plain}})
+        return {**values, **{n: _placed(memory[n], t) for n, t in plain.items()}}
+
+
+def _placed(memory: tuple[bytearray, torch.dtype, torch.Size], contents: Tensor) -> Tensor:
+    """Returns a tensor of its own over the memory, with these contents. Writing the memory leaves
+    no trace in a version."""
+    buffer, dtype, shape = memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        offset = -address % 64
+        raw = contents.contiguous().reshape(-1).view(torch.uint8)
+        torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=raw.numel()).copy_(raw)
+        code = torch.uint8 if dtype.itemsize == 1 else dtype
+        tensor = torch.frombuffer(buffer, dtype=code, offset=offset,
+                                  count=contents.numel()).reshape(shape)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+class FarApart(Circumstance):
+    """Rows of one tensor span 2^31 elements. This takes gigabytes of address space, not of
+    memory."""
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.name = tensor, f"{tensor} with rows 2^31 elements apart"
+
+    def alter(self, op: Op, values: dict[str, Any]) -> dict[str, Any] | None:
+        t = values[self.tensor]
+        distant = with_distant_rows(t) if isinstance(t, Tensor) else None
+        return None if distant is None else {**values, self.tensor: distant}
+
+
+def circumstances(op: Op, lane: str) -> Iterator[Circumstance]:
+    """Yields the circumstances of a lane: quick has each kind, full every layout of every
+    tensor."""
+    yield from (ChangedInPlace(), AfterAnotherCall(), ReusedMemory(), Autocast(), InferenceMode(),
+                RecordingGradients(), Repeated(), OtherThreadCount(3))
+    if op.read is not None:
+        return
+    if lane != "quick":
+        yield from (OtherThreadCount(n) for n in (1, 2, 4, 7))
+    yield from (UnusualValues(how) for how in ("zeros", "one sign", "one loud number"))
+    main = op.same_dtype or op.differentiable or (op.main_tensor,)
+    yield from (SharedTensor(a, b) for i, a in enumerate(main) for b in main[i + 1:])
+    yield from argument_circumstances(op)
+    for name in op.tensors:
+        yield from tensor_circumstances(op, name, lane)
+
+
+def tensor_circumstances(op: Op, name: str, lane: str) -> Iterator[Circumstance]:
+    """Yields how one tensor may lie in memory: in other layouts, misaligned, expanded, far apart.
+    """
+    layouts = LAYOUTS if lane != "quick" else ("sparse", "transposed", "offset")
+    yield from (OtherLayout(name, layout) for layout in layouts)
+    yield from (Expanded(name, dim) for dim in range(5))
+    yield Broadcast(name)
+    yield FarApart(name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+DROPOUT_P = 0.3
+
+
+def check_dropout(kernel: Kernel, dtype: str, device: str = "cpu", seed: int = 0) -> CaseResult:
+    """Checks the dropout of an attention that declares `dropout_case`.
+
+    With the identity as values the result is the attention weights: each must be zero, or 1 / (1 -
+    p) times itself.
+    """
+    op = kernel.op
+    case = op.dropout_case
+    values = {**case_values(op, case, dtype, device, seed), "dropout_p": DROPOUT_P}
+    value = values["value"]
+    values["value"] = torch.eye(value.shape[-1], device=device,
+                                dtype=value.dtype).expand(value.shape).contiguous()
+    details: dict[str, Any] = {"circumstance": f"dropout {DROPOUT_P}", "seed": seed}
+    reasons = refusals(kernel, values)
+    if reasons:
+        return CaseResult(kernel.id, case, dtype, "skipped", reasons, **details)
+    with torch.no_grad(), torch.random.fork_rng(enabled=True):
+        torch.manual_seed(seed)
+        expected = op.reference(**{**upcast(values), "dropout_p": 0.0}) / (1 - DROPOUT_P)
+        try:
+            first, second = (call(kernel, values).double() for _ in range(2))
+        except FAULTS as e:
+            return CaseResult(kernel.id, case, dtype, "failed",
+                              detail=str(reason_of(e, classify(e))),
+                              kinds=("fault",), **details)
+    dropped = first == 0
+    deviation = float(torch.where(dropped, 0.0, (first - expected).abs() / expected).max())
+    share, deviation_of_share = float(dropped.double().mean()), (DROPOUT_P * (1 - DROPOUT_P)
+                                                                 / dropped.numel()) ** 0.5
+    problems = []
+    if abs(share - DROPOUT_P) > 6 * deviation_of_share:
+        problems.append(f"{share:.3f} of the weights were dropped, not {DROPOUT_P}")
+    if deviation > max(64 * torch.finfo(values["query"].dtype).eps, 1e-5):
+        problems.append(f"what is left of a weight is off by up to {deviation:.3g} of it")
+    if not problems and torch.equal(first, second):
+        problems.append("two calls dropped the same weights")
+    return CaseResult(kernel.id, case, dtype, "failed" if problems else "passed",
+                      detail="; ".join(problems),
+                      kinds=("distribution",) if problems else (), **details)
+
+
+def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: str = "cpu",
+                  seed: int = 0, other: Mapping[str, Any] | None = None,
+                  threads: int = 4, rounds: int = 6) -> CaseResult:
+    """Calls the kernel from several threads at once with their own inputs, half of them those of
+    the `other` case: calls must share nothing."""
+    op, name = kernel.op, f"{threads} threads at once"
+    inputs = [case_values(op, case if other is None or i % 2 else other, dtype, device, seed + i)
+              for i in range(threads)]
+    reasons = next((r for values in inputs if (r := refusals(kernel, values))), ())
+    if reasons:
+        return CaseResult(kernel.id, case, dtype, "skipped", reasons, circumstance=name, seed=seed)
+
+    def work(values: dict[str, Any]) -> list[tuple[Any, ...]]:
+        with torch.no_grad():
+            return [results_of(call(kernel, values)) for _ in range(rounds)]
+
+    try:
+        with _quiet():
+            call(kernel, inputs[0])            # compiling and one-time setup are not under test
+            with ThreadPoolExecutor(threads) as pool:
+                results = list(pool.map(work, inputs))
+    except FAULTS as e:
+        return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
+                          circumstance=name,
+                          seed=seed, kinds=("threads",))
+    for values, runs in zip(inputs, results):
+        with torch.no_grad():
+            truth, eager = results_of(op.reference(**upcast(values))), results_of(
+                op.reference(**values))
+        if op.read is not None:
+            complaints = [f"{r!r:.200} instead of {eager!r:.200}" for r in runs if r != eager]
+        else:
+            complaints = [c.text for r in runs for parts in zip(r, r, truth, eager)
+                          for c in judge_result(op, dtype, "result", *parts).complaints]
+        if complaints:
+            return CaseResult(kernel.id, case, dtype, "failed", detail=complaints[0],
+                              circumstance=name, seed=seed,
+                              kinds=("threads",))
+    return CaseResult(kernel.id, case, dtype, "passed", circumstance=name, seed=seed)

@@ -1,0 +1,490 @@
+"""Diagnoses a failed kernel: its wrong results are compared with those of deliberately altered
+references.
+
+A diagnosis is a class, a sentence with its evidence, where the kernel fails ("exactly where seq_q %
+128 = 64 and attn_mask is given") and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.facts import read
+from ...machine.faults import FAULTS
+from ...spec.alteration import Results
+from ...spec.kernel import Kernel
+from ...spec.op import Op
+from ..kernel.contract import (
+    CaseResult,
+    Circumstance,
+    call,
+    case_values,
+    formula,
+    refusals,
+    results_of,
+    upcast,
+)
+from ..kernel.guarded import guarded, poisoned_memory
+from ..kernel.results import are_equal, has_holes
+from .conditions import failing_conditions, find_circumstance
+
+# class -> what to do about it
+CLASSES: Mapping[str, str] = {
+    "mask":
+        "look at how the mask, causality or sequence boundaries reach the kernel; or let a rule "
+        "refuse such calls",
+    "alignment":
+        "the diagonal is where causal_align says: pass the kernel its offset, or let a rule refuse "
+        "the other",
+    "convention": "the library means something else by this argument: convert it in the backend's "
+                  "adapter",
+    "scale": "look at which factor the library applies itself, and where",
+    "head map": "query head h belongs to KV head h // group: expand with repeat_interleave, not "
+                "repeat",
+    "window": "the window counts keys left and right of the diagonal, the diagonal itself not "
+              "included",
+    "position bias": "pass the bias on, or let a rule refuse calls with one",
+    "capacity": "an expert serves the first `capacity` pairs in token order, no fewer and no more",
+    "distribution": "the draw must be the contract's function of its random number; see "
+                    "ops/formulas/sampling.py",
+    "precision": "accumulate in float32 or wider, and round once at the end",
+    "uninitialised output": "write every element of the result; rows, tails and empty inputs too",
+    "out of bounds": "read and write only what the shapes, strides and lengths cover",
+    "stale page": "follow block_table on every call",
+    "non-determinism": "declare deterministic=False, or make the order of summation fixed",
+    "in-place change": "work on a copy: the caller's tensors are not the kernel's",
+    "aliasing": "return memory of the result's own",
+    "gradient": "mend the backward, or declare differentiable=False",
+    "dtype": "the result has the dtype of the contract, whatever autocast says",
+    "layout": "honour the strides, or declare a rule (contiguous): such calls are then copied or "
+              "refused",
+    "stale cache": "look contents up by what cannot come again: an address, an id or a version "
+                   "alone can",
+    "state": "keep nothing between calls that is not looked up by contents or version",
+    "shape": "return what the op's meta function says",
+    "global state": "leave torch's settings and random numbers as they were",
+    "invariance": "add in one order, however many rows, heads and columns there are, or drop "
+                  "batch_invariant and tp_invariant",
+    "threads": "give every call scratch memory of its own",
+    "index overflow": "count offsets in 64 bits",
+    "mode": "one way for every mode of torch: gradients recorded or not, inference mode or not",
+    "result": "return a plain tensor of the caller's own: no Parameter, no inference tensor, "
+              "nothing that is kept",
+    "leak": "free what a call allocates, or use it again",
+    "non-finite values": "a NaN or an infinity appears where the formula has one, and nowhere else",
+    "overflow": "subtract the maximum before exponentials, and accumulate where there is range",
+    "ties": "of equal numbers the one with the lowest index comes first",
+    "last rows": "rows that are left over by tiles or vectors need a loop or mask of their own",
+    "sizes": "the kernel is wrong for some sizes only: mend it, or let a rule refuse them",
+    "fault": "mend it, or let a rule refuse what it cannot do",
+    "unknown": "compare it with the op's reference on the case above",
+}
+# Kinds of complaint that are the diagnosis if every failing case has them.
+_DIRECT = ("distribution", "in-place change", "out of bounds", "aliasing", "result", "leak",
+           "shape", "dtype", "threads", "fault", "global state", "invariance")
+_BY_CIRCUMSTANCE = (
+    ("given ", "convention"), ("every code", "convention"), ("since a call", "stale cache"),
+    ("every tensor", "layout"), ("autocast", "dtype"), ("2^31", "index overflow"),
+    ("changed in place", "stale cache"), ("addresses of earlier", "stale cache"),
+    ("after another call", "state"), ("NaN and infinity", "non-finite values"),
+    ("set_num_threads", "threads"), (" calls", "state"), ("broadcast by", "layout"),
+    ("threads", "threads"), ("inference mode", "mode"), ("recording gradients", "mode"),
+    (" is ", "layout"), ("eight times", "state"), ("sparse", "layout"), ("padded", "layout"),
+    ("transposed", "layout"), ("offset", "layout"), ("spread", "layout"), ("filled with", "sizes"))
+# And by the fact that distinguishes failing calls.
+_BY_FACT = (("attn_mask", "mask"), ("window", "window"), ("alibi", "position bias"),
+            ("softcap", "scale"), ("causal_align", "alignment"), ("stride_last", "layout"),
+            ("contiguous", "layout"))
+_NO_ARGUMENT = ("stride_last", "contiguous", "causal_align")
+STRIDED = ("every tensor", "sparse", "padded", "transposed", "offset", "spread", "broadcast by")
+MAX_RERUNS = 8                                 # failing cases that are rerun
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    kind: str                                  # one of CLASSES
+    says: str
+    where: str = ""
+
+    @property
+    def advice(self) -> str:
+        return CLASSES[self.kind]
+
+    def __str__(self) -> str:
+        where = f"; of these cases it fails exactly where {self.where}" if self.where else ""
+        return f"{self.kind}: {self.says}{where}. What to do: {self.advice}"
+
+
+def diagnose(kernel: Kernel, results: Sequence[CaseResult],
+             device: str = "cpu") -> Diagnosis | None:
+    """Returns the diagnosis; None if nothing failed."""
+    failed = [r for r in results if r.status == "failed"]
+    if not failed:
+        return None
+    where = failing_conditions(kernel.op, results, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind, says = _explain(kernel, failed, results, device, where)
+    return Diagnosis(kind, says, where)
+
+
+def _explain(kernel: Kernel, failed: Sequence[CaseResult], results: Sequence[CaseResult],
+             device: str,
+             where: str) -> tuple[str, str]:
+    for kind in _DIRECT:
+        if all(kind in r.kinds for r in failed):
+            return kind, failed[0].detail
+    # a backward case judges the result of its forward pass too
+    forward = [r for r in failed if not r.circumstance.startswith("backward")
+               or {"error", "not finite"} & set(r.kinds)]
+    if not forward:
+        return "gradient", f"the forward pass is right, the backward is not: {failed[0].detail}"
+    if all(r.circumstance.startswith("backward") for r in forward):
+        return "mode", f"right as it is, wrong where gradients are recorded: {forward[0].detail}"
+    of_sizes = any(r.passed for r in results) and where
+    if of_sizes and "(it passes" in where and not any(r.circumstance for r in forward):
+        return "sizes", forward[0].detail
+    alteration = _explain_by_alteration(kernel, forward, device)
+    if alteration:
+        return alteration
+    strided = [r for r in forward if "stride" in r.case or "memory" in r.case
+               or (any(word in r.circumstance for word in STRIDED)
+                   and not r.circumstance.startswith("given "))]
+    others = [r for r in forward if r not in strided and "2^31" not in r.circumstance]
+    if (strided and not others and not any("out of bounds" in r.kinds for r in forward)
+            and _is_right_when_contiguous(kernel, strided, device)):
+        return "layout", f"wrong for tensors that are not contiguous only: {forward[0].detail}"
+    memory_fault = _explain_by_memory(kernel, forward, device)
+    if memory_fault:
+        return memory_fault
+    names = {r.circumstance for r in forward}
+    if all(names):                             # it fails only under circumstances
+        for word, kind in _BY_CIRCUMSTANCE:
+            if all(word in name for name in names):
+                return (kind,
+                        f"right as it is, wrong {_listed_names(sorted(names))}: "
+                        f"{forward[0].detail}")
+        kinds = Counter(next((k for word, k in _BY_CIRCUMSTANCE if word in name), "unknown")
+                        for name in names)
+        return kinds.most_common(1)[0][
+            0], f"right as it is, wrong {_listed_names(sorted(names))}: {forward[0].detail}"
+    for kind in _DIRECT:
+        if all(kind in r.kinds for r in forward):
+            return kind, forward[0].detail
+    if all("non-determinism" in r.kinds for r in forward):
+        has_errors = any("error" in r.kinds or "not finite" in r.kinds for r in forward)
+        return ("state" if has_errors else "non-determinism",
+                f"the result depends on earlier calls: {forward[0].detail}")
+    if kernel.op.read is not None:
+        return "unknown", f"no altered reference explains it: {forward[0].detail}"
+    arguments = _confirmed_arguments(kernel, forward, device)
+    for fact, kind in _BY_FACT:
+        if fact in where and (fact in _NO_ARGUMENT or any(fact in name for name in arguments)):
+            return kind, forward[0].detail
+    if of_sizes and "(it passes" in where:
+        return "sizes", forward[0].detail
+    by_values = _explain_by_values(kernel, forward, device)
+    if by_values:
+        return by_values
+    dtypes = {r.dtype for r in forward}
+    # what is off by little everywhere it is given may be rounding
+    distinguished = any(part in where for name in arguments for part in name.split(" and "))
+    if arguments and kernel.op.family == "sampling" and not distinguished:
+        # another call draws other numbers: it may be right by chance
+        return ("distribution",
+                f"other tokens or probabilities than the contract's: {forward[0].detail}")
+    if (arguments and "float32" in dtypes
+            and (distinguished or any(r.error >= 0.05 for r in forward))):
+        return ("convention",
+                f"right without {' or without '.join(arguments)} (left out, or one), in float32 "
+                "too wrong with it: "
+                f"{forward[0].detail}")
+    if of_sizes and "% " in where:
+        return "sizes", forward[0].detail
+    right_when_wide = ("float32" not in dtypes
+                       and any(r.passed and r.dtype == "float32" for r in results))
+    ratios = [r.ratio for r in forward if "error" in r.kinds]
+    if ratios and min(ratios) > 1 and (right_when_wide or _is_slight(kernel, forward, device)):
+        excess = (f"{max(ratios):.3g} times what is allowed" if math.isfinite(max(ratios))
+                  else "other codes")
+        return "precision", (f"close, but {excess}, in "
+                             f"{', '.join(sorted(dtypes))}: {forward[0].detail}")
+    if of_sizes:
+        return "sizes", forward[0].detail
+    if kernel.op.family == "sampling":
+        return ("distribution",
+                f"other tokens or probabilities than the contract's: {forward[0].detail}")
+    return "unknown", f"no altered reference explains it: {forward[0].detail}"
+
+
+# By changing one thing alone.
+
+def _confirmed_arguments(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> list[str]:
+    """Returns the optional arguments of which each, left out alone or made one, makes every sampled
+    failing call right; if there is none, such pairs of two."""
+    op = kernel.op
+    common: set[str] | None = None
+    for r in _sample([r for r in failed if not r.circumstance], 3):
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        given = [p for p in op.params if not p.required and p.name != op.variant
+                 and (isinstance(values[p.name], Tensor) or values[p.name] != p.default)]
+        neutral = {p.name: [p.default] + [torch.ones_like(v) for v in (values[p.name],)
+                                          if isinstance(v, Tensor) and v.is_floating_point()]
+                   for p in given}
+        fixed = {n for n, others in neutral.items()
+                 if any(_is_right(kernel, {**values, n: v}, r.dtype) for v in others)}
+        if not fixed:
+            fixed = {f"{n} and {m}" for n, m in combinations(neutral, 2)
+                     if any(_is_right(kernel, {**values, n: v, m: u}, r.dtype)
+                            for v, u in zip(neutral[n], neutral[m]))}
+        common = fixed if common is None else common & fixed
+    return sorted(common or ())
+
+
+def _is_right(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Does the kernel serve this call, and as the formula does?"""
+    op = kernel.op
+    try:
+        if refusals(kernel, values):
+            return False
+        if op.extra_check is not None:
+            op.extra_check(values, read(op, values))
+        with torch.no_grad():
+            return _are_close(op, dtype, results_of(call(kernel, values)),
+                              formula(op, upcast(values)))
+    except FAULTS:                             # the call makes no sense without the argument
+        return False
+
+
+def _is_right_when_contiguous(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Are sampled failing calls right with the same numbers in contiguous memory, and clearly wrong
+    as they are? True where none can be made again."""
+    for r in _sample(failed, 3):
+        values = _values_of(kernel, r, device)
+        if values is None or {"fault", "not finite"} & set(r.kinds):
+            continue
+        plain = {n: v.clone(memory_format=torch.contiguous_format) if isinstance(v, Tensor) else v
+                 for n, v in values.items()}
+        if not _is_right(kernel, plain, r.dtype) or _is_right(kernel, values, r.dtype):
+            return False
+    return True
+
+
+def _is_slight(kernel: Kernel, failed: Sequence[CaseResult], device: str) -> bool:
+    """Is every error small, also beside the row that it is in? An average over many keys is
+    itself small."""
+    if not all(r.error < 0.05 for r in failed):
+        return False
+    for r in _sample([r for r in failed if not r.circumstance], 2):
+        rtol, atol = kernel.op.tolerance.of(r.dtype)
+        values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+        with torch.no_grad():
+            results = zip(results_of(call(kernel, values)), formula(kernel.op, upcast(values)))
+        for got, want in results:
+            if not isinstance(want, Tensor) or not want.is_floating_point() or want.dim() < 2:
+                continue
+            wrong = (got.double() - want).abs() > 8 * (atol + rtol * want.abs())
+            if 0 < float(wrong.double().mean()) < 0.1 and r.ratio > 50:
+                return False                   # a few numbers that are wrong, not all a little
+            norms = want.norm(dim=-1)
+            errors = (got.double() - want).norm(dim=-1)[norms > 1e-3 * norms.max()]
+            if errors.numel() and bool((errors > 0.05 * norms[norms > 1e-3 * norms.max()]).any()):
+                return False
+    return True
+
+
+def _explain_by_values(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
+    """Reruns failing cases with smaller numbers and without ties, and looks where they are wrong.
+    """
+    op, votes = kernel.op, Counter()           # type: Op, Counter[str]
+    sample = _sample([r for r in failed if not r.circumstance], 3)
+    for r in sample:
+        values = case_values(op, r.case, r.dtype, device, r.seed)
+        main = values[op.main_tensor]
+        if not main.is_floating_point() or main.dtype.itemsize == 1 or not main.numel():
+            continue
+        smaller = {**values, op.main_tensor: main * 2.0 ** -7}
+        order = torch.arange(main.shape[-1] if main.dim() else 1, device=main.device)
+        spaced = main.float().clamp(-100, 100) + (order.float() - order.numel() / 2) * 2.0 ** -6
+        if "not finite" in r.kinds:
+            votes["overflow" if _is_right(kernel, smaller, r.dtype) else "non-finite values"] += 1
+        elif _has_ties(main) and _is_right(kernel, {**values, op.main_tensor: spaced.to(main)},
+                                           r.dtype):
+            votes["ties"] += 1
+        elif _only_last_rows(kernel, values, r.dtype):
+            votes["last rows"] += 1
+    texts = {"overflow": "right with the same numbers 128 times smaller",
+             "non-finite values": "not finite where the formula is, or the other way",
+             "ties": "right where no two numbers of a row are equal",
+             "last rows": "every row but the last ones is right"}
+    for kind, count in votes.items():
+        if count == len(sample):
+            return kind, f"{texts[kind]}: {failed[0].detail}"
+    return None
+
+
+def _has_ties(t: Tensor) -> bool:
+    return any(row.unique().numel() < row.numel() for row in t.reshape(-1, t.shape[-1])[:64]
+               ) if t.dim() else False
+
+
+def _only_last_rows(kernel: Kernel, values: dict[str, Any], dtype: str) -> bool:
+    """Is the result wrong in its last rows only, along some axis of which most rows are right?"""
+    try:
+        with torch.no_grad():
+            got, want = results_of(call(kernel, values))[0], formula(kernel.op, upcast(values))[0]
+        rtol, atol = kernel.op.tolerance.of(dtype)
+        wrong = ~torch.isclose(got.double(), want.double(), rtol=8 * rtol, atol=8 * atol,
+                               equal_nan=True)
+    except FAULTS:
+        return False
+    for axis in range(max(wrong.dim() - 1, 0)):
+        rows = wrong.movedim(axis, 0).reshape(wrong.shape[axis], -1).any(1)
+        bad = int(rows.sum())
+        if 0 < bad <= rows.numel() // 2 and bool(rows[-bad:].all()):
+            return True
+    return False
+
+
+def _listed_names(names: Sequence[str]) -> str:
+    return "under " + (" / ".join(names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4
+                                                 else "")
+
+
+# By altered references.
+
+def _explain_by_alteration(kernel: Kernel, failed: Sequence[CaseResult],
+                           device: str) -> tuple[str, str] | None:
+    """Returns the alteration that explains most failing cases, if two thirds of those it applies
+    to."""
+    votes: Counter[tuple[str, str]] = Counter()
+    applied: Counter[tuple[str, str]] = Counter()
+    sample = _sample(failed, MAX_RERUNS)
+    for r in sample:
+        values = _values_of(kernel, r, device)
+        if values is None:
+            continue
+        try:
+            with torch.no_grad():
+                out, expected = results_of(call(kernel, values)), formula(kernel.op, upcast(values))
+        except FAULTS:
+            continue
+        for alteration in kernel.op.alterations:
+            altered = _altered_results(kernel.op, alteration.alter, values)
+            if altered is None or _are_close(kernel.op, r.dtype, altered, expected):
+                continue
+            applied[alteration.kind, alteration.words] += 1
+            votes[alteration.kind, alteration.words] += _are_close(kernel.op, r.dtype, out, altered)
+    if (not votes or not (best := max(votes, key=lambda k: (votes[k], -applied[k])))
+        or not votes[best]):
+        return None
+    if votes[best] * 3 < applied[best] * 2:
+        return None
+    return (best[0],
+            (
+                f"it gives what the reference gives with {best[1]}, in {votes[best]} of "
+                         f"{applied[best]} failing cases where that makes a difference"))
+
+
+def _altered_results(op: Op, alter: Any, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Returns the results of the altered reference, floats in float64; None where it does not
+    apply."""
+    try:
+        with torch.no_grad():
+            outcome = alter(op, upcast(values))
+            if outcome is None:
+                return None
+            return outcome.values if isinstance(outcome, Results) else formula(op, outcome)
+    except FAULTS:                             # the alteration makes no sense for this call
+        return None
+
+
+def _are_close(op: Op, dtype: str, a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    rtol, atol = op.tolerance.of(dtype)
+    for x, y in zip(a, b):
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if x != y:
+                return False
+        elif x.shape != y.shape:
+            return False
+        elif not x.is_floating_point() or not y.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+        elif not torch.allclose(x.double(), y.double(), rtol=max(8 * rtol, 1e-6),
+                                atol=max(8 * atol, 1e-6),
+                                equal_nan=True):
+            return False
+    return True
+
+
+def _sample(failed: Sequence[CaseResult], count: int) -> list[CaseResult]:
+    """Samples failing cases evenly, the widest dtype first, without large ones if possible."""
+    ranked = sorted(failed, key=lambda r: (bool(r.circumstance),
+                                           {"float32": 0, "int64": 0}.get(r.dtype, 1)))
+    large = [r for r in ranked if any(type(n) is int and n > 8_000 for n in r.case.values())]
+    # each is rerun a dozen times
+    ranked = [r for r in ranked if r not in large] or large[:1]
+    step = max(len(ranked) // count, 1)
+    return ranked[::step][:count]
+
+
+def _values_of(kernel: Kernel, r: CaseResult, device: str) -> dict[str, Any] | None:
+    """Returns the values of a case in its circumstance; None if that changes more than values."""
+    values = case_values(kernel.op, r.case, r.dtype, device, r.seed)
+    if not r.circumstance:
+        return values
+    circumstance = find_circumstance(kernel.op, r.circumstance)
+    if circumstance is None or (type(circumstance).before is not Circumstance.before
+                                or type(circumstance).around is not Circumstance.around):
+        return None
+    return circumstance.alter(kernel.op, values)
+
+
+# By poisoned and guarded memory.
+
+def _explain_by_memory(kernel: Kernel, failed: Sequence[CaseResult],
+                       device: str) -> tuple[str, str] | None:
+    """Reruns failing cases over poisoned memory, between margins of NaN, and repeatedly."""
+    if kernel.op.read is not None:
+        return None
+    for r in _sample(failed, 3):
+        values = _values_of(kernel, r, device)
+        if values is None:
+            continue
+        try:
+            with torch.no_grad():
+                first = results_of(call(kernel, values))
+                again = [results_of(call(kernel, values)) for _ in range(6)]
+                with poisoned_memory():
+                    poisoned = results_of(call(kernel, values))
+                guarded_result = results_of(call(kernel, guarded(values)))
+                expected = formula(kernel.op, upcast(values))
+        except FAULTS:
+            continue
+        if not all(isinstance(t, Tensor) for t in first):
+            return None
+        if not are_equal(first, poisoned) and has_holes(poisoned, expected):
+            return ("uninitialised output",
+                    "over memory full of NaN its result has NaN: not every element is written")
+        if not are_equal(first, guarded_result) and has_holes(guarded_result, expected):
+            return ("out of bounds",
+                    "with NaN on both sides of every input its result has NaN: it reads beside one")
+        if any(not are_equal(first, other) for other in again):
+            all_right = all(_are_close(kernel.op, r.dtype, out, expected)
+                            for out in (first, *again))
+            if all_right or (kernel.deterministic and "non-determinism" in r.kinds):
+                return "non-determinism", "the same call gives other results from run to run"
+            return "state", "the same call gives another result from run to run, and a wrong one"
+    return None

@@ -1,0 +1,1 @@
+"""The kernels there are: the catalog, plugins, certificates, kernels in worker processes."""

@@ -188,7 +188,7 @@ def test_models_of_transformers(name: str, more: dict[str, Any]) -> None:
             for room, kept in zip(pair, (layer.keys, layer.values)):
                 room[:, 20 - kept.shape[2]:20] = kept.transpose(1, 2)
         angles = torch.cat(parts.angles_at(torch.arange(64)[None])[0], -1)[0].contiguous()
-        found = persistent.made(step, parts, rooms, [angles])[0]
+        found = persistent.candidates(step, parts, rooms, [angles])[0]
         found.blocks = 3
         got = found(ids[:, 20:], torch.tensor([20, 21]))[:, 0].float()
     assert (got - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-3

@@ -34,19 +34,19 @@ def _cascade() -> Callable[..., Any]:
         right = 0 if is_causal else window_right
         starts = [None] * len(items) if chunk_starts is None else chunk_starts.tolist()
         lengths = [0] * len(items) if chunk_lengths is None else chunk_lengths.tolist()
-        kept: list[Item] = []
+        visible: list[Item] = []
         spans: list[list[Span]] = []
         for i, item in enumerate(read_items(items, query.shape[0], key.shape[0], max_seqlen_q,
                                             max_seqlen_k, chunk_starts, chunk_lengths)):
             item = trim(item, window_left, right)
             if item.n:
-                kept.append(item)
+                visible.append(item)
                 spans.append([*spans_of(item, starts[i], lengths[i])])
         rows, cuts = [], [0]
         calls = [*pieces(spans)]
         for _, members in calls:
-            rows += [row for i in members for row in range(kept[i].q_start,
-                                                           kept[i].q_start + kept[i].n)]
+            rows += [row for i in members for row in range(visible[i].q_start,
+                                                           visible[i].q_start + visible[i].n)]
             cuts.append(len(rows))
         if not rows:
             out, lse = empty_result(query, value.shape[2])

@@ -65,17 +65,17 @@ def visible_items(query: Tensor, key: Tensor, items: Tensor, max_seqlen_q: int, 
                   left: int, right: int, chunk_starts: Tensor | None,
                   chunk_lengths: Tensor | None) -> tuple[list[Item], list[Rows]]:
     """Returns the items that see a key, trimmed to what is visible, and where their keys lie."""
-    kept: list[Item] = []
+    visible: list[Item] = []
     where: list[Rows] = []
     lengths = [0] * items.shape[0] if chunk_lengths is None else chunk_lengths.tolist()
     for i, item in enumerate(read_items(items, query.shape[0], key.shape[0], max_seqlen_q,
                                         max_seqlen_k, chunk_starts, chunk_lengths)):
         item = trim(item, left, right)
         if item.n:
-            kept.append(item)
+            visible.append(item)
             where.append(key_rows(item, None if chunk_starts is None else chunk_starts[i],
                                   lengths[i]))
-    return kept, where
+    return visible, where
 
 
 def _separate() -> Callable[..., Any]:
@@ -90,10 +90,10 @@ def separate(
 ) -> Any:
     """Calls torch's attention once per item: each reads its own keys."""
     right = 0 if is_causal else window_right
-    kept, where = visible_items(query, key, items, max_seqlen_q, max_seqlen_k, window_left, right,
-                                chunk_starts, chunk_lengths)
+    visible, where = visible_items(query, key, items, max_seqlen_q, max_seqlen_k, window_left,
+                                   right, chunk_starts, chunk_lengths)
     out, lse = empty_result(query, value.shape[2])
-    for item, k, v in zip(kept, keys_of_items(key, where), keys_of_items(value, where)):
+    for item, k, v in zip(visible, keys_of_items(key, where), keys_of_items(value, where)):
         rows = slice(item.q_start, item.q_start + item.n)
         part, part_lse = attend_rows(query[rows], k, v, is_causal, scale, "bottom_right",
                                      window_left, right, None, softcap, return_lse)
@@ -129,23 +129,23 @@ def _varlen() -> Callable[..., Any]:
             window_left: int = -1, window_right: int = -1, return_lse: bool = False,
             chunk_starts: Tensor | None = None, chunk_lengths: Tensor | None = None) -> Any:
         right = 0 if is_causal else window_right
-        kept, where = visible_items(query, key, items, max_seqlen_q, max_seqlen_k, window_left,
-                                    right, chunk_starts, chunk_lengths)
+        visible, where = visible_items(query, key, items, max_seqlen_q, max_seqlen_k, window_left,
+                                       right, chunk_starts, chunk_lengths)
         out, lse = empty_result(query, value.shape[2])
-        if kept:
-            rows = [slice(item.q_start, item.q_start + item.n) for item in kept]
+        if visible:
+            rows = [slice(item.q_start, item.q_start + item.n) for item in visible]
             part, part_lse = flash(
                 torch.cat([query[at] for at in rows]),
                 *(torch.cat(keys_of_items(t, where)) for t in (key, value)),
                 *(torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
-                  for lengths in ([i.n for i in kept], [i.m for i in kept])),
-                max(i.n for i in kept), max(i.m for i in kept), is_causal, scale, window_left,
+                  for lengths in ([i.n for i in visible], [i.m for i in visible])),
+                max(i.n for i in visible), max(i.m for i in visible), is_causal, scale, window_left,
                 right, return_lse)
-            lengths = [item.n for item in kept]
-            for at, found in zip(rows, part.split(lengths)):
-                out[at] = found
-            for at, found in zip(rows, part_lse.split(lengths)) if return_lse else ():
-                lse[at] = found
+            lengths = [item.n for item in visible]
+            for at, rows_of_item in zip(rows, part.split(lengths)):
+                out[at] = rows_of_item
+            for at, rows_of_item in zip(rows, part_lse.split(lengths)) if return_lse else ():
+                lse[at] = rows_of_item
         return (out, lse) if return_lse else out
 
     return run

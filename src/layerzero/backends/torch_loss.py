@@ -28,10 +28,10 @@ def _wide_dtype(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _reduce(losses: Tensor, kept: Tensor, reduction: str, shape: torch.Size) -> Tensor:
+def _reduce(losses: Tensor, counted: Tensor, reduction: str, shape: torch.Size) -> Tensor:
     if reduction == "none":
         return losses.view(shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / kept.sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
 class _Rows:

@@ -143,11 +143,11 @@ class Source:
         and --model."""
         known = {"OP": self.op, "--calls": self.calls, "--model": self.model,
                  "--program": self.program, "--table": self.table}
-        given = [name for name, value in known.items() if value is not None]
-        if len(given) > 1 or (needed and not given):
+        sources = [name for name, value in known.items() if value is not None]
+        if len(sources) > 1 or (needed and not sources):
             options = ("OP", "--calls", "--model", *more)
             raise ConfigError(f"{command} takes one of {', '.join(options)}, got "
-                              f"{' and '.join(given) or 'none'}")
+                              f"{' and '.join(sources) or 'none'}")
         check_file("--calls", self.calls, "lz record -- python app.py writes one")
         check_file("--table", self.table, "lz solve writes one")
         if self.program is not None and not all(self.program.partition(":")):

@@ -222,8 +222,8 @@ def _patching(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention that the caller names, in an argument or in the configuration."""
-    given = (value for value in (*args, kwargs.get("config")) if hasattr(value, _CONFIGURED))
-    return kwargs.get("attn_implementation") or getattr(next(given, None), _CONFIGURED, None)
+    configs = (value for value in (*args, kwargs.get("config")) if hasattr(value, _CONFIGURED))
+    return kwargs.get("attn_implementation") or getattr(next(configs, None), _CONFIGURED, None)
 
 
 def _is_building() -> bool:

@@ -141,8 +141,8 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *, experts: Sequence[P
 
     raw = ("q0", "k0") if c.positions == "rope" else ("q", "k")
     fresh = ("q1", "k1") if c.qk_norm else raw
-    normed = [Stage("rms_norm", {"x": f"{n}1", "weight": f"{n}_norm.weight"}, (given,),
-                    {"eps": c.eps}) for n, given in zip("qk", raw)] if c.qk_norm else []
+    normed = [Stage("rms_norm", {"x": f"{n}1", "weight": f"{n}_norm.weight"}, (product,),
+                    {"eps": c.eps}) for n, product in zip("qk", raw)] if c.qk_norm else []
     takes = {"q": "q0", "k": "k0", "cos": "cos", "sin": "sin"}
     if indexed:
         takes["position_ids"] = "positions"
@@ -207,7 +207,7 @@ def _linear(held: Mapping[str, str], activations: str, x: str, name: str,
         parts = [f"{gives}.{n}" for n in APART[name]]
         for n, part in zip(APART[name], parts):
             yield from _linear(held, activations, x, n, part)
-        yield Glue("join", lambda *found: torch.cat(found, -1), tuple(parts), (gives,))
+        yield Glue("join", lambda *outs: torch.cat(outs, -1), tuple(parts), (gives,))
         return
     bias = {"bias": f"{name}.bias"} if f"{name}.bias" in held else {}
     if held[name]:
@@ -361,8 +361,8 @@ class Decoder:
         for expert in ids.unique().tolist():
             token, slot = (ids == expert).nonzero(as_tuple=True)
             wide = torch.cat([self._product(rows[token], w[expert]) for w in gate_up], -1)
-            found = self._product(activate(c, wide), down[expert])
-            out.index_add_(0, token, found * share[token, slot, None].to(found.dtype))
+            product = self._product(activate(c, wide), down[expert])
+            out.index_add_(0, token, product * share[token, slot, None].to(product.dtype))
         return out.view(x.shape)
 
     def _product(self, x: Tensor, weight: Weight) -> Tensor:

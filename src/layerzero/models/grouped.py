@@ -87,9 +87,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, starts_q: Sequence[Tensor
             starts_k: Sequence[Tensor], longest_q: Sequence[int], longest_k: Sequence[int],
             scale: float | None, causal: bool, left: int, right: int, softcap: float,
             k_starts: Tensor | None, rows: Sequence[int], with_lse: bool) -> Any:
-    given = {"q_list": rows, "cu_seqlens_q_list": starts_q, "cu_seqlens_k_list": starts_k,
+    lists = {"q_list": rows, "cu_seqlens_q_list": starts_q, "cu_seqlens_k_list": starts_k,
              "max_seqlen_q_list": longest_q, "max_seqlen_k_list": longest_k}
-    for name, values in given.items():
+    for name, values in lists.items():
         if len(values) != len(rows):
             raise InvalidCall.of(_grouped.name, Reason(
                 Code.DIM_MISMATCH, f"as long as q_list, {len(rows)}", len(values), name))
@@ -102,9 +102,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, starts_q: Sequence[Tensor
 
 
 def _refuse(dropout_p: float, alibi_slopes: Tensor | None, return_softmax: bool) -> None:
-    given = {"dropout_p": (dropout_p != 0.0, "0.0"), "return_softmax": (return_softmax, "False"),
-             "alibi_slopes": (alibi_slopes is not None, "None")}
-    for name, (is_given, default) in given.items():
+    defaults = {"dropout_p": (dropout_p != 0.0, "0.0"), "return_softmax": (return_softmax, "False"),
+                "alibi_slopes": (alibi_slopes is not None, "None")}
+    for name, (is_given, default) in defaults.items():
         if is_given:
             raise InvalidCall.of(_grouped.name, Reason(
                 Code.VALUE_OUT_OF_RANGE, f"{default} for grouped attention", "a value", name))

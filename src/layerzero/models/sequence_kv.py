@@ -59,15 +59,15 @@ class SequenceKV:
     def attend(self, do: Callable[..., Any], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         end = self.length + q.shape[1]
         self.reserve(layer, end)
-        kept = []
+        tensors = []
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
             if self.kind == "q8_0":
                 buffer[:, self.length:end] = quantize_blocks(new.float(), "q8_0")
-                kept.append(dequantize_blocks(buffer[:, :end], "q8_0").to(q.dtype))
+                tensors.append(dequantize_blocks(buffer[:, :end], "q8_0").to(q.dtype))
             else:
                 buffer[:, self.length:end] = new
-                kept.append(buffer[:, :end].to(q.dtype))
-        out: Tensor = do("attention", query=q, key=kept[0], value=kept[1], is_causal=True,
+                tensors.append(buffer[:, :end].to(q.dtype))
+        out: Tensor = do("attention", query=q, key=tensors[0], value=tensors[1], is_causal=True,
                          causal_align="bottom_right", layout="bshd",
                          **self.config.attention_options(layer))
         return out

@@ -91,13 +91,13 @@ def matrix(deep: bool = False) -> Matrix:
         first = kernels[0]
         failed = next((world.unloadable[k.id] for k in kernels if k.id in world.unloadable), None)
         entry = next((e for e in entries if e.covers(first.id)), None)
-        found, verdict = _compare(first, name, "", failed)
+        versions, verdict = _compare(first, name, "", failed)
         if deep and verdict == FITS:
             key = "", first.package
             verdict = imported.get(key) or imported.setdefault(key, _try_import(*key))
         wanted = f"{name} {version}".strip() + (f"; torch {for_torch}" if for_torch else "")
         there = _in_worker(first, name, entry, deep, imported) if entry else (NONE,) * 3
-        return MatrixRow(name, len(kernels), wanted, found, verdict, *there)
+        return MatrixRow(name, len(kernels), wanted, versions, verdict, *there)
 
     return Matrix(tuple(row(*key, kernels) for key, kernels in sorted(groups.items())),
                   {"torch": torch.__version__, "isolation": world.policy.setting("isolation")})
@@ -108,27 +108,27 @@ def _in_worker(kernel: Kernel, name: str, entry: Isolation, deep: bool,
     why = isolation.why_not(kernel)
     if why:
         return entry.python or "this one", NONE, why
-    found, verdict = _compare(kernel, name, entry.python, None)
+    versions, verdict = _compare(kernel, name, entry.python, None)
     if deep and verdict == FITS:
         key = entry.python, kernel.package
         verdict = imported.get(key) or imported.setdefault(key, _try_import(*key))
-    return entry.python or "this one", found, verdict
+    return entry.python or "this one", versions, verdict
 
 
 def _compare(kernel: Kernel, name: str, python: str, failed: Reason | None) -> tuple[str, str]:
     """Returns what an interpreter holds of a library, and whether the kernel may use it."""
     version = isolation.version_in(python, name)
     its_torch = isolation.version_in(python, "torch") if python else torch.__version__
-    found = "; ".join([f"{name} {version}" if version else f"{name} {ABSENT}",
-                       *([f"torch {its_torch}"] * bool(kernel.torch or python))])
+    versions = "; ".join([f"{name} {version}" if version else f"{name} {ABSENT}",
+                          *([f"torch {its_torch}"] * bool(kernel.torch or python))])
     if python == "" and version == "" and loading.is_importable(kernel.package):
         version = "0"                          # a package without metadata
     if not version:
-        return found, ABSENT
+        return versions, ABSENT
     for wanted, got, what in ((kernel.version, version, name), (kernel.torch, its_torch, "torch")):
         if wanted and got != "0" and not loading.satisfies(got, wanted):
-            return found, f"{Code.VERSION_CONFLICT.value}: needs {what} {wanted}"
-    return found, str(failed) if failed is not None else FITS
+            return versions, f"{Code.VERSION_CONFLICT.value}: needs {what} {wanted}"
+    return versions, str(failed) if failed is not None else FITS
 
 
 def _try_import(python: str, package: str) -> str:

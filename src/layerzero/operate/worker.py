@@ -104,10 +104,10 @@ class Loaded:
 class Form:
     """A kind of call: what runs it, and its arguments by the positions of their tensors."""
 
-    def __init__(self, told: dict[str, Any], kernel: Loaded) -> None:
-        self.state = told["state"]
+    def __init__(self, message: dict[str, Any], kernel: Loaded) -> None:
+        self.state = message["state"]
         self.arguments = [Spec.from_json(a["tensor"]) if "tensor" in a else (a["value"],)
-                          for a in told["arguments"]]
+                          for a in message["arguments"]]
         # a tensor stands for any: only plain values decide
         self.run = kernel.bind([_ANY if isinstance(a, Spec) else a[0] for a in self.arguments])
         self.placed: dict[bytes, list[Any]] = {}
@@ -146,9 +146,9 @@ class Server:
                 self.report(e)
 
     def load(self, body: bytes) -> None:
-        told = json.loads(body)
-        sys.path += [p for p in told["path"] if p not in sys.path]
-        kernel = _find(told)
+        message = json.loads(body)
+        sys.path += [p for p in message["path"] if p not in sys.path]
+        kernel = _find(message)
         reason = loading.availability(kernel)
         try:
             if reason is None:
@@ -164,8 +164,8 @@ class Server:
 
     def define(self, body: bytes) -> None:
         number, = FORM_ID.unpack_from(body)
-        told = json.loads(body[FORM_ID.size:])
-        self.forms[number] = Form(told, self.kernels[told["kernel"]])
+        message = json.loads(body[FORM_ID.size:])
+        self.forms[number] = Form(message, self.kernels[message["kernel"]])
 
     def run(self, body: bytes) -> None:
         number, room, nbytes = CALL.unpack_from(body)
@@ -205,24 +205,24 @@ class Server:
         if known is None:
             if len(self.results) >= MAX_FORMS:
                 self.results.clear()
-            made = _described(out, items, "cpu")
-            known = self.results[key] = len(self.results), made, {}
-            text = made.to_json().encode()
-        number, made, places = known
-        if made.nbytes > nbytes:
-            self.link.send(NEED, NUMBER.pack(made.nbytes))
+            results = _described(out, items, "cpu")
+            known = self.results[key] = len(self.results), results, {}
+            text = results.to_json().encode()
+        number, results, places = known
+        if results.nbytes > nbytes:
+            self.link.send(NEED, NUMBER.pack(results.nbytes))
             _, body = self.link.receive()
             room, = NUMBER.unpack(body)
             if not room:
                 self.results.pop(key)          # its description was not sent
-                raise MemoryError(f"the result of {made.nbytes} bytes does not fit in the memory "
-                                  "shared with the process")
+                raise MemoryError(f"the result of {results.nbytes} bytes does not fit in the "
+                                  "memory shared with the process")
         views = places.get(room)
         if views is None:
             if len(places) >= MAX_PLACED:
                 places.clear()
             views = places[room] = [unexpanded(spec.view(self.segments[0], room + at))
-                                    for spec, at in made.tensors()]
+                                    for spec, at in results.tensors()]
         for view, t in zip(views, _tensors(items)):
             view.copy_(unexpanded(t))
         self.link.send(RESULT, FORM_ID.pack(number) + text)
@@ -253,30 +253,30 @@ class Server:
         known = self.results.get(key)
         text = b""
         if known is None:
-            made = _described(out, items, "cuda")
-            if position + made.nbytes > stage.size:
-                return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(made, _tensors(items))
+            results = _described(out, items, "cuda")
+            if position + results.nbytes > stage.size:
+                return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(results, _tensors(items))
             if len(self.results) >= MAX_FORMS:
                 self.results.clear()
-            known = self.results[key] = len(self.results), made, {}
-            text = made.to_json().encode()
-        number, made, _ = known
-        if position + made.nbytes > stage.size:
-            return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(made, _tensors(items))
-        for (spec, at), t in zip(made.tensors(), _tensors(items)):
+            known = self.results[key] = len(self.results), results, {}
+            text = results.to_json().encode()
+        number, results, _ = known
+        if position + results.nbytes > stage.size:
+            return FORM_ID.pack(cuda.BY_HANDLES) + cuda.by_handles(results, _tensors(items))
+        for (spec, at), t in zip(results.tensors(), _tensors(items)):
             unexpanded(spec.view(stage.memory, position + at)).copy_(unexpanded(t))
         return FORM_ID.pack(number) + text
 
     def run_by_handles(self, body: bytes) -> None:
-        told = json.loads(body)
-        device = told["device"]
+        message = json.loads(body)
+        device = message["device"]
         with torch.cuda.device(device):
             stage = self.stages[device]
             values = [cuda.rebuild(a["cuda"]) if "cuda" in a else a["value"]
-                      for a in told["arguments"]]
+                      for a in message["arguments"]]
             stage.ready.wait()
-            run = self.kernels[told["kernel"]].bind(values)
-            out = run(self.in_state(told["state"], values))
+            run = self.kernels[message["kernel"]].bind(values)
+            out = run(self.in_state(message["state"], values))
             items, _ = _items(out)
             answer = cuda.by_handles(_described(out, items, "cuda"), _tensors(items))
             stage.done.record()
@@ -327,15 +327,15 @@ def _described(out: Any, items: Sequence[Any], device: str) -> Results:
     return Results.of(kind, [Spec.of(t) if isinstance(t, Tensor) else (t,) for t in items])
 
 
-def _find(told: dict[str, Any]) -> Kernel:
+def _find(message: dict[str, Any]) -> Kernel:
     """Returns the kernel as its module declares it here; the versions it wants are checked here."""
-    declared, remote = told["kernel"], told.get("remote")
+    declared, remote = message["kernel"], message.get("remote")
     if remote is not None:
         load = partial(resolve_import_path(remote["load"]), **remote["arguments"])
         return Kernel.from_json(declared, builtin_op(declared["op"]), lambda _: load)
-    module = importlib.import_module(told["module"])
+    module = importlib.import_module(message["module"])
     for kernel in getattr(module, "KERNELS", ()):
-        if kernel.id == told["id"]:
+        if kernel.id == message["id"]:
             return kernel  # type: ignore[no-any-return]
     return Kernel.from_json(declared, builtin_op(declared["op"]), resolve_import_path)
 

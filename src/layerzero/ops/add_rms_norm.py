@@ -16,7 +16,7 @@ from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows, rms_normalize
 from .formulas.mistakes import NORM, change_results, eps_outside_sqrt, replace_argument, zeros_like
-from .formulas.norm import NORM_STRESS
+from .formulas.norm import NORM_CASES, NORM_STRESS
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor | None = None,
@@ -45,14 +45,6 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
     return {"x": x, "residual": residual, "weight": weight if affine else None, "eps": eps}
 
 
-CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
-    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
-    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
-    {"eps": 1e-3}, {"extreme": True},
-)
-
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"rows": (2, 7)}, {"affine": False}, {"stride": "padded"})
 
@@ -61,8 +53,8 @@ ALTERATIONS: tuple[Alteration, ...] = (
     replace_argument("convention", "the residual left out", "residual", zeros_like("residual")))
 
 OP = Op(
-    name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    name="add_rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

@@ -77,8 +77,8 @@ def extra_check(values: dict[str, Any], facts: Any) -> None:
 # Mistakes that a kernel for this op could make.
 
 def _mean_over_all_rows(v: Values, out: tuple[Any, ...]) -> Any:
-    kept = (v["targets"] != v["ignore_index"]).sum() / max(v["targets"].numel(), 1)
-    return out[0] * kept if v["reduction"] == "mean" else None
+    counted = (v["targets"] != v["ignore_index"]).sum() / max(v["targets"].numel(), 1)
+    return out[0] * counted if v["reduction"] == "mean" else None
 
 
 ALTERATIONS: tuple[Alteration, ...] = (

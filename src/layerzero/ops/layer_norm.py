@@ -17,7 +17,7 @@ from ..spec.reason import Code
 from ..spec.rules import at_least, dtypes, one_of
 from .formulas.common import FLOATS, random_rows
 from .formulas.mistakes import NORM, change_results, drop_argument
-from .formulas.norm import NORM_STRESS
+from .formulas.norm import NORM_CASES, NORM_STRESS
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
@@ -48,14 +48,6 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
             "eps": eps}
 
 
-CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
-    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
-    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
-    {"eps": 1e-3}, {"extreme": True},
-)
-
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
     {}, {"rows": (3, 2, 5), "hidden": 96}, {"affine": False}, {"stride": "padded"},
     {"weight_dtype": "float32"})
@@ -75,8 +67,8 @@ ALTERATIONS: tuple[Alteration, ...] = (
     change_results("convention", "the variance divided by n - 1", _unbiased_variance))
 
 OP = Op(
-    name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
+    name="layer_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=NORM_STRESS, alterations=ALTERATIONS,
     reference_kernel={"overhead_us": 12.0, "workspace": "12 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

@@ -86,15 +86,15 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 def extra_check(values: dict[str, Any], facts: Any) -> None:
-    experts, top_k, n_group, kept = (facts[n]
-                                     for n in ("experts", "top_k", "n_group", "topk_group"))
+    experts, top_k, n_group, topk_group = (facts[n]
+                                           for n in ("experts", "top_k", "n_group", "topk_group"))
     if experts % n_group:
         raise InvalidCall.of("moe_gate", Reason(
             Code.VALUE_OUT_OF_RANGE, f"a divisor of the {experts} experts", n_group, "n_group"))
-    if kept > n_group:
+    if topk_group > n_group:
         raise InvalidCall.of("moe_gate", Reason(Code.VALUE_OUT_OF_RANGE, f"<= n_group ({n_group})",
-                                                kept, "topk_group"))
-    allowed = experts if n_group == 1 else kept * (experts // n_group)
+                                                topk_group, "topk_group"))
+    allowed = experts if n_group == 1 else topk_group * (experts // n_group)
     if top_k > allowed:
         raise InvalidCall.of("moe_gate", Reason(
             Code.VALUE_OUT_OF_RANGE, f"<= {allowed}, the experts that may be chosen", top_k,

@@ -18,7 +18,7 @@ from ..spec.reason import Code
 from ..spec.rules import any_of, at_least, dtypes, equals, one_of, present
 from .formulas.common import FLOATS, random_rows, rms_normalize
 from .formulas.mistakes import NORM, change_results, eps_outside_sqrt
-from .formulas.norm import NORM_STRESS
+from .formulas.norm import NORM_CASES, NORM_STRESS
 
 
 def reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
@@ -46,14 +46,6 @@ def inputs(rows: tuple[int, ...] = (5,), hidden: int = 64, affine: bool = True, 
     return {"x": x, "weight": weight if affine else None, "eps": eps, "offset": offset}
 
 
-CASES: tuple[dict[str, Any], ...] = (
-    {}, {"rows": (1,)}, {"rows": (2, 7)}, {"rows": ()}, {"rows": (0,)},
-    {"rows": (3, 2, 5), "hidden": 96}, {"hidden": 1}, {"hidden": 17},
-    {"hidden": 4096, "rows": (3,)}, {"affine": False}, {"stride": "padded"},
-    {"stride": "sparse"}, {"stride": "transposed", "rows": (6, 4)}, {"weight_dtype": "float32"},
-    {"eps": 1e-3}, {"extreme": True},
-)
-
 STRESS: tuple[dict[str, Any], ...] = (
     *NORM_STRESS, {"offset": 1.0}, {"offset": -0.5, "weight_dtype": "float32", "rows": (3, 2)})
 
@@ -74,8 +66,8 @@ ALTERATIONS: tuple[Alteration, ...] = (
     change_results("convention", "eps outside the square root", eps_outside_sqrt))
 
 OP = Op(
-    name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs, cases=CASES,
-    gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
+    name="rms_norm", family="norm", reference=reference, meta=meta, inputs=inputs,
+    cases=NORM_CASES, gradient_cases=GRADIENT_CASES, stress=STRESS, alterations=ALTERATIONS,
     reference_kernel={"overhead_us": 10.0, "workspace": "8 * rows * hidden"},
     batch_dims=("rows",), shard_dims=(),
     tolerance=Tolerance({"float16": (1e-3, 1e-3), "bfloat16": (1e-2, 1e-2), "float32": (1e-6, 1e-6),

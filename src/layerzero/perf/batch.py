@@ -22,12 +22,12 @@ class Batch:
 
     def including(self, rows: Iterable[Measurement], environments: Mapping[str, Mapping[str, Any]],
                   rates: Mapping[str, tuple[Rates, float]]) -> Batch:
-        kept = dict(self.rows)
+        merged = dict(self.rows)
         for m in rows:
             key = tuple(getattr(m, name) for name in KEY)
-            if key not in kept or m.supersedes(kept[key]):
-                kept[key] = m
-        return Batch(kept, {**self.environments, **environments}, {**self.rates, **rates})
+            if key not in merged or m.supersedes(merged[key]):
+                merged[key] = m
+        return Batch(merged, {**self.environments, **environments}, {**self.rates, **rates})
 
     def write_to(self, store: Store) -> None:
         store.write(self.rows.values(), self.environments, self.rates)

@@ -74,9 +74,9 @@ class Measurement(NamedTuple):
 
     def checked(self) -> Measurement:
         """Returns the row with every number of its type; raises DataError for impossible values."""
-        given: tuple[Any, ...] = self
+        fields: tuple[Any, ...] = self
         values: list[Any] = []
-        for name, value in zip(self._fields, given):
+        for name, value in zip(self._fields, fields):
             if name in TEXTS:
                 if not is_text(value) or (name in _REQUIRED and not value):
                     raise DataError(
@@ -356,9 +356,9 @@ class PerfView:
         view._rows, view._index, view._extra = dict(self._rows), dict(self._index), self._extra
         for kernel, build in (builds or {}).items():
             rows = view._rows_of(kernel)
-            kept = {key: m for key, m in rows.items() if m.build in ("", build)}
-            if len(kept) < len(rows):
-                view._replace(kernel, kept)
+            current = {key: m for key, m in rows.items() if m.build in ("", build)}
+            if len(current) < len(rows):
+                view._replace(kernel, current)
         view._add(measurements)
         return view
 

@@ -131,19 +131,19 @@ def text_of(device: Mapping[str, Any], versions: Mapping[str, str], date: str, c
     kinds: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
     for m in measurements:
         kinds.setdefault((m.op, m.mode, m.family, m.sizes), {})[m.kernel] = m
-    kept: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
+    by_kind: dict[tuple[str, str, str, str], dict[str, Measurement]] = {}
     for kind, by_kernel in sorted(kinds.items()):
         best = min(m.median_us for m in by_kernel.values())
         useful = {k: m for k, m in by_kernel.items() if k in baselines
                   or (m.median_us <= MAX_SLOWDOWN * best and not k.startswith("reference."))}
         if len(useful) > 1:                    # a choice of one needs no evidence
-            kept[kind] = useful
-    names = sorted({kernel for by_kernel in kept.values() for kernel in by_kernel})
+            by_kind[kind] = useful
+    names = sorted({kernel for by_kernel in by_kind.values() for kernel in by_kernel})
     head = {"schema": SCHEMA, "device": dict(device), "versions": dict(versions), "date": date,
             "command": command,
             "rates": [_rounded(r) for r in rates], "kernels": names}
     lines = []
-    for (op, mode, family, sizes), by_kernel in kept.items():
+    for (op, mode, family, sizes), by_kernel in by_kind.items():
         any_row = next(iter(by_kernel.values()))
         times = {str(names.index(k)): _rounded(m.median_us) for k, m in sorted(by_kernel.items())}
         lines.append(json.dumps([op, mode, family, sizes, _rounded(any_row.flops),

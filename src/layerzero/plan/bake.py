@@ -56,6 +56,21 @@ class BoundKernel(Protocol):
     def __call__(self, *tensors: Tensor) -> Any: ...
 
 
+class ChosenKernels:
+    """Kernels that were chosen in `world`, and hold while its policy and health do."""
+
+    world: worlds.World
+
+    def stale(self) -> bool:
+        """Has policy or the health of a kernel changed since the kernels were chosen?"""
+        now = worlds.current()
+        if now is self.world:
+            return False
+        changed = (now.policy, now.health) != (self.world.policy, self.world.health)
+        self.world = now if not changed else self.world
+        return changed
+
+
 def bind(op: str | Callable[..., Any], /, *args: Any, backend: str | None = None,
          **kwargs: Any) -> BoundKernel:
     """Return the kernel for calls like this one, as a function of the tensors given here, in their

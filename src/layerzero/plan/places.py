@@ -53,12 +53,13 @@ def _place(name: str, count: int, environments: list[Mapping[str, Any]]) -> Plac
 def find_place(name: str, known: Iterable[Place]) -> Place:
     """Return the place that a node, a model of device or the beginning of a place names."""
     known = tuple(known)
-    found = [p for p in known if name in p.names] or [p for p in known if p.place.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{name!r} names {len(found)} places of the store: "
-                          f"{', '.join(p.place for p in found)}; give one of these")
+    matches = ([p for p in known if name in p.names]
+               or [p for p in known if p.place.startswith(name)])
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"{name!r} names {len(matches)} places of the store: "
+                          f"{', '.join(p.place for p in matches)}; give one of these")
     names = [n for p in known for n in p.names if n]
     known_ones = f"{suggest(name, names)}; lz perf places lists them" if names else (
         ", which has no measurements yet")

@@ -193,18 +193,18 @@ class _Solver:
                 out += group
                 continue
             group.sort(key=lambda r: _sort_key(dict(r.sizes)[name]))
-            kept: list[Row] = []
+            merged: list[Row] = []
             for row in group:
                 joined = None
                 # multiples lie beside each other
-                for i in range(len(kept) - 1, max(len(kept) - 5, -1), -1):
-                    joined = self._join(family, kept[i], row, name)
+                for i in range(len(merged) - 1, max(len(merged) - 5, -1), -1):
+                    joined = self._join(family, merged[i], row, name)
                     if joined is not None:
-                        kept[i] = joined
+                        merged[i] = joined
                         break
                 if joined is None:
-                    kept.append(row)
-            out += kept
+                    merged.append(row)
+            out += merged
         return out
 
     def _join(self, family: _Family, a: Row, b: Row, name: str) -> Row | None:

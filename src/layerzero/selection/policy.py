@@ -224,11 +224,11 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         if self.action not in ACTIONS:
             raise PolicyValidationError(
                 f"unknown action {shown(self.action)}{suggest(shown(self.action, str), ACTIONS)}")
-        for what, given in (("kernel", self.kernels), ("op", self.ops)):
-            if not given:
+        for what, names in (("kernel", self.kernels), ("op", self.ops)):
+            if not names:
                 raise PolicyValidationError(
                     f"{self.action} names no {what}; give at least one pattern")
-            for name in given:
+            for name in names:
                 if not isinstance(name, str) or not all(map(_is_valid, (
                         kernel_patterns(name) if what == "kernel" else (name,)))):
                     raise PolicyValidationError(

@@ -297,9 +297,9 @@ class Op:
     def reasons(self, rules: Iterable[Condition], facts: Facts) -> list[Reason]:
         """What these rules have against a call, each in terms of what the caller gave."""
         broken = [(rule, reason) for rule in rules if (reason := rule.check(facts)) is not None]
-        said = [rule.complain(facts, self.wording) for rule, _ in broken]
+        texts = [rule.complain(facts, self.wording) for rule, _ in broken]
         return [reason if text == reason.message else replace(reason, said=text)
-                for (_, reason), text in zip(broken, said)]
+                for (_, reason), text in zip(broken, texts)]
 
     def to_json(self) -> dict[str, Any]:
         code = {name: import_path(getattr(self, name)) for name in _CALLABLES

@@ -88,10 +88,10 @@ def refuse(kernel: Kernel, facts: Mapping[str, Any], reason: Reason,
         old = world.refused.get(name, {})
         if kind in old or name not in world.catalog.by_id:
             return world
-        kept = dict(islice(old.items(), max(len(old) + 1 - MAX_REFUSALS, 0), None))
+        newest = dict(islice(old.items(), max(len(old) + 1 - MAX_REFUSALS, 0), None))
         until_by_kind = (world.refused_until if until is None
                          else {**world.refused_until, (name, kind): until})
-        refused = {**world.refused, name: {**kept, kind: reason}}
+        refused = {**world.refused, name: {**newest, kind: reason}}
         return world.replace({kernel.op.name}, refused=refused, refused_until=until_by_kind)
 
     before = worlds.current()

@@ -112,8 +112,8 @@ def reason(original: Reason) -> Reason:
     wrote."""
     category = original.code.category
     if original.said and _active:              # a sentence of our own: its numbers are sizes
-        said = "" if "shapes" in _active else text(original.said)
-        original = replace(original, said=said)
+        sentence = "" if "shapes" in _active else text(original.said)
+        original = replace(original, said=sentence)
     if "shapes" in _active and category in _ABOUT_SIZES and _is_size(original.got):
         limit = SHAPE if category is Category.MEMORY else original.want
         original = replace(original, got=SHAPE, want=limit)

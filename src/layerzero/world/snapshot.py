@@ -200,14 +200,14 @@ class World:
             if leaves == self.extra_leaves and not changes.keys() & {"catalog", "policy", "table"}:
                 kept_keys += tuple(("program", op) for op in self.catalog.ops)
             # by name: other threads add to it meanwhile
-            kept = {k: self.memo[k] for k in kept_keys if k in self.memo}
-            return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=kept, **changes)
-        kept = {k: v for k in list(self.memo) if _still_valid(k, ops)
+            memo = {k: self.memo[k] for k in kept_keys if k in self.memo}
+            return replace(self, epoch=epoch, changed=epoch, changed_for={}, memo=memo, **changes)
+        memo = {k: v for k in list(self.memo) if _still_valid(k, ops)
                 and (v := self.memo.get(k)) is not None}
-        if "unloadable" in changes and "availability" in kept:
-            kept["availability"] = {**kept["availability"], **changes["unloadable"]}
+        if "unloadable" in changes and "availability" in memo:
+            memo["availability"] = {**memo["availability"], **changes["unloadable"]}
         return replace(self, epoch=epoch,
-                       changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=kept,
+                       changed_for={**self.changed_for, **dict.fromkeys(ops, epoch)}, memo=memo,
                        **changes)
 
     def version(self, op: str) -> int:

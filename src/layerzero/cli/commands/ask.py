@@ -33,14 +33,14 @@ def doctor(deep: bool, as_json: bool) -> int:
 
 
 def matrix(deep: bool, as_json: bool) -> int:
-    found = compatibility.matrix(deep)
+    table = compatibility.matrix(deep)
     if as_json:
-        show.as_json(found.to_json())
+        show.as_json(table.to_json())
     else:
-        show.heading(f"torch {found.versions['torch']}")
-        columns, rows = found._cells()
+        show.heading(f"torch {table.versions['torch']}")
+        columns, rows = table._cells()
         show.table(columns, [tuple(map(str, row)) for row in rows])
-    return 0 if found.ok else 1
+    return 0 if table.ok else 1
 
 
 def list_kernels(op: str | None, device: str | None, as_json: bool) -> int:

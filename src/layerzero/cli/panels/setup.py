@@ -106,8 +106,8 @@ def generate(
         raise ConfigError(f"lz generate takes one prompt and one model, got {words!r} beside "
                           f"{'--model' if is_file else '--prompt'}")
     model = Path(words) if is_file else model
-    said = prompt or ("" if is_file else words)
-    if not said and not chat:
+    text = prompt or ("" if is_file else words)
+    if not text and not chat:
         raise ConfigError('lz generate wants a prompt, such as lz generate model.gguf -p "Hello"')
     if chat and (raw or as_json):
         raise ConfigError(f"lz generate --chat takes no {'--raw' if raw else '--json'}")
@@ -115,7 +115,7 @@ def generate(
         raise ConfigError(f"--kv must be one of {', '.join(KV_KINDS)}, got {kv!r}")
     o.check_file("--model", model, "give a GGUF file")
     from ..commands.setup.generate import generate as run
-    raise typer.Exit(run(said, max_tokens, temperature, top_p, top_k, seed, dtype, kv, device,
+    raise typer.Exit(run(text, max_tokens, temperature, top_p, top_k, seed, dtype, kv, device,
                          model, raw, chat, explain, as_json))
 
 

@@ -93,10 +93,10 @@ class Inputs(NamedTuple):
 
         A generator is another one than the caller's, whose next numbers stay the same.
         """
-        made = tuple(v.make() if isinstance(v, TensorLike) else v for v in self.values)
-        device = next((v.device for v in made if isinstance(v, Tensor)), torch.device("cpu"))
+        values = tuple(v.make() if isinstance(v, TensorLike) else v for v in self.values)
+        device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         return tuple(torch.Generator(device).manual_seed(0) if p.kind == "generator" else v
-                     for p, v in zip(op.params, made))
+                     for p, v in zip(op.params, values))
 
     @contextmanager
     def own_stream(self) -> Iterator[None]:

@@ -77,16 +77,16 @@ def register_context_parallel(
     return name
 
 
-def _no_mask(**given: Any) -> None:
+def _no_mask(**arguments: Any) -> None:
     """No mask is made: a rank's tokens are not neighbours, and causality and windows are known by
     their places. What else a mask would hide is refused."""
     from ..transformers.masks import is_plain
 
-    padding = given.get("attention_mask")
+    padding = arguments.get("attention_mask")
     if padding is not None and not bool(padding.all()):
         raise ConfigError("attention_mask hides tokens, and padding cannot be sharded; pack the "
                           "sequences and pass their local boundaries as cu_seq_lens_q")
-    if not is_plain(given["mask_function"]):
+    if not is_plain(arguments["mask_function"]):
         raise ConfigError("this model's mask is neither causal nor a sliding window nor full, and "
                           "cannot be sharded")
 

@@ -80,10 +80,10 @@ class Recorded:
             self._saved.append(t.detach())
             return len(self._saved) - 1
 
-        def unpack(kept: Any) -> Tensor:
+        def unpack(packed: Any) -> Tensor:
             assert self._again is not None
             saved, again = self._again
-            return again.as_strided(*kept) if isinstance(kept, _View) else saved[kept]
+            return again.as_strided(*packed) if isinstance(packed, _View) else saved[packed]
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             lent = _Lend.apply(self._grads, self._anchor, query, *split(buffer))

@@ -102,17 +102,17 @@ class Session:
         met = [[u.op, u.facts[0]] for i, u in self.pending.items() if i not in self.units]
         own = {"stale": world.epoch != self.epoch, "met": met,
                "calls": None if calls is None else [[u.op, u.facts[0]] for u in calls]}
-        said = [json.loads(text) for text in self.exchange.gather("kinds", json.dumps(own))]
-        new = {u.id: u for u in (Unit(op, [facts]) for one in said for op, facts in one["met"])}
-        problem = self._add_calls([one["calls"] for one in said], new)
-        stale = any(one["stale"] for one in said)
+        messages = [json.loads(text) for text in self.exchange.gather("kinds", json.dumps(own))]
+        new = {u.id: u for u in (Unit(op, [facts]) for one in messages for op, facts in one["met"])}
+        problem = self._add_calls([one["calls"] for one in messages], new)
+        stale = any(one["stale"] for one in messages)
         asked = {**(self.units if stale else {}), **new}
         changed = 0
         if asked and not problem:
             local = {i: self._local(world, unit) for i, unit in asked.items()}
             choices = [json.loads(text) for text in self.exchange.gather("choices", json.dumps(
-                {i: None if found is None else [found[0], [s.kernel for s in found[1]]]
-                 for i, found in local.items()}))]
+                {i: None if choice is None else [choice[0], [s.kernel for s in choice[1]]]
+                 for i, choice in local.items()}))]
             orders = agreed_orders(choices, self.groups)
             changed = sum(orders[i] != self.units[i].orders if i in self.units else 1
                           for i in asked)
@@ -125,7 +125,8 @@ class Session:
                                           if not all(u.orders.values())}))
             if changed or stale:
                 self.rows = {} if stale else self.rows
-                self.publish(world, {i: found for i, found in local.items() if found is not None})
+                self.publish(world, {i: choice for i, choice in local.items()
+                                     if choice is not None})
         self.exchange.end_round(self.state())
         if problem:
             raise RanksError(*problem)
@@ -204,7 +205,7 @@ class Session:
         self.units = {u.id: u for u in units}
         world = worlds.current()
         local = {i: self._local(world, u) for i, u in self.units.items()}
-        self.publish(world, {i: found for i, found in local.items() if found is not None})
+        self.publish(world, {i: choice for i, choice in local.items() if choice is not None})
 
 
 def agreed_orders(choices: Sequence[Mapping[str, Any]],
@@ -223,9 +224,9 @@ def agreed_orders(choices: Sequence[Mapping[str, Any]],
         return node
 
     for rank, own in enumerate(choices):
-        for unit, found in own.items():
-            if found is not None:
-                parent[root((rank, found[0]))] = root(unit)
+        for unit, choice in own.items():
+            if choice is not None:
+                parent[root((rank, choice[0]))] = root(unit)
     orders: dict[str, dict[str, list[str]]] = {}
     together: dict[Any, list[str]] = {}
     for unit in choices[0]:

@@ -80,14 +80,14 @@ def init(mode: str = "inference", group: Any = None, *, timeout: float = 300.0,
         groups = [p.device if scope == "device" else ANY_DEVICE for p in profiles]
         differing = {rank: profiles[0].differences(p, devices=scope == "group")
                      for rank, p in enumerate(profiles)}
-        texts = tuple(f"rank {exchange.members[rank]}: {', '.join(found)}"
-                      for rank, found in differing.items() if found)
+        texts = tuple(f"rank {exchange.members[rank]}: {', '.join(differences)}"
+                      for rank, differences in differing.items() if differences)
         if texts and mode == "training":
             raise RanksError(
                 f"lz.distributed: the ranks are not alike, compared with rank "
                 f"{exchange.members[0]}\n  " + "\n  ".join(texts) + "\nGive every rank the same "
                 "packages, files and settings; inference goes on with what all have",
-                [exchange.members[rank] for rank, found in differing.items() if found])
+                [exchange.members[rank] for rank, differences in differing.items() if differences])
         mine = [p for p, name in zip(profiles, groups) if name == groups[exchange.rank]]
         session = Session(exchange, mode, groups, profiles, own, name,
                           1 + max((s.order for s in _sessions.values()), default=0), texts,
@@ -209,12 +209,12 @@ def _check(session: Session, timeout: float | None) -> Agreement:
     if _all_equal(exchange, text):
         exchange.end_round(session.state())
         return session.agreement
-    said = exchange.gather("differ", text)
+    states = exchange.gather("differ", text)
     exchange.end_round(session.state())
-    usual = max(said, key=lambda one: (said.count(one), -said.index(one)))
-    unlike = [rank for rank, one in enumerate(said) if one != usual]
+    usual = max(states, key=lambda one: (states.count(one), -states.index(one)))
+    unlike = [rank for rank, one in enumerate(states) if one != usual]
     texts = tuple(f"rank {exchange.members[rank]}: "
-                  + (", ".join(json.loads(said[rank])[1]) or "as it was, unlike the others")
+                  + (", ".join(json.loads(states[rank])[1]) or "as it was, unlike the others")
                   for rank in unlike)
     if session.mode == "training":
         raise RanksError("lz.distributed: ranks have changed since they agreed\n  "
@@ -249,17 +249,17 @@ def shutdown(name: str | None = None) -> None:
 
         def change(world: World) -> World:
             layers, base = layers_of(world)
-            kept = [layer for layer in reversed(layers) if layer.order in orders]
-            return world if len(kept) == len(layers) else with_layers(world, kept, base)
+            remaining = [layer for layer in reversed(layers) if layer.order in orders]
+            return world if len(remaining) == len(layers) else with_layers(world, remaining, base)
 
         worlds.publish(change, "agreed:none")
         _deny(_sessions.values())
 
 
 def _current(function: str, name: str | None) -> list[Session]:
-    found = [s for s in _sessions.values() if name is None or s.name == name]
-    if not found:
+    sessions = [s for s in _sessions.values() if name is None or s.name == name]
+    if not sessions:
         known = f"; named are {', '.join(map(repr, _sessions))}" if _sessions else ""
         raise ConfigError(f"lz.distributed.{function} wants lz.distributed.init"
                           + (f"(name={name!r})" if name else "") + f" on every rank first{known}")
-    return found
+    return sessions

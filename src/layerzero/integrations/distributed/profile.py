@@ -44,14 +44,14 @@ class Profile(NamedTuple):
                   if name not in self.identity]
         if devices:
             pairs.append(("device", self.device, other.device))
-        found = [f"{name} {theirs or 'none'} instead of {mine or 'none'}"
+        texts = [f"{name} {theirs or 'none'} instead of {mine or 'none'}"
                  for name, mine, theirs in pairs if mine != theirs]
         kernels = sorted(k for k in {*self.builds, *other.builds}
                          if self.builds.get(k) != other.builds.get(k))
-        if kernels and not found:              # where a version differs, that says it already
+        if kernels and not texts:              # where a version differs, that says it already
             more = f" and {len(kernels) - 4} more" if len(kernels) > 4 else ""
-            found.append(f"another build of {', '.join(kernels[:4])}{more}")
-        return found
+            texts.append(f"another build of {', '.join(kernels[:4])}{more}")
+        return texts
 
 
 def not_shared(profiles: Sequence[Profile], world: World) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def not_shared(profiles: Sequence[Profile], world: World) -> tuple[str, ...]:
     Torch's own and the references stay in that case: every rank has some of them, and a call must
     be served by something.
     """
-    kept = {k.id for k in world.catalog.kernels if k.baseline or k.backend == "reference"}
+    always_shared = {k.id for k in world.catalog.kernels if k.baseline or k.backend == "reference"}
     builds = [p.builds for p in profiles]
     return tuple(k for k in sorted(set().union(*builds)) if k in world.catalog.by_id
-                 and k not in kept and len({b.get(k) for b in builds}) > 1)
+                 and k not in always_shared and len({b.get(k) for b in builds}) > 1)

@@ -112,11 +112,11 @@ class Facts:
         """Return the numbers of a small tensor, None without it."""
         if name not in self.file.tensors:
             return None
-        found = self.file.floats(name).float()
-        if found.shape != (count,) or not bool(found.isfinite().all()) or float(found.min()) <= 0:
+        values = self.file.floats(name).float()
+        if values.shape != (count,) or not bool((values.isfinite() & (values > 0)).all()):
             raise DataError(f"{self.file.path}: wanted {count} positive numbers in the tensor "
-                            f"{name}, got {list(found.shape)}")
-        return [float(x) for x in found]
+                            f"{name}, got {list(values.shape)}")
+        return [float(x) for x in values]
 
 
 def read_model(file: GGUFFile, dtype: torch.dtype,
@@ -275,20 +275,20 @@ class WeightReader:
     def joined(self, at: str, name: str, apart: tuple[str, ...],
                rows: Mapping[str, int]) -> Iterator[tuple[str, Weight]]:
         """Yield several weights as one where their format is the same, else one by one."""
-        found = {}
+        tensors = {}
         for n, (stored, count) in zip(apart, rows.items()):
             heads = {"q": self.c.heads, "k": self.c.kv_heads}.get(n, 0) if self.pairs else 0
             for part, w in self.linear(at, stored, n, count, self.c.hidden):
-                found[part] = rows_to_halves(w, heads) if heads else w
-        weights = [found[n] for n in apart]
+                tensors[part] = rows_to_halves(w, heads) if heads else w
+        weights = [tensors[n] for n in apart]
         formats = {format_of(w) for w in weights}
         if len(formats) > 1 or any(f in self.apart for f in formats):
-            yield from found.items()
+            yield from tensors.items()
             return
         yield name, join_rows(*weights)
         for stored in rows:
             self.file.release(f"{at}{stored}.weight")
-        biases = [found[f"{n}.bias"] for n in apart if f"{n}.bias" in found]
+        biases = [tensors[f"{n}.bias"] for n in apart if f"{n}.bias" in tensors]
         if biases and len(biases) < len(apart):
             raise DataError(f"{self.file.path}: wanted a bias for each of {', '.join(rows)} of "
                             f"{at}, or for none")

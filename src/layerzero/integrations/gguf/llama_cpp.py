@@ -208,9 +208,9 @@ def divergence(top: Sequence[Sequence[Any]], logits: Tensor) -> tuple[float, flo
 
 
 def agreement(name: str, tops: Sequence[Any], logits: Tensor) -> Agreement:
-    found = [divergence(top, row) for top, row in zip(tops, logits)]
-    kls, gaps = [kl for kl, _ in found], [gap for _, gap in found]
-    count = len(found)
+    divergences = [divergence(top, row) for top, row in zip(tops, logits)]
+    kls, gaps = [kl for kl, _ in divergences], [gap for _, gap in divergences]
+    count = len(divergences)
     return Agreement(name, count, sum(g == 0 for g in gaps) / count,
                      sum(g <= TIE for g in gaps) / count, sum(kls) / count, max(kls))
 
@@ -229,14 +229,14 @@ def compare_texts(model: GGUFModel, peer: LlamaCpp, positions: int) -> Agreement
 def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
     """Decode so many tokens with the peer, and follow it token by token."""
     prompt = model.tokenize(TEXTS[0], special=True)
-    told = peer.ask(prompt, count, TOP)
+    answer = peer.ask(prompt, count, TOP)
     memory, run = SequenceKV(model.config, len(prompt) + count), model.decoder(
         length=len(prompt) + count)
     with torch.no_grad():
         rows = [run(torch.tensor([prompt]), memory, last=True)[0, -1]]
         step = TokenStep(run, memory)
-        rows += [step(token)[0] for token in told["tokens"][:-1]]
-    return agreement(f"decode of {len(rows)} tokens", told["top"], torch.stack(rows))
+        rows += [step(token)[0] for token in answer["tokens"][:-1]]
+    return agreement(f"decode of {len(rows)} tokens", answer["top"], torch.stack(rows))
 
 
 def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int] = CONTEXTS,
@@ -254,9 +254,9 @@ def race(model: GGUFModel, peer: LlamaCpp, threads: int, contexts: Sequence[int]
                 run = TextGeneration(model, prompt, count, kv=kv)
                 for _ in run.steps():
                     pass
-                told = peer.ask(prompt, count)
+                answer = peer.ask(prompt, count)
                 ours.append(run.prompt_rate if count == 1 else run.decode_rate)
-                theirs.append(told["prompt_rate" if count == 1 else "decode_rate"])
+                theirs.append(answer["prompt_rate" if count == 1 else "decode_rate"])
             yield Speed(f"{name} {length}", threads, sorted(ours)[rounds // 2],
                         sorted(theirs)[rounds // 2])
     finally:

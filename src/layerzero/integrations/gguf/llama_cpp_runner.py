@@ -42,12 +42,12 @@ def from_xllamacpp(model: str, threads: int, context: int) -> Any:
     def run(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("stages"):              # the wheel shows no values between
             return {"stages": {}}
-        told = server.handle_completions({
+        answer = server.handle_completions({
             "prompt": request["prompt"], "n_predict": request["count"],
             "n_probs": request["top"] or 1, "temperature": 0.0, "ignore_eos": True,
             "cache_prompt": bool(request.get("cache"))})
-        rows = told["choices"][0]["logprobs"]["content"]
-        times = told["timings"]
+        rows = answer["choices"][0]["logprobs"]["content"]
+        times = answer["timings"]
         return {"tokens": [row["id"] for row in rows],
                 "top": [[(t["id"], t["logprob"]) for t in row["top_logprobs"]] for row in rows],
                 "prompt_rate": times["prompt_per_second"],
@@ -98,7 +98,7 @@ def graph_values(llama: Any, prompt: list[int], names: list[str],
 
     import numpy
     from llama_cpp import llama_cpp as api
-    lib, found = api._lib, {}  # type: Any, dict[str, list[float]]
+    lib, last_rows = api._lib, {}  # type: Any, dict[str, list[float]]
     lib.ggml_get_name.restype, lib.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
     for name in ("ggml_nbytes", "ggml_nrows"):
         function = getattr(lib, name)
@@ -113,7 +113,7 @@ def graph_values(llama: Any, prompt: list[int], names: list[str],
         if wanted and not ask:
             values = numpy.empty(lib.ggml_nbytes(tensor) // 4, dtype=numpy.float32)
             lib.ggml_backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
-            found[name] = values[-(values.size // lib.ggml_nrows(tensor)):].tolist()
+            last_rows[name] = values[-(values.size // lib.ggml_nrows(tensor)):].tolist()
         return wanted or not ask
 
     params = api.llama_context_default_params()
@@ -123,7 +123,7 @@ def graph_values(llama: Any, prompt: list[int], names: list[str],
     tokens = (api.llama_token * len(prompt))(*prompt)
     api.llama_decode(context, api.llama_batch_get_one(tokens, len(prompt)))
     api.llama_free(context)
-    return found
+    return last_rows
 
 
 if __name__ == "__main__":

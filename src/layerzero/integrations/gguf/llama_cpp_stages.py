@@ -54,7 +54,7 @@ def compare_stages(model: GGUFModel, peer: LlamaCpp) -> list[StageParity]:
     run.trace = trace
     with torch.no_grad():
         run(torch.tensor([ids]))
-    found = []
+    stages = []
     for name, stage in STAGES.items():
         apart = []
         for i in range(model.config.layers):
@@ -62,5 +62,5 @@ def compare_stages(model: GGUFModel, peer: LlamaCpp) -> list[StageParity]:
             want = torch.tensor(theirs[f"{name}-{i}"])
             apart.append(float((ours - want).norm() / want.norm()))
         worst = max(range(len(apart)), key=apart.__getitem__)
-        found.append(StageParity(stage, len(apart), apart[0], apart[worst], worst))
-    return found
+        stages.append(StageParity(stage, len(apart), apart[0], apart[worst], worst))
+    return stages

@@ -238,7 +238,7 @@ def _served_weights(weights: Mapping[str, Weight], dtype: torch.dtype,
             x = torch.zeros((1, w.shape[-1]), dtype=dtype, device=w.device)
             kernel = which("quantized_linear", x, rows, format=w.format, activations="q8")
             slow[w.format] = kernel.startswith("reference.")
-    formats = sorted(name for name, found in slow.items() if found)
+    formats = sorted(name for name, names in slow.items() if names)
     if not formats:
         return dict(weights)
     warn_caller(f"{path}: no fast kernel serves weights in {', '.join(formats)} here, so they are "
@@ -255,8 +255,8 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
 
 def float_weights(model: GGUFModel) -> Weights:
     """Return the weights of a model that has no quantized ones."""
-    found = {name: w for name, w in model.weights.items() if isinstance(w, Tensor)}
-    if len(found) < len(model.weights):
+    weights = {name: w for name, w in model.weights.items() if isinstance(w, Tensor)}
+    if len(weights) < len(model.weights):
         raise ConfigError(f"{model.name}: wanted a model whose weights are tensors; call "
                           "dequantized() first")
-    return found
+    return weights

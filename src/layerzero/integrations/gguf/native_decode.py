@@ -95,8 +95,8 @@ class NativeDecode:
     def _products(self, i: int, name: str) -> list[int]:
         """One product or several, and as many that are none as quant/decode.h has room for."""
         parts = _parts(self.decoder, f"{i}.{name}", name)
-        found = [n for part in parts for n in self._product(part)]
-        return found + NO_PRODUCT * (len(APART.get(name, (name,))) - len(parts))
+        numbers = [n for part in parts for n in self._product(part)]
+        return numbers + NO_PRODUCT * (len(APART.get(name, (name,))) - len(parts))
 
     def _product(self, name: str) -> list[int]:
         weight = self.decoder.weights[name]
@@ -107,9 +107,9 @@ class NativeDecode:
                 inputs, outputs]
 
     def _address(self, name: str) -> int:
-        found = self.decoder.weights.get(name)
-        if found is None:
+        weight = self.decoder.weights.get(name)
+        if weight is None:
             return 0
-        assert isinstance(found, Tensor)
-        self._held.append(found)
-        return found.data_ptr()
+        assert isinstance(weight, Tensor)
+        self._held.append(weight)
+        return weight.data_ptr()

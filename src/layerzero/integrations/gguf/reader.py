@@ -171,9 +171,9 @@ class _Header:
         return count
 
     def number(self, form: str) -> Any:
-        found, = struct.unpack_from("<" + form, self.mapped, self.at)
+        value, = struct.unpack_from("<" + form, self.mapped, self.at)
         self.at += struct.calcsize("<" + form)
-        return found
+        return value
 
     def string(self, most: int = _MOST_STRING) -> str:
         length = self.fits(self.number("Q"), 1, "bytes of a string")
@@ -210,7 +210,7 @@ class _Header:
 
     def strings(self, count: int) -> list[str]:
         """Read strings one after the other; a vocabulary has hundreds of thousands."""
-        at, length, mapped, found = self.at, struct.Struct("<Q").unpack_from, self.mapped, []
+        at, length, mapped, texts = self.at, struct.Struct("<Q").unpack_from, self.mapped, []
         end = self.size
         for _ in range(count):
             start = at + 8
@@ -219,12 +219,12 @@ class _Header:
                 self.at = start
                 raise self.error(f"{at - start} bytes of a string in {end - start} bytes")
             try:
-                found.append(mapped[start:at].decode("utf-8"))
+                texts.append(mapped[start:at].decode("utf-8"))
             except UnicodeDecodeError as e:
                 self.at = start
                 raise self.error(f"a string that is no UTF-8: {e}") from e
         self.at = at
-        return found
+        return texts
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dims = self.string(_MOST_NAME), self.number("I")
@@ -242,15 +242,15 @@ class _Header:
         base = -(-self.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in infos:
-            found, end = self.located(name, shape, kind, base + offset), len(self.mapped)
+            tensor, end = self.located(name, shape, kind, base + offset), len(self.mapped)
             if name in tensors:
                 raise self.error(f"the tensor {shown(name)} twice")
-            if offset % alignment or found.start + found.nbytes > end:
+            if offset % alignment or tensor.start + tensor.nbytes > end:
                 raise self.error(
-                    f"the tensor {shown(name, most=80)}, {found.type} {list(shape)}, from byte "
-                    f"{found.start} to {found.start + found.nbytes} of {end}, aligned to "
+                    f"the tensor {shown(name, most=80)}, {tensor.type} {list(shape)}, from byte "
+                    f"{tensor.start} to {tensor.start + tensor.nbytes} of {end}, aligned to "
                     f"{alignment}")
-            tensors[name] = found
+            tensors[name] = tensor
         last = None
         for info in sorted(tensors.values(), key=lambda t: t.start):
             if last is not None and last.start + last.nbytes > info.start:

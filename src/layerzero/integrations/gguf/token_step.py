@@ -19,7 +19,7 @@ from ...models.decoder import APART, Decoder
 from ...models.decoder_config import activate
 from ...models.sequence_kv import SequenceKV
 from ...models.weights.ggml import GgmlWeight, Weight
-from ...plan.bake import bind
+from ...plan.bake import ChosenKernels, bind
 from ...plan.table import Span
 from ...spec.errors import LayerZeroError
 from ...world import snapshot as worlds
@@ -40,12 +40,13 @@ class BoundLayer(NamedTuple):
     end: Run                                   # as the middle
 
 
-class TokenStep:
+class TokenStep(ChosenKernels):
     """Calling it with a token gives its logits, (1, vocab), and keeps its keys and values."""
 
     def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
         self.decoder, self.memory, self.config = decoder, memory, decoder.config
-        self.world, self.kernels = worlds.current(), {}  # type: Any, dict[str, str]
+        self.world = worlds.current()
+        self.kernels: dict[str, str] = {}
         c, self._bound = self.config, {}  # type: Any, dict[Any, Any]
         norm = decoder.weights["norm"]
         assert isinstance(norm, Tensor) and decoder.tables is not None
@@ -59,15 +60,6 @@ class TokenStep:
         self._first = self._norm("0.ln1", self._x)
         self.layers = [self._layer(i) for i in range(c.layers)]
         self._head = self._linear("", "embed" if c.tied else "head", self._x)
-
-    def stale(self) -> bool:
-        """Has policy or the health of a kernel changed since the kernels were chosen?"""
-        now = worlds.current()
-        if now is self.world:
-            return False
-        changed = (now.policy, now.health) != (self.world.policy, self.world.health)
-        self.world = now if not changed else self.world
-        return changed
 
     def __call__(self, token: int) -> Tensor:
         memory, c = self.memory, self.config
@@ -104,11 +96,11 @@ class TokenStep:
 
     def _bind(self, op: str, *tensors: Tensor, **fixed: Any) -> Run:
         key = (op, tuple((t.shape, t.stride(), t.dtype) for t in tensors), tuple(fixed.items()))
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bound[key] = bind(op, *tensors, **fixed)
-            self.kernels[f"{op} {fixed.get('format', '')}".strip()] = found.kernel
-        return found  # type: ignore[no-any-return]
+        run = self._bound.get(key)
+        if run is None:
+            run = self._bound[key] = bind(op, *tensors, **fixed)
+            self.kernels[f"{op} {fixed.get('format', '')}".strip()] = run.kernel
+        return run  # type: ignore[no-any-return]
 
     def _linear(self, at: str, name: str, x: Tensor) -> Run:
         weights = self.decoder.weights
@@ -174,8 +166,8 @@ class TokenStep:
         decoder = self.decoder
         if native_obstacle(decoder, self.memory):
             return None
-        found = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
-        examples = {(w.format, w.shape): w for w in found}
+        quantized = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
+        examples = {(w.format, w.shape): w for w in quantized}
         for weight in examples.values():
             self._product(self._x.new_zeros((1, 1, weight.shape[-1])), weight)
         used = {kernel for what, kernel in self.kernels.items() if what.startswith("quantized")}
@@ -264,9 +256,9 @@ class TokenStep:
             keys[:, place:place + 1], values[:, place:place + 1] = k, v
             first = max(0, place + 1 - window) if window else 0
             seen = slice(first, place + 1)
-            found: Tensor = self._attention(q.transpose(1, 2), keys[:, seen].transpose(1, 2),
-                                            values[:, seen].transpose(1, 2), options)
-            return found.transpose(1, 2).flatten(2)
+            attended: Tensor = self._attention(q.transpose(1, 2), keys[:, seen].transpose(1, 2),
+                                               values[:, seen].transpose(1, 2), options)
+            return attended.transpose(1, 2).flatten(2)
 
         return attend
 

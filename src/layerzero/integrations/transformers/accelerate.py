@@ -262,13 +262,13 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
             report._layers = quantize_layers(model, weights, parts)
         from .decoding.accelerated import Accelerated, attach
         from .decoding.encoder_decoder import AcceleratedAcross
-        made = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
+        step_type = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
         graph = parts.weights.is_cuda if capture is None else capture
         if graph and parts.ungraphed:
             report.left.append(f"no graph of its decode step: it has {parts.ungraphed}")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = made(decoder, parts, graph and not parts.ungraphed, model)
+            report._step = step_type(decoder, parts, graph and not parts.ungraphed, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if weights is not None and report._layers is None:

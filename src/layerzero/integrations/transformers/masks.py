@@ -53,10 +53,10 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
     """The pattern of a mask for so many queries and keys, if it has one and was not overwritten
     since."""
-    found = getattr(mask, _ATTRIBUTE, None)
-    if found is None or found[1] != mask._version or mask.shape[-2:] != (queries, keys):
+    noted = getattr(mask, _ATTRIBUTE, None)
+    if noted is None or noted[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
-    return found[0]  # type: ignore[no-any-return]
+    return noted[0]  # type: ignore[no-any-return]
 
 
 def plain_pattern(mask: Tensor, queries: int, keys: int, window: int | None) -> Pattern | None:

@@ -71,8 +71,8 @@ def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
     held = [vars(module).get(CODES) for module in modules]
     if any(h is None or h.whole is not held[0].whole for h in held):
         return None
-    found: WeightCodes = held[0].whole
-    return found if found.shape[0] == sum(h.codes.shape[0] for h in held) else None
+    codes: WeightCodes = held[0].whole
+    return codes if codes.shape[0] == sum(h.codes.shape[0] for h in held) else None
 
 
 def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
@@ -105,9 +105,9 @@ def quantize_layers(model: nn.Module, wanted: WeightOnly, parts: Any) -> Quantiz
     holders: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [m.get_output_embeddings() for m in holders]
     conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    made = QuantizedLayers(wanted)
-    made.apply(model, groups, () if conv is None else (conv,), heads)
-    return made
+    layers = QuantizedLayers(wanted)
+    layers.apply(model, groups, () if conv is None else (conv,), heads)
+    return layers
 
 
 class QuantizedLayers:
@@ -207,16 +207,16 @@ class QuantizedLayers:
 def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], heads: set[int],
                 left: Counter[str]) -> dict[int, Any]:
     """The layers that can be quantized, by id; why others cannot is counted in `left`."""
-    found: dict[int, Any] = {}
+    modules: dict[int, Any] = {}
     for path, module in model.named_modules():
-        if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in found:
+        if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in modules:
             continue
         reason = _why_not(path, module, wanted, conv, id(module) in heads)
         if reason:
             left[reason] += 1
         else:
-            found[id(module)] = module
-    return found
+            modules[id(module)] = module
+    return modules
 
 
 def _why_not(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],

@@ -80,10 +80,10 @@ class PatchReport(Displayed):
 
     def counts(self) -> dict[str, int]:
         """How many modules of each kind lz computes."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for row in self.patched:
-            found[row.kind] += row.count
-        return dict(found)
+            totals[row.kind] += row.count
+        return dict(totals)
 
     def to_dict(self) -> dict[str, Any]:
         return {"model": self.model, "changed": self.changed, "counts": self.counts(),
@@ -117,17 +117,17 @@ class PatchReport(Displayed):
                 "explain wants to call the model, which is gone; keep it, or patch it again")
         with recording.recording() as recorder:
             model(*args, **kwargs)
-        found: dict[tuple[str, str], ServedCalls] = {}
+        served: dict[tuple[str, str], ServedCalls] = {}
         for call in recorder.calls:
             kernel = call.name.rpartition(" ")[2]
             sizes = next((f"{'x'.join(map(str, a.shape))} {a.dtype}"
                           for a in call.arguments.values()
                           if isinstance(a, TensorSpec)), "")
-            known = found.get((call.op, kernel))
-            found[call.op, kernel] = ServedCalls(call.op, kernel,
-                                                 call.count + (known.calls if known else 0),
+            known = served.get((call.op, kernel))
+            served[call.op, kernel] = ServedCalls(call.op, kernel,
+                                                  call.count + (known.calls if known else 0),
                                             known.example if known else sizes)
-        return ModelExplanation(tuple(found.values()), f"one call of {self.model}")
+        return ModelExplanation(tuple(served.values()), f"one call of {self.model}")
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -174,7 +174,7 @@ class Trial:
         elif not step.served:
             self._give_up("it served no token: " + "; ".join(step.declined))
 
-    def weigh(self, made: QuantizedLayers, ids: Tensor | None) -> None:
+    def weigh(self, layers: QuantizedLayers, ids: Tensor | None) -> None:
         """Measure the error of the predictions with quantized weights."""
         error = None
         if self.stock is not None and self.decoder is self.model:
@@ -191,7 +191,7 @@ class Trial:
         elif ids is not None:
             self.report.left.append("the error of the weights was not measured: the model gives no "
                                     "predictions for tokens alone")
-        self.report.weights = QuantizedWeights.of(made.wanted, made, error)
+        self.report.weights = QuantizedWeights.of(layers.wanted, layers, error)
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()

@@ -60,10 +60,10 @@ class QuantizedWeights(Record):
     error: PredictionError | None = None
 
     @classmethod
-    def of(cls, wanted: WeightOnly, made: QuantizedLayers,
+    def of(cls, wanted: WeightOnly, layers: QuantizedLayers,
            error: PredictionError | None) -> QuantizedWeights:
-        return cls(wanted.format, made.formats, made.stock_bytes, made.nbytes, wanted.originals,
-                   dict(made.left), error)
+        return cls(wanted.format, layers.formats, layers.stock_bytes, layers.nbytes,
+                   wanted.originals, dict(layers.left), error)
 
     def __str__(self) -> str:
         held = ", ".join(f"{n} in {name}" for name, n in self.layers.items())

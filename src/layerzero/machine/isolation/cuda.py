@@ -70,8 +70,8 @@ def rebuild(shared: Mapping[str, Any]) -> Tensor:
     fields: dict[str, Any] = {k: base64.b64decode(v["bytes"]) if isinstance(v, dict) else v
                               for k, v in shared.items()}
     fields.update(dtype=getattr(torch, fields["dtype"]), storage_class=torch.UntypedStorage)
-    made: Tensor = rebuild_cuda_tensor(Tensor, *(fields[name] for name in _FIELDS))
-    return made
+    tensor: Tensor = rebuild_cuda_tensor(Tensor, *(fields[name] for name in _FIELDS))
+    return tensor
 
 
 class Stage:
@@ -89,9 +89,9 @@ class Stage:
         self.read = torch.cuda.Event()         # the last result was copied out, on any stream
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Stage:
+    def of(cls, message: Mapping[str, Any]) -> Stage:
         """Maps the stage of another process."""
-        return cls(rebuild(told["memory"]), told["events"])
+        return cls(rebuild(message["memory"]), message["events"])
 
     def to_json(self) -> dict[str, Any]:
         return {"memory": share(self.memory), "events": [
@@ -171,15 +171,15 @@ def call(worker: Worker, kernel: str, key: Any, values: Sequence[Any], tensors: 
 def _result(worker: Worker, form: Form, stage: Stage, position: int, answer: bytes) -> Any:
     number, = FORM_ID.unpack_from(answer)
     if number == BY_HANDLES:
-        made, tensors = _rebuilt(answer[FORM_ID.size:])
+        results, tensors = _rebuilt(answer[FORM_ID.size:])
         form.room = sum(align(t.nbytes, ALIGNMENT) for t in tensors)
-        return made.assemble(tensors)
+        return results.assemble(tensors)
     if len(answer) > FORM_ID.size:
         worker.results[number] = Results.from_json(answer[FORM_ID.size:]), []
-    made, _ = worker.results[number]
-    form.room = made.nbytes
-    return made.assemble([spec.view(stage.memory, position + at).clone()
-                          for spec, at in made.tensors()])
+    results, _ = worker.results[number]
+    form.room = results.nbytes
+    return results.assemble([spec.view(stage.memory, position + at).clone()
+                             for spec, at in results.tensors()])
 
 
 def _call_by_handles(worker: Worker, form: Form, kernel: str, values: Sequence[Any], device: int,
@@ -190,18 +190,18 @@ def _call_by_handles(worker: Worker, form: Form, kernel: str, values: Sequence[A
     stage.ready.record()
     answer = worker.exchange(CUDA_HANDLES, body.encode(), seconds)
     try:
-        made, tensors = _rebuilt(answer)
+        results, tensors = _rebuilt(answer)
     except UNREADABLE as e:
         raise Garbled(f"{type(e).__name__}: {e}") from None
     stage.done.wait()
-    return made.assemble(tensors)
+    return results.assemble(tensors)
 
 
-def by_handles(made: Results, tensors: Sequence[Tensor]) -> bytes:
+def by_handles(results: Results, tensors: Sequence[Tensor]) -> bytes:
     """Describes a result with handles of its own memory."""
-    return json.dumps([made.to_json(), [share(t) for t in tensors]]).encode()
+    return json.dumps([results.to_json(), [share(t) for t in tensors]]).encode()
 
 
 def _rebuilt(text: bytes) -> tuple[Results, list[Tensor]]:
-    made, tensors = json.loads(text)
-    return Results.from_json(made), [rebuild(t) for t in tensors]
+    results, tensors = json.loads(text)
+    return Results.from_json(results), [rebuild(t) for t in tensors]

@@ -163,14 +163,15 @@ class Worker:
         """Has the worker load a kernel; returns the parameters that it takes."""
         kind, body = self._wait(START_SECONDS, LOAD, json.dumps(declared).encode())
         try:
-            told = json.loads(body)
+            answer = json.loads(body)
             if kind == LOADED:
                 # they become the text of a function
-                if not all(name.isidentifier() for name in told):
-                    raise Garbled(f"no parameters are {told}"[:300])
-                return tuple(told)
-            reason = _reason(told["reason"]) if told["reason"] else Reason(
-                Code.IMPORT_FAILED, declared["module"], f"{told['type']}: {told['message']}"[:300])
+                if not all(name.isidentifier() for name in answer):
+                    raise Garbled(f"no parameters are {answer}"[:300])
+                return tuple(answer)
+            reason = _reason(answer["reason"]) if answer["reason"] else Reason(
+                Code.IMPORT_FAILED, declared["module"],
+                f"{answer['type']}: {answer['message']}"[:300])
         except (Garbled, *UNREADABLE) as e:
             raise self.garbled(e) from None
         raise LoadFailed(reason)
@@ -336,15 +337,15 @@ class Worker:
         try:
             number, = FORM_ID.unpack_from(body)
             if len(body) > FORM_ID.size:
-                made = Results.from_json(body[FORM_ID.size:])
+                results = Results.from_json(body[FORM_ID.size:])
                 views = [item.view(self.arena.map, INPUTS_END + at) for item, at
-                         in made.tensors()] if made.nbytes <= RESULTS_END - INPUTS_END else []
-                self.results[number] = made, views
-            made, views = self.results[number]
-            form.room = made.nbytes
+                         in results.tensors()] if results.nbytes <= RESULTS_END - INPUTS_END else []
+                self.results[number] = results, views
+            results, views = self.results[number]
+            form.room = results.nbytes
             if not room[0]:
-                return made.assemble([view.clone() for view in views])
-            result = made.assemble(self.arena.tensors(*room, made.tensors()))
+                return results.assemble([view.clone() for view in views])
+            result = results.assemble(self.arena.tensors(*room, results.tensors()))
         except UNREADABLE as e:
             raise Garbled(f"{type(e).__name__}: {e}") from None
         blocks.remove(room)
@@ -446,21 +447,21 @@ def _environment(python: str) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p))}
 
 
-def _fault(worker: str, told: dict[str, Any]) -> BaseException:
+def _fault(worker: str, answer: dict[str, Any]) -> BaseException:
     """Returns the error of a worker as the same kind of error here."""
-    kind, message = told["kind"], f"{told['message']} (in the worker of {worker})"
+    kind, message = answer["kind"], f"{answer['message']} (in the worker of {worker})"
     error: BaseException
-    if kind == "refused" and told.get("reason"):
-        error = LaunchRefused(message, (_reason(told["reason"]),))
+    if kind == "refused" and answer.get("reason"):
+        error = LaunchRefused(message, (_reason(answer["reason"]),))
     elif kind == "caller":
         error = InvalidCall(message)
     elif kind == "memory":
         error = MemoryError(message)
-    elif kind == "kernel" and told["type"] in _SAME_TYPE:
-        error = _SAME_TYPE[told["type"]](message)
+    elif kind == "kernel" and answer["type"] in _SAME_TYPE:
+        error = _SAME_TYPE[answer["type"]](message)
     else:                                      # a lost device is the worker's alone
-        error = WorkerFault(worker, f"{told['type']}: {told['message']}")
-    error.__dict__["worker_traceback"] = told["traceback"]
+        error = WorkerFault(worker, f"{answer['type']}: {answer['message']}")
+    error.__dict__["worker_traceback"] = answer["traceback"]
     return error
 
 

@@ -57,27 +57,27 @@ def canonical(values: Values) -> Redirect | None:
 
 # causality
 
-def unwrap_bias(given: Values) -> Values | None:
+def unwrap_bias(values: Values) -> Values | None:
     """Returns the arguments with a CausalBias said in plain ones, or None if there is none.
 
     The meaning of a CausalBias is in its attributes; its elements are none of it. It is known by
     its name because its module imports Dynamo, which traces this function.
     """
-    bias: Any = given.get("attn_mask")
+    bias: Any = values.get("attn_mask")
     if (type(bias).__module__, type(bias).__name__) != ("torch.nn.attention.bias", "CausalBias"):
         return None
-    if given.get("is_causal"):
+    if values.get("is_causal"):
         raise InvalidCall.of("attention", Reason(
             Code.MASK_WITH_CAUSAL, "CausalBias should not be used with causal=True"))
     if bias.variant.name == "UPPER_LEFT":       # the same triangle at every size; torch takes any
-        return {**given, "attn_mask": None, "is_causal": True, "causal_align": "top_left"}
-    seq = -3 if given.get("layout") == "bshd" else -2
-    want = given["query"].shape[seq], given["key"].shape[seq]
+        return {**values, "attn_mask": None, "is_causal": True, "causal_align": "top_left"}
+    seq = -3 if values.get("layout") == "bshd" else -2
+    want = values["query"].shape[seq], values["key"].shape[seq]
     if (bias.seq_len_q, bias.seq_len_kv) != want:
         raise InvalidCall.of("attention", Reason(
             Code.MASK_BROADCAST_INVALID, str(want),
             f"a CausalBias of {(bias.seq_len_q, bias.seq_len_kv)}", "attn_mask"))
-    return {**given, "attn_mask": None, "is_causal": True, "causal_align": "bottom_right"}
+    return {**values, "attn_mask": None, "is_causal": True, "causal_align": "bottom_right"}
 
 
 def _merge_causal(values: Values) -> Values:

@@ -22,12 +22,12 @@ def row_losses(logits: Tensor, targets: Tensor, ignore_index: int,
                label_smoothing: float) -> Tensor:
     """Returns the loss of each row in float32 or wider; 0 if the row is ignored."""
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    kept = targets != ignore_index
-    picked = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
+    counted = targets != ignore_index
+    picked = log_p.gather(-1, torch.where(counted, targets, 0).long().unsqueeze(-1)).squeeze(-1)
     losses = -picked
     if label_smoothing > 0.0:
         losses = (1.0 - label_smoothing) * losses - label_smoothing * log_p.mean(-1)
-    return torch.where(kept, losses, 0.0)
+    return torch.where(counted, losses, 0.0)
 
 
 def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -45,8 +45,8 @@ def check_targets(op: str, values: dict[str, Any], facts: Any) -> None:
     if (facts["tensor_kind"] != "plain" or targets.device.type == "meta" or facts["graph"]
         or not targets.numel()):
         return
-    kept = torch.where(targets == values["ignore_index"], 0, targets)
-    low, high = (int(n) for n in torch.aminmax(kept))
+    classes = torch.where(targets == values["ignore_index"], 0, targets)
+    low, high = (int(n) for n in torch.aminmax(classes))
     if low < 0 or high >= vocab:
         raise InvalidCall.of(op, Reason(
             Code.VALUE_OUT_OF_RANGE,

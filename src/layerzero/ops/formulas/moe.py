@@ -66,8 +66,8 @@ def mask_groups(choice: Tensor, n_group: int, topk_group: int, two_best: bool) -
     """
     groups = choice.unflatten(-1, (n_group, -1))
     best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1) if two_best else groups.amax(-1)
-    kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :topk_group]
-    hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :topk_group]
+    hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
     return groups.masked_fill(hidden[..., None], -torch.inf).flatten(-2)
 
 
@@ -87,8 +87,8 @@ def assign_experts(ids: Tensor, experts: int, offset: int, capacity: int) -> Ten
     sorted_experts = local[order]
     starts = torch.searchsorted(sorted_experts, torch.arange(experts + 1, device=ids.device))
     rank = torch.arange(len(local), device=ids.device) - starts[sorted_experts]
-    kept = torch.empty_like(rank).index_copy_(0, order, rank) < capacity
-    return torch.where(kept, local, experts)
+    within = torch.empty_like(rank).index_copy_(0, order, rank) < capacity
+    return torch.where(within, local, experts)
 
 
 def check_routing(op: str, topk_ids: Tensor | None, topk_weights: Tensor | None,

@@ -65,12 +65,14 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
     if wanted == present:
         return catalog
     pool.close_others({(_worker(k), entry.python) for k, entry in wanted.values()})
-    kept = {k.id: k for k in catalog.kernels}
-    made = [kept[name] if present.get(name) == origin
-            else worker_kernel(name, *origin, policy_in_force) for name, origin in wanted.items()]
+    by_id = {k.id: k for k in catalog.kernels}
+    workers = [by_id[name] if present.get(name) == origin
+               else worker_kernel(name, *origin, policy_in_force)
+               for name, origin in wanted.items()]
     moved = {k.id for k, entry in wanted.values() if entry.mode == "worker"}
     origins = {name: o for name, o in catalog.origins.items() if name not in present}
-    return Catalog(catalog.ops, (*(_in_worker(k) if k.id in moved else k for k in kernels), *made),
+    here = (_in_worker(k) if k.id in moved else k for k in kernels)
+    return Catalog(catalog.ops, (*here, *workers),
                    {**origins, **dict.fromkeys(wanted, "isolation")})
 
 
@@ -213,11 +215,11 @@ def installed(python: str) -> Mapping[str, str]:
     """Returns the distributions of another interpreter and their versions, read from its folder
     without starting it; "" is this interpreter's."""
     if not python:
-        found = importlib.metadata.distributions()
+        distributions = importlib.metadata.distributions()
     else:
         folders = [str(p) for p in Path(python).parent.parent.glob("lib/python3*/site-packages")]
-        found = importlib.metadata.distributions(path=folders)
-    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in found
+        distributions = importlib.metadata.distributions(path=folders)
+    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in distributions
             if d.metadata["Name"]}
 
 

@@ -68,12 +68,12 @@ def _converse(model: GGUFModel, first: str, options: dict[str, Any]) -> int:
     """Answer the prompt, then each line of stdin, all of them one conversation."""
     messages: list[tuple[str, str]] = []
     lines = iter(sys.stdin.readline, "")
-    said = first or next(lines, "").strip()
-    while said:
-        messages.append(("user", said))
+    message = first or next(lines, "").strip()
+    while message:
+        messages.append(("user", message))
         run = TextGeneration(model, model.tokenize(model.chat(*messages)), **options)
         messages.append(("assistant", _stream(run)))
         show.text()
         show.text(_rates(run))
-        said = next(lines, "").strip()
+        message = next(lines, "").strip()
     return 0

@@ -125,14 +125,14 @@ class Accelerated:
             return None
 
     def step(self, batch: int) -> DecodeStep:
-        found = self._steps.get(batch)
-        if found is None or found.stale():
-            found = self._steps[batch] = self._made(batch)
+        step = self._steps.get(batch)
+        if step is None or step.stale():
+            step = self._steps[batch] = self._new_step(batch)
             if self._captured is not None:
                 self._captured.forget(batch)
-        return found
+        return step
 
-    def _made(self, batch: int) -> DecodeStep:
+    def _new_step(self, batch: int) -> DecodeStep:
         if self._captured is not None:
             try:
                 return DecodeStep(self.parts, self.layers, batch, True)
@@ -155,17 +155,17 @@ class Accelerated:
         self.broken = self.broken or "the acceleration was undone"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self._names, args)), **kwargs}
-        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        arguments = {**dict(zip(self._names, args)), **kwargs}
+        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
         token, dims = (embeds, 3) if ids is None else (ids, 2)
         if (torch.compiler.is_compiling() or token is None or token.dim() != dims
                 or (token.shape[1] != 1 and self.prompts is None)
                 # an argument given twice: the model says so
-                or len(given) < len(args) + len(kwargs)):
+                or len(arguments) < len(args) + len(kwargs)):
             return type(self.model).forward(self.model, *args, **kwargs)
         single = token.shape[1] == 1
         try:
-            return self._one_token(**given) if single else self._prompt(**given)
+            return self._one_token(**arguments) if single else self._prompt(**arguments)
         except NotRecognised as reason:
             (self.declined if single else self.prompted)[str(reason)] += 1
         except faults.FAULTS as error:
@@ -351,15 +351,15 @@ class Accelerated:
             if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
                 raise NotRecognised("masks for other kinds of layers")
             of_kind = dict(zip(kinds, self._windows))
-            made = {kind: _made_mask(mask[kind], batch, length + 1, window)
-                    for kind, window in of_kind.items()}
-            return [made[kind] for kind in kinds]
+            masks = {kind: _keys_mask(mask[kind], batch, length + 1, window)
+                     for kind, window in of_kind.items()}
+            return [masks[kind] for kind in kinds]
         if mask is None:
             return [None] * len(self._windows)
         if not isinstance(mask, Tensor) or (mask.dim() != 2 and any(self._windows)):
             raise NotRecognised("a mask that is made already")
         if mask.dim() != 2:
-            return [_made_mask(mask, batch, length + 1, None)] * len(self._windows)
+            return [_keys_mask(mask, batch, length + 1, None)] * len(self._windows)
         if mask.shape != (batch, length + 1):
             raise NotRecognised("a mask for another length")
         return [None if bool(mask.all()) else mask.bool()[:, None, None, :]] * len(self._windows)
@@ -384,7 +384,7 @@ def detach(step: Accelerated) -> None:
     vars(step.model).pop(REDUCE, None)
 
 
-def _made_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
+def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
     """A mask as transformers makes it for one token, of the keys that a layer with this window
     sees."""
     if mask is None:
@@ -411,5 +411,5 @@ def _shift(position_ids: Tensor | None, length: int) -> int | None:
     differ."""
     if position_ids is None:
         return 0
-    found = {int(p) - length for p in position_ids.flatten().tolist()}
-    return found.pop() if len(found) == 1 else None
+    shifts = {int(p) - length for p in position_ids.flatten().tolist()}
+    return shifts.pop() if len(shifts) == 1 else None

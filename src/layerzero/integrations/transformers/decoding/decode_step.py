@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ....backends.native import build as native_build
 from ....backends.native.declaration import DTYPES
 from ....models.weights.codes import WeightCodes
+from ....plan.bake import ChosenKernels
 from ....plan.table import Span
 from ....spec.errors import LayerZeroError
 from ....world import snapshot as worlds
@@ -130,7 +131,7 @@ class BoundCross:
     shape: tuple[int, ...]                     # of its queries
 
 
-class DecodeStep:
+class DecodeStep(ChosenKernels):
     """The step for one size of batch.
 
     Calling it gives the logits, or the last hidden state where there is no head.
@@ -173,7 +174,7 @@ class DecodeStep:
                                and at.latent is None for at in self.layers))
         if like.device.type != "cpu" or like.dtype not in DTYPES or not plain:
             return None
-        found = None
+        token = None
         for at in self.layers:
             query = like.new_empty((self.batch, at.heads, 1, at.head_dim))
             keys = like.new_empty((self.batch, at.kv_heads, 64, at.head_dim))
@@ -183,38 +184,29 @@ class DecodeStep:
                           backend=name)
             except LayerZeroError:             # not built, or policy says no
                 return None
-            found = getattr(native_build.module(), "token", None)
-        if found is not None:
+            token = getattr(native_build.module(), "token", None)
+        if token is not None:
             self.bind.kernels[
                 "attention"] = "native.attention_decode, with rope and cache in one call"
-        return found
-
-    def stale(self) -> bool:
-        """Has policy or the health of a kernel changed since the kernels were chosen?"""
-        now = worlds.current()
-        if now is self.world:
-            return False
-        changed = (now.policy, now.health) != (self.world.policy, self.world.health)
-        self.world = now if not changed else self.world
-        return changed
+        return token
 
     def _linear(self, what: str, x: Tensor, weights: Sequence[Weight], bias: Tensor | None) -> Run:
         """Bind the product with weights[0]; the others are of later layers, timed beside it."""
-        first, given = weights[0], () if bias is None else (bias.detach(),)
+        first, biases = weights[0], () if bias is None else (bias.detach(),)
         if isinstance(first, WeightCodes):
             return self._quantized_linear(what, x, weights, first, bias)
         alike = [w.detach() for w in weights if isinstance(w, Tensor) and w.shape == first.shape]
-        return with_weights(self.bind.fastest(what, "linear", *((x, w, *given) for w in alike)),
-                            alike[0], *given)
+        return with_weights(self.bind.fastest(what, "linear", *((x, w, *biases) for w in alike)),
+                            alike[0], *biases)
 
     def _quantized_linear(self, what: str, x: Tensor, weights: Sequence[Weight],
                           first: WeightCodes, bias: Tensor | None) -> Run:
         alike = [w for w in weights if isinstance(w, WeightCodes) and w.shape == first.shape
                  and w.format == first.format]
-        given = None if bias is None else bias.detach()
-        calls = ((x, w.codes, w.scales, None, given) for w in alike)
+        fixed_bias = None if bias is None else bias.detach()
+        calls = ((x, w.codes, w.scales, None, fixed_bias) for w in alike)
         run = self.bind.fastest(what, "quantized_linear", *calls, **first.options(self.batch))
-        held = (first.codes, first.scales, given, first.global_scale)
+        held = (first.codes, first.scales, fixed_bias, first.global_scale)
         return with_weights(run, *(t for t in held if t is not None))
 
     def _norm(self, what: str, norm: Norm, x: Tensor) -> Run:

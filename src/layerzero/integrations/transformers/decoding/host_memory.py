@@ -36,10 +36,10 @@ class HostMemory:
         self._masks: list[tuple[Tensor, ...]] = []
         if self._token is None:
             lengths = [place + 1 - first for place, first in zip(self._places, self._first)]
-            made = [mask if bias is None else bias if mask is None else torch.where(
+            biased = [mask if bias is None else bias if mask is None else torch.where(
                 mask, bias, torch.finfo(bias.dtype).min) for mask in masks]
             self._masks = [() if mask is None else (mask[..., -length:],)
-                           for mask, length in zip(made, lengths)]
+                           for mask, length in zip(biased, lengths)]
             self._runs = [step.attention(i, length, masks[i] is not None, bias is not None)
                           for i, length in enumerate(lengths)]
 

@@ -88,10 +88,10 @@ def _with_zeros(layers: Sequence[Linear], like: Tensor) -> list[Tensor]:
 def _codes(layers: Sequence[Linear]) -> WeightCodes | None:
     """The joined codes of layers that are quantized; all of them must be, or none."""
     modules = [layer.module for layer in layers]
-    found = joined_codes(modules)
-    if found is None and any(codes_of(module) is not None for module in modules):
+    codes = joined_codes(modules)
+    if codes is None and any(codes_of(module) is not None for module in modules):
         raise NotRecognised("its projections of one product are not quantized together")
-    return found
+    return codes
 
 
 def check_movable(model: nn.Module, groups: Iterable[Sequence[Linear]]) -> None:

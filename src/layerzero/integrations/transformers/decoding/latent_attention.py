@@ -85,8 +85,9 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
         if mask is not None:
             scores = scores.masked_fill(~mask[:, 0], -torch.inf)
         seen = torch.softmax(scores, -1, dtype=torch.float32).to(states.dtype)
-        found = torch.matmul(seen, states).transpose(0, 1)         # (heads, batch, rank)
-        return torch.matmul(found, value_up.transpose(1, 2)).transpose(0, 1).reshape(batch, 1, -1)
+        compressed = torch.matmul(seen, states).transpose(0, 1)    # (heads, batch, rank)
+        out = torch.matmul(compressed, value_up.transpose(1, 2))
+        return out.transpose(0, 1).reshape(batch, 1, -1)
 
     return run
 

@@ -52,15 +52,15 @@ def _of_tensors(function: Callable[..., Any], tensors: Sequence[Tensor | None],
     """Called with all tensors in turn, those with a name last, and without those that are None."""
     named = [name for name, value in fixed.items() if isinstance(value, Tensor)]
     if None not in tensors and not named:
-        return lambda *given: function(*given, **fixed)
+        return lambda *values: function(*values, **fixed)
     places = [i for i, t in enumerate(tensors) if t is not None]
     numbers = {name: value for name, value in fixed.items() if name not in named}
 
-    def run(*given: Tensor) -> Any:
+    def run(*values: Tensor) -> Any:
         every: list[Tensor | None] = [None] * len(tensors)
-        for place, tensor in zip(places, given):
+        for place, tensor in zip(places, values):
             every[place] = tensor
-        return function(*every, **numbers, **dict(zip(named, given[len(places):])))
+        return function(*every, **numbers, **dict(zip(named, values[len(places):])))
 
     return run
 
@@ -87,15 +87,16 @@ class PromptStep(DecodeStep):
 
     def _quantized_linear(self, what: str, x: Tensor, weights: Sequence[Weight],
                           first: WeightCodes, bias: Tensor | None) -> Run:
-        given = None if bias is None else bias.detach()
-        decoded = self._decoded(x, first, given)
-        held = [t for t in (first.codes, first.scales, given, first.global_scale) if t is not None]
+        fixed_bias = None if bias is None else bias.detach()
+        decoded = self._decoded(x, first, fixed_bias)
+        held = [t for t in (first.codes, first.scales, fixed_bias, first.global_scale)
+                if t is not None]
 
         def run(x: Tensor) -> Any:
             rows = x.numel() // first.inputs
             if decoded is not None and rows > FEW_ROWS:
                 return decoded(x, *held)
-            return _quantized(x, first.codes, first.scales, None, given, **first.options(rows))
+            return _quantized(x, first.codes, first.scales, None, fixed_bias, **first.options(rows))
 
         return run
 

@@ -55,14 +55,14 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         return not self._set
 
     def _grow(self, room: int) -> None:
-        kept, before = self.prompts * self.prompt, self._own_tokens() if self.room else []
+        prompt_rows, before = self.prompts * self.prompt, self._own_tokens() if self.room else []
         held, self.buffers = self.buffers, []
         # they may be written to outside of that mode later
         with torch.inference_mode(False), torch.no_grad():
             for t in held:
-                self.buffers.append(t.new_empty((kept + self.rows * room, *t.shape[1:])))
+                self.buffers.append(t.new_empty((prompt_rows + self.rows * room, *t.shape[1:])))
         for to, t in zip(self.buffers, held):
-            to[:kept] = t[:kept]
+            to[:prompt_rows] = t[:prompt_rows]
         self.room = room
         for to, t in zip(self._own_tokens(), before):
             to.copy_(t)
@@ -100,22 +100,22 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
     # As DynamicLayer has it.
 
     def _whole(self, name: str) -> Any:
-        given = self.__dict__.get("_set")
-        if given is None or given:
-            return (given or {}).get(name)
+        tensors = self.__dict__.get("_set")
+        if tensors is None or tensors:
+            return (tensors or {}).get(name)
         at = ("keys", "values").index(name)
         prompt = self.buffers[at][:self.prompts * self.prompt].unflatten(0, (self.prompts, -1))
         whole = torch.cat((prompt.repeat_interleave(self.copies, 0), self._own_tokens()[at]), 1)
         return whole.transpose(1, 2)
 
     def _replace(self, name: str, value: Any) -> None:
-        given = self.__dict__.get("_set")
-        if given is None:                      # by a constructor
+        tensors = self.__dict__.get("_set")
+        if tensors is None:                    # by a constructor
             return
-        if not given:
-            given.update(keys=self.keys, values=self.values)
+        if not tensors:
+            tensors.update(keys=self.keys, values=self.values)
             self.buffers = []
-        given[name] = value
+        tensors[name] = value
 
     keys = property(lambda self: self._whole("keys"),
                     lambda self, value: self._replace("keys", value))

@@ -159,10 +159,10 @@ class ByteLevelBPE:
         return before, after
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        kept = [self.tokens[i] for i in ids if i in self.tokens
-                and not (skip_special_tokens and i in self.special)]
+        tokens = [self.tokens[i] for i in ids if i in self.tokens
+                  and not (skip_special_tokens and i in self.special)]
         raw = b"".join(bytes(BYTES[c] for c in t) if all(c in BYTES for c in t) else t.encode()
-                       for t in kept)
+                       for t in tokens)
         return raw.decode("utf-8", "replace")
 
     def _segments(self, text: str, parse_special: bool) -> Iterator[tuple[int, int, Any]]:

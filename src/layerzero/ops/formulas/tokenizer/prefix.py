@@ -176,8 +176,8 @@ class _TokenSpans:
                        if contents.get(token_id) == text[s:e])
         return cls(array("I", [s for s, _ in spans]), array("I", [e for _, e in spans]), tokens)
 
-    def first(self, kept: int) -> list[Span]:
-        return list(zip(self.starts[:kept], self.ends[:kept]))
+    def first(self, count: int) -> list[Span]:
+        return list(zip(self.starts[:count], self.ends[:count]))
 
 
 class _StoredText:
@@ -232,9 +232,9 @@ class PrefixMemory:
         if entry is not None and shared == len(text) == len(entry.text):
             return self._reuse(entry, len(entry.ids), len(text), [], want_offsets, list)
         exact = self.split_points.offsets
-        at = kept = 0
+        at = reused = 0
         if entry is not None and (exact or not want_offsets):
-            at, kept = self._split(entry, shared)
+            at, reused = self._split(entry, shared)
         if entry is None or at < max(MIN_CHARACTERS // 2, 0 if exact else len(text) // 2):
             self._misses += 1
             ids, offsets = full(text)
@@ -242,17 +242,17 @@ class PrefixMemory:
             return EncodedText(list(ids), list(offsets()) if want_offsets else None)
         rest, rest_offsets = full(text[at:])
         if exact and len(text) - at > max(MIN_CHARACTERS, len(text) // 8):
-            self._store(key, text, entry.ids[:kept] + rest,
-                        lambda: entry.spans().first(kept) + _shift(rest_offsets(), at))
-        return self._reuse(entry, kept, at, rest, want_offsets, rest_offsets)
+            self._store(key, text, entry.ids[:reused] + rest,
+                        lambda: entry.spans().first(reused) + _shift(rest_offsets(), at))
+        return self._reuse(entry, reused, at, rest, want_offsets, rest_offsets)
 
-    def _reuse(self, entry: _StoredText, kept: int, at: int, rest: list[int], want_offsets: bool,
+    def _reuse(self, entry: _StoredText, reused: int, at: int, rest: list[int], want_offsets: bool,
                offsets: Offsets) -> EncodedText:
         entry.used = next(self._clock)
         self._hits += 1
         self._reused += at
-        spans = entry.spans().first(kept) + _shift(offsets(), at) if want_offsets else None
-        ids = entry.ids[:kept]                 # a copy for the caller
+        spans = entry.spans().first(reused) + _shift(offsets(), at) if want_offsets else None
+        ids = entry.ids[:reused]               # a copy for the caller
         ids += rest
         return EncodedText(ids, spans)
 
@@ -276,17 +276,17 @@ class PrefixMemory:
         spans = entry.spans()
         last = bisect_right(spans.tokens, shared - self.split_points.longest,
                             key=spans.starts.__getitem__) - 1
-        kept = spans.tokens[last] if last >= 0 else 0
-        best = (spans.starts[kept], kept) if last >= 0 else (0, 0)
+        reused = spans.tokens[last] if last >= 0 else 0
+        best = (spans.starts[reused], reused) if last >= 0 else (0, 0)
         at = shared
         for _ in range(MAX_ATTEMPTS if self.split_points.spaces else 0):
             at = entry.text.rfind(" ", 1, at)
             if at <= best[0]:
                 break
             if "!" <= entry.text[at - 1] <= "~":
-                kept = bisect_left(spans.starts, at)
-                if kept and spans.starts[kept - 1] < at == spans.ends[kept - 1]:
-                    return at, kept
+                reused = bisect_left(spans.starts, at)
+                if reused and spans.starts[reused - 1] < at == spans.ends[reused - 1]:
+                    return at, reused
         return best
 
     def _store(self, key: tuple[Any, str], text: str, ids: list[int], offsets: Offsets) -> None:

@@ -204,8 +204,8 @@ def assemble(encoded: Sequence[EncodedText], single: bool, lengths: Lengths, off
         if lengths.limit is not None and not text.truncated:
             room = room_for_text(lengths.limit, len(text.before) + len(text.after))
             if len(ids) > room:
-                kept = slice(len(ids) - room, None) if lengths.cut_left else slice(room)
-                ids, text_spans = ids[kept], text_spans[kept]
+                part = slice(len(ids) - room, None) if lengths.cut_left else slice(room)
+                ids, text_spans = ids[part], text_spans[part]
         if text.before or text.after:
             ids = [*text.before, *ids, *text.after]
             text_spans = [(0, 0)] * len(text.before) + text_spans + [(0, 0)] * len(text.after)

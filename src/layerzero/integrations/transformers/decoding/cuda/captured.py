@@ -82,8 +82,8 @@ class Fixed:
 
     def _tables(self, shift: int) -> list[Tensor]:
         places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
-        found = self.parts.angles_at(places.clamp_min(0)[None])
-        return [torch.cat(pair, -1)[0].contiguous() for pair in found]
+        angles = self.parts.angles_at(places.clamp_min(0)[None])
+        return [torch.cat(pair, -1)[0].contiguous() for pair in angles]
 
     def shift_positions(self, shift: int) -> None:
         """Let the token after n others stand at position n + shift: a picture counts for fewer than
@@ -204,8 +204,8 @@ class Fixed:
         def run() -> None:
             after(self._run()[:, -1])
 
-        found = self._graphs.get(key)
-        replay = run if found is None else found[0]
+        captured = self._graphs.get(key)
+        replay = run if captured is None else captured[0]
 
         def once() -> None:
             length, self.length = self.length, -1              # should it break
@@ -226,12 +226,12 @@ class Fixed:
         generator = torch.cuda.default_generators[place.index or 0]
         before = generator.get_state()         # a seed gives the same tokens, captured or not
         compiling.wait(COMPILE_SECONDS)        # it allocates memory, which looks like the graph's
-        found = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]))
+        trial = graphs.attempt(self._run if after is None else lambda: after(self._run()[:, -1]))
         generator.set_state(before)
         self.length = -1
-        if found.problems:
-            raise Uncapturable(f"the step cannot be captured: {found.problems[0]}")
-        self._graphs[key] = found.graph.replay, found.result
+        if trial.problems:
+            raise Uncapturable(f"the step cannot be captured: {trial.problems[0]}")
+        self._graphs[key] = trial.graph.replay, trial.result
 
 
 def whole_buffers(step: DecodeStep, layer: int, keys: Tensor, values: Tensor) -> Callable[
@@ -277,8 +277,8 @@ class CapturedSteps:
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
         """One token, its number or embedded; NotRecognised where no graph can do it."""
-        found = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
-        return found(token, cache, length)
+        fixed = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
+        return fixed(token, cache, length)
 
     def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
              embeds: bool = False, room: int = 1, wanted: int = 0,
@@ -288,20 +288,20 @@ class CapturedSteps:
         step alone, after the number of tokens that it is told."""
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
-            found = next((f for f in known if f.owner() is cache and f.size >= length + room
+            fixed = next((f for f in known if f.owner() is cache and f.size >= length + room
                           and f.embeds == embeds), None)
-            if found is None:
-                found = self._free(step, known, length, embeds, room, wanted)
-                _capture(found, capture, 0)
-                found.take(cache)
+            if fixed is None:
+                fixed = self._free(step, known, length, embeds, room, wanted)
+                _capture(fixed, capture, 0)
+                fixed.take(cache)
             else:
-                if not found.holds(cache):
-                    found.take(cache)
-                _capture(found, capture, length)
-            if found.gave_up():
-                found = self._replaced(found, step, cache, length, room, wanted, capture)
-        found.shift_positions(shift)
-        return found
+                if not fixed.holds(cache):
+                    fixed.take(cache)
+                _capture(fixed, capture, length)
+            if fixed.gave_up():
+                fixed = self._replaced(fixed, step, cache, length, room, wanted, capture)
+        fixed.shift_positions(shift)
+        return fixed
 
     def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int, room: int,
                   wanted: int, capture: Callable[[Fixed, int], None] | None) -> Fixed:
@@ -309,32 +309,32 @@ class CapturedSteps:
         persistent.report_lost(step)
         known = self._fixed[step.batch]
         known.remove(lost)
-        found = self._free(step, known, length, lost.embeds, room, wanted)
-        _capture(found, capture, 0)
-        found.take(cache)
-        found.shift_positions(lost.shift)
-        found(lost.step_input, cache, length - 1)
-        return found
+        fixed = self._free(step, known, length, lost.embeds, room, wanted)
+        _capture(fixed, capture, 0)
+        fixed.take(cache)
+        fixed.shift_positions(lost.shift)
+        fixed(lost.step_input, cache, length - 1)
+        return fixed
 
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,
               wanted: int) -> Fixed:
         least = length + room
         if len(known) >= MOST_CACHES:          # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size >= least]
-        found = next((f for f in known if f.owner() is None and f.size >= least
+        fixed = next((f for f in known if f.owner() is None and f.size >= least
                       and f.embeds == embeds), None)
-        if found is None:
+        if fixed is None:
             if len(known) >= MOST_CACHES:
                 raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
             # the buffers outlive the caller's mode
             with torch.inference_mode(False), torch.no_grad():
                 size = bucket_top(length + max(wanted, LEAST_ROOM))
                 try:
-                    found = Fixed(step, self._parts, size, embeds)
+                    fixed = Fixed(step, self._parts, size, embeds)
                 except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
-            known.append(found)
-        return found
+            known.append(fixed)
+        return fixed
 
 
 def _capture(fixed: Fixed, capture: Callable[[Fixed, int], None] | None, length: int) -> None:

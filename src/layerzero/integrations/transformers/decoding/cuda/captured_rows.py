@@ -68,10 +68,10 @@ class FixedRows:
         if not self._step_input.is_cuda:
             return
         self._stand(length)
-        found = graphs.attempt(self._run)
-        if found.problems:
-            raise Uncapturable(f"the rows cannot be captured: {found.problems[0]}")
-        self._out, self._replay = found.result, found.graph.replay
+        trial = graphs.attempt(self._run)
+        if trial.problems:
+            raise Uncapturable(f"the rows cannot be captured: {trial.problems[0]}")
+        self._out, self._replay = trial.result, trial.graph.replay
 
     def __call__(self, tokens: Tensor, length: int) -> Tensor:
         """Logits (rows, vocab), which stay until the next call."""
@@ -95,16 +95,16 @@ class CapturedRows:
                  length: int) -> Tensor:
         """`one` is the step of a single token, in whose buffers the cache is."""
         buffers = self._captured.hold(one, cache, length, room=step.batch)
-        found = self._fixed.get((id(buffers), step.batch))
-        if found is None or found.step is not step or found.buffers is not buffers:
+        rows = self._fixed.get((id(buffers), step.batch))
+        if rows is None or rows.step is not step or rows.buffers is not buffers:
             with torch.inference_mode(False), torch.no_grad():
                 try:
-                    found = FixedRows(step, self._parts, buffers)
+                    rows = FixedRows(step, self._parts, buffers)
                 except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
-                found.capture(length)
-            self._fixed[id(buffers), step.batch] = found
-        out = found(tokens, length)
+                rows.capture(length)
+            self._fixed[id(buffers), step.batch] = rows
+        out = rows(tokens, length)
         for layer in cache.layers:
             layer.show(length + step.batch)
         return out

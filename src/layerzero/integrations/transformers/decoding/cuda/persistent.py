@@ -128,8 +128,8 @@ def _rms(norm: Norm, size: int) -> float:
     return norm.eps
 
 
-def made(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
-         angles: Sequence[Tensor]) -> list[PersistentStep]:
+def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
+               angles: Sequence[Tensor]) -> list[PersistentStep]:
     """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
     is none."""
     layers = step.joined
@@ -167,21 +167,22 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
 
 
 def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],
-           given: Tensor, state: Tensor, by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+           step_input: Tensor, state: Tensor,
+           by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
     """The kernel where it is right and faster than the graph of kernels (`by_kernels`) of the same
     buffers, which no cache has moved into yet; None, and the reason in the report, where not."""
-    if not given.is_cuda:
+    if not step_input.is_cuda:
         return None
     try:
-        if torch.cuda.get_device_capability(given.device) < LEAST_CAPABILITY:
+        if torch.cuda.get_device_capability(step_input.device) < LEAST_CAPABILITY:
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
-        found = [one for one in made(step, parts, rooms, angles)
-                 if one.resident(given.device.index or 0)]
-        if not found:
+        resident = [one for one in candidates(step, parts, rooms, angles)
+                    if one.resident(step_input.device.index or 0)]
+        if not resident:
             raise NotRecognised("its blocks cannot all run at the same time")
-        chosen = _race(found, rooms, given, state, by_kernels) or found[0]
+        chosen = _race(resident, rooms, step_input, state, by_kernels) or resident[0]
     except NotRecognised as why:
         step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
         return None
@@ -195,7 +196,7 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
     return chosen
 
 
-def _race(found: Sequence[PersistentStep], rooms: Rooms, given: Tensor, state: Tensor,
+def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, state: Tensor,
           by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
     """The fastest of them; NotRecognised says by how much they are wrong or slower."""
     middle = rooms[0][0].shape[1] // 2
@@ -205,21 +206,21 @@ def _race(found: Sequence[PersistentStep], rooms: Rooms, given: Tensor, state: T
     try:
         _place(state, middle)
         wanted = by_kernels().float().flatten()
-        for number, one in enumerate(found):
+        for number, one in enumerate(resident):
             _place(state, middle)
-            logits = one(given, state).flatten()
+            logits = one(step_input, state).flatten()
             apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
             if not one.lost() and apart <= MOST_APART:
-                runs[str(number)] = partial(one, given, state)
+                runs[str(number)] = partial(one, step_input, state)
         if len(runs) == 1:
             raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
-        race, kept = Race(stopwatch("cuda"), faults.FAULTS), []
+        race, trials = Race(stopwatch("cuda"), faults.FAULTS), []
         for name, run in runs.items():
             _place(state, middle)
             tried = graphs.attempt(run)
             if tried.problems:
                 raise NotRecognised(f"it cannot be captured: {tried.problems[0]}")
-            kept.append(tried)                 # the graphs live as long as they are timed
+            trials.append(tried)               # the graphs live as long as they are timed
 
             def once(replay: Callable[[], None] = tried.graph.replay) -> None:
                 _place(state, middle)
@@ -236,7 +237,7 @@ def _race(found: Sequence[PersistentStep], rooms: Rooms, given: Tensor, state: T
         if not ours < theirs:
             raise NotRecognised(f"one persistent kernel takes {ours:.0f} microseconds, not "
                                 f"{theirs:.0f}")
-        return found[int(best)]
+        return resident[int(best)]
     finally:
         for room in chain.from_iterable(rooms):
             room.zero_()

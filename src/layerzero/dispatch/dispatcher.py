@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..files import codegen
-from ..machine import faults, loading, memory
+from ..machine import faults, loading, locks, memory
 from ..machine.faults import InputsChanged, PlanExhausted
 from ..selection.key import KeyProgram, fixed_by_key
 from ..selection.verdicts import compile_verdicts
@@ -53,15 +53,21 @@ from .generated_globals import generated_globals
 _MAX_BINDINGS = 1024
 
 dispatchers: dict[str, Dispatcher] = {}
+_making = locks.Lock()
 
 
 def public_function(op: Op) -> Callable[..., Any]:
     """Return the public function of an op, `lz.<name>`; it is made once."""
     dispatcher = dispatchers.get(op.name)
     if dispatcher is None or dispatcher.op is not op:
-        dispatcher = dispatchers[op.name] = Dispatcher(op)
+        own = Dispatcher(op)
+        with _making:
+            first = dispatchers.get(op.name)
+            if first is not None and first.op is op:
+                return first.public            # another thread made it meanwhile
+            dispatcher = dispatchers[op.name] = own
         if worlds.exists():
-            worlds.call_with_current(lambda world: dispatcher.install(world)
+            worlds.call_with_current(lambda world: own.install(world)
                                      if op.name in world.catalog.ops else None)
     return dispatcher.public
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from helpers import (
 )
 
 import layerzero as lz
+from layerzero.dispatch import dispatcher
 from layerzero.machine import faults
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.spec.event import BackendUnavailable, Fallback, HealthChanged
@@ -583,3 +585,15 @@ def test_without_the_native_path_everything_is_the_same():
         """, LAYERZERO_NATIVE="0")
     text, ok = said.split("|")
     assert "switched off" in text and ok == "False"        # not ok: a breaker is open
+
+
+def test_threads_that_call_an_op_for_the_first_time_share_its_function(monkeypatch):
+    """Both find none and make one: what either gets must be the one that is kept."""
+    op = worlds.current().catalog.ops["rms_norm"]
+    both, generate = threading.Barrier(2), dispatcher.hotpath.generate_stub
+    monkeypatch.setattr(dispatcher, "dispatchers", {})
+    monkeypatch.setattr(dispatcher.hotpath, "generate_stub",
+                        lambda op: (both.wait(10), generate(op))[1])
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(dispatcher.public_function, [op, op])
+    assert first is second is dispatcher.dispatchers["rms_norm"].public

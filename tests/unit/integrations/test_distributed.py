@@ -3,6 +3,7 @@ the rest."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -139,3 +140,22 @@ def test_a_kernel_out_of_service_is_agreed_anew(alone):
     assert lz.distributed.sync() == 1
     plan = lz.explain("rms_norm", x)
     assert plan.table and plan.kernel != first
+
+
+def test_a_store_that_hangs_is_named_within_the_time_out():
+    """The process that holds a TCPStore may be stopped: its clients then wait without end."""
+    exchange = Exchange(lz.distributed.StoreGroup(dist.HashStore(), 0, 1), 0.05)
+    answered = threading.Event()
+
+    class Stopped:
+        def compare_set(self, *args):
+            answered.wait()
+            return b""
+
+    exchange._store = Stopped()
+    try:
+        with pytest.raises(RanksError, match=r"does not answer: within 0\.05 seconds") as e:
+            exchange.gather("kinds", "[]")
+    finally:
+        answered.set()
+    assert e.value.ranks == (0,)

@@ -11,15 +11,19 @@ be tried again: each rank goes on from where it was.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ...spec.errors import ConfigError, RanksError
 
+T = TypeVar("T")
 LONGEST_PAUSE = 0.05                           # seconds between looks at the store
 
 
@@ -81,27 +85,40 @@ class Exchange:
         """Return what every rank says in this step of this round, in the order of ranks."""
         if step not in self._posted:
             key = f"{self.round}/{step}"
-            try:
-                # a second try of the round says what the first one said
-                own = self._store.compare_set(f"{key}/{self.rank}", "", text).decode()
-                self._wait(step, [f"{key}/{rank}" for rank in range(self.size)])
-                self._posted[step] = [own if rank == self.rank
-                                      else self._store.get(f"{key}/{rank}").decode()
-                                      for rank in range(self.size)]
-            except RuntimeError as e:          # DistStoreError is one, and so is RanksError
-                if isinstance(e, RanksError):
-                    raise
-                raise RanksError(f"lz.distributed: the store of the group does not answer: {e}; "
-                                 "the rank that holds it (rank 0) is gone: restart the group",
-                                 (0,)) from e
+            keys = [f"{key}/{rank}" for rank in range(self.size)]
+            # a second try of the round says what the first one said
+            own = self._ask(lambda: self._store.compare_set(keys[self.rank], "", text).decode())
+            self._wait(step, keys)
+            others = self._ask(lambda: [self._store.get(one).decode() for one in keys])
+            self._posted[step] = [*others[:self.rank], own, *others[self.rank + 1:]]
         return self._posted[step]
+
+    def _ask(self, operation: Callable[[], T]) -> T:
+        """Ask the store, in a thread of its own: where the process that holds it hangs, its client
+        waits for ever, whatever time-out it was given."""
+        answer: Future[T] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(operation())
+            except RuntimeError as e:          # DistStoreError is one
+                answer.set_exception(e)
+
+        threading.Thread(target=ask, name="layerzero-store", daemon=True).start()
+        try:
+            return answer.result(self.timeout)
+        except (RuntimeError, FutureTimeout) as e:
+            how = str(e) or f"within {self.timeout:g} seconds"
+            raise RanksError(f"lz.distributed: the store of the group does not answer: {how}; the "
+                             "rank that holds it (rank 0) is gone or hangs: restart the group",
+                             (0,)) from e
 
     def _wait(self, step: str, keys: Sequence[str]) -> None:
         end, pause = time.monotonic() + self.timeout, 0.001
-        while not self._store.check(list(keys)):
+        while not self._ask(lambda: self._store.check(list(keys))):
             if time.monotonic() > end:
-                ranks = tuple(self.members[i] for i, key in enumerate(keys)
-                              if not self._store.check([key]))
+                there = self._ask(lambda: [self._store.check([key]) for key in keys])
+                ranks = tuple(m for m, came in zip(self.members, there) if not came)
                 raise RanksError(
                     f"lz.distributed: rank {', '.join(map(str, ranks))} of "
                     f"{', '.join(map(str, self.members))} did not come to '{step}' within "
@@ -115,16 +132,20 @@ class Exchange:
         """End a round that all ranks have come through; `state` is for a rank that joins later."""
         before, self._ended, self._posted = self._ended, tuple(self._posted), {}
         self.round = _rounds[self.name] = self.round + 1
-        if self.rank == 0:
-            self._store.set("state", f"{self.round}\n{state}")
-        # Every rank has ended the round before this one: nobody reads it any more.
-        for step in before:
-            self._store.delete_key(f"{self.round - 2}/{step}/{self.rank}")
+
+        def tidy() -> None:
+            if self.rank == 0:
+                self._store.set("state", f"{self.round}\n{state}")
+            # Every rank has ended the round before this one: nobody reads it any more.
+            for step in before:
+                self._store.delete_key(f"{self.round - 2}/{step}/{self.rank}")
+
+        self._ask(tidy)
 
     def join(self) -> str:
         """Return the state of the last round that ended, and go on with the next one."""
         self._wait("join", ["state"])
-        number, _, state = self._store.get("state").decode().partition("\n")
+        number, _, state = self._ask(lambda: self._store.get("state").decode()).partition("\n")
         self.round = _rounds[self.name] = int(number)
         return state
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .profile import Profile, not_shared
 
 MODES = ("inference", "training")
 SCOPES = ("group", "device")
+SECONDS_TO_REPORT = 10.0                       # after a collective that failed
 ORIGIN = "lz.distributed"                      # of the rules that it adds
 
 _sessions: dict[str, Session] = {}             # by name, in the order in which they began
@@ -98,6 +100,8 @@ def init(mode: str = "inference", group: Any = None, *, timeout: float = 300.0,
             events.emit(RanksDiffer(rank=exchange.members[exchange.rank], differences=texts,
                                     denied=session.denied))
         session.restore(state["units"] if state else [])
+        if state and texts:
+            session.epoch = -1                 # what was agreed may not serve here: agree anew
         _sessions[name] = session
         return session.agreement
 
@@ -206,7 +210,8 @@ def _check(session: Session, timeout: float | None) -> Agreement:
                        else []])
     with exchange.within(timeout):
         exchange.gather("check", "here")       # the barrier: after it, nobody is missing
-    if _all_equal(exchange, text):
+        equal = _all_equal(exchange, text)
+    if equal:
         exchange.end_round(session.state())
         return session.agreement
     states = exchange.gather("differ", text)
@@ -232,7 +237,14 @@ def _all_equal(exchange: Exchange, text: str) -> bool:
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     device = "cuda" if dist.get_backend(exchange.process_group) == "nccl" else "cpu"
     both = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=exchange.process_group)
+    try:
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, exchange.process_group, async_op=True)
+        work.wait(timedelta(seconds=exchange.timeout))
+    except RuntimeError as e:                  # a rank hangs or died after the barrier
+        with exchange.within(min(exchange.timeout, SECONDS_TO_REPORT)):
+            exchange.gather("not compared", "here")        # raises, naming who does not come
+        raise RanksError(f"lz.distributed.check: the all_reduce failed: {e}; restart the group, "
+                         "its collectives cannot be relied on any more") from e
     return bool(both[0] == -both[1])
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda import cascade, compiler
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.attention import cascade
 from layerzero.ops import paged_attention
 from layerzero.verify.kernel.contract import check_case
 

@@ -33,42 +33,42 @@ MAX_ROWS_WIDE = 16         # for head_dim > 128: more do not fit into registers
 
 
 def _attention() -> Callable[..., Any]:
-    from .decode import attention_decode
+    from .attention.decode import attention_decode
     return attention_decode
 
 
 def _paged_attention() -> Callable[..., Any]:
-    from .decode import paged_attention_decode
+    from .attention.decode import paged_attention_decode
     return paged_attention_decode
 
 
 def _grouped_attention() -> Callable[..., Any]:
-    from .grouped import grouped_attention_decode
+    from .attention.grouped import grouped_attention_decode
     return grouped_attention_decode
 
 
 def _paged_attention_shared() -> Callable[..., Any]:
-    from .cascade import paged_attention_shared
+    from .attention.cascade import paged_attention_shared
     return paged_attention_shared
 
 
 def _quantized_linear() -> Callable[..., Any]:
-    from .gemv import quantized_linear
+    from .linear.gemv import quantized_linear
     return quantized_linear
 
 
 def _rms_norm() -> Callable[..., Any]:
-    from .norm import rms_norm
+    from .norm.norm import rms_norm
     return rms_norm
 
 
 def _add_rms_norm() -> Callable[..., Any]:
-    from .norm import add_rms_norm
+    from .norm.norm import add_rms_norm
     return add_rms_norm
 
 
 def _sample() -> Callable[..., Any]:
-    from .sampling import sample
+    from .sampling.sample import sample
     return sample
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compiler
+from .. import compiler
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 29        # a window that hides nothing
@@ -61,8 +61,9 @@ def _compiled(bf16: bool, dim: int, group: int, k_token: int, v_token: int, soft
               ("COLS", cfg.cols), ("STAGES", cfg.stages), ("STEP", cfg.step), ("K_TOKEN", k_token),
               ("V_TOKEN", v_token), ("SOFTCAP", int(softcap)))
     threads = cfg.warps * 32
-    return (compiler.kernel("grouped.cu", "grouped", macros, threads, shared_bytes(dim, cfg)),
-            compiler.kernel("grouped.cu", "merge", macros, threads))
+    return (compiler.kernel("attention/grouped.cu", "grouped", macros, threads,
+                            shared_bytes(dim, cfg)),
+            compiler.kernel("attention/grouped.cu", "merge", macros, threads))
 
 
 def grouped_attention_decode(

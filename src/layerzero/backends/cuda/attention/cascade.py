@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...spec import replay
-from ...spec.replay import Varying
-from . import compiler
+from ....spec import replay
+from ....spec.replay import Varying
+from .. import compiler
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 1 << 29        # a window that hides nothing
@@ -69,9 +69,9 @@ def _compiled(bf16: bool, dim: int, group: int, k_token: int, v_token: int, page
               ("K_TOKEN", k_token), ("V_TOKEN", v_token), ("PAGE", page), ("SOFTCAP", int(softcap)))
     threads = cfg.warps * 32
     return _Launches(
-        compiler.kernel("cascade.cu", "plan", macros, PLANNERS, 16 + 24 * items),
-        compiler.kernel("cascade.cu", "attend", macros, threads, shared_bytes(dim, cfg)),
-        compiler.kernel("cascade.cu", "merge", macros, threads))
+        compiler.kernel("attention/cascade.cu", "plan", macros, PLANNERS, 16 + 24 * items),
+        compiler.kernel("attention/cascade.cu", "attend", macros, threads, shared_bytes(dim, cfg)),
+        compiler.kernel("attention/cascade.cu", "merge", macros, threads))
 
 
 def _launch(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends.cuda import compiler
-from layerzero.backends.cuda.attention import cascade, decode
+from layerzero.backends.cuda.attention import decode, grouped
 from layerzero.backends.cuda.linear import gemv, planes
 from layerzero.backends.cuda.norm import norm
 from layerzero.backends.cuda.sampling import sample
@@ -33,7 +33,7 @@ from .run import COMPILER, Kernel, on_cpu
 __all__ = ["world"]
 pytestmark = [pytest.mark.correctness,
               pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-PREPARED = (norm._prepare, decode._compiled, cascade._compiled, gemv._prepare, planes._prepare,
+PREPARED = (norm._prepare, decode._compiled, grouped._compiled_cascade, gemv._prepare, planes._prepare,
             sample._plan)
 
 
@@ -56,7 +56,7 @@ def serve(compiled: None, world: Any,
     assert compiling.wait(150)
     monkeypatch.setattr(compiler, "kernel", Kernel)
     monkeypatch.setattr(decode, "config", small_config)
-    monkeypatch.setattr(cascade, "config", lambda *facts: cascade.Config(2, 2, 3, 6))
+    monkeypatch.setattr(grouped, "cascade_config", lambda *facts: grouped.Config(2, 2, 3, 32, 6))
     monkeypatch.setattr(sample, "config", lambda *facts: sample.Config(2, 64, 64))
     for cached in PREPARED:
         cached.cache_clear()
@@ -194,7 +194,7 @@ def test_shared_pages_of_a_table_that_grows(serve: Any) -> None:
         table[1, 4:] += 16
         lengths = torch.tensor([pages * 16 - 3, 70], dtype=torch.int32)
         got = call(query, keys, values, table, lengths)
-        assert torch.equal(got, cascade.paged(query, keys, values, table, lengths)), pages
+        assert torch.equal(got, grouped.paged_attention_shared(query, keys, values, table, lengths)), pages
         calls.append(((query, keys, values, table, lengths), {}))
     assert replayed("paged_attention", calls) >= 1
 

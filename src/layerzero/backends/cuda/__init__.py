@@ -48,7 +48,7 @@ def _grouped_attention() -> Callable[..., Any]:
 
 
 def _paged_attention_shared() -> Callable[..., Any]:
-    from .attention.cascade import paged_attention_shared
+    from .attention.grouped import paged_attention_shared
     return paged_attention_shared
 
 
@@ -133,7 +133,7 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# grouped.shared_bytes and cascade.shared_bytes of the small configurations, at most
+# shared memory of the small configurations of attention/grouped.py, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and

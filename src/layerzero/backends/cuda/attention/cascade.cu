@@ -11,11 +11,12 @@
 //
 // Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
 // COLS (tiles of 8 columns of a warp, 1 or 2), STAGES, PLANNERS (threads of the plan), K_TOKEN and V_TOKEN
-// (token strides), PAGE (0: K and V are buffers; else the page size, a multiple of 16), SOFTCAP.
+// (token strides), PAGE (the page size, a multiple of 16), SOFTCAP.
 #define SPLITS 1                                   // of combine.h: blocks are no clusters
 #include "device.h"
 #include "combine.h"
 #include "tiles.h"
+#include "items.h"
 #include "cascade_items.h"
 #include "cascade_plan.h"
 
@@ -31,29 +32,21 @@ KERNEL(attend, Params, WARPS * 32)
 
     // Start copying the first keys and values.
     const int begin = unit.begin, stop = unit.end, start = begin + warp() * KEYS;
-    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, K_TOKEN)
+    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN)
                    + unit_in_row * 8;
-    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, V_TOKEN)
+    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN)
                    + unit_in_row * 8;
-#if PAGE
     const i32* const pages = p.table + offset64(unit.row, p.table_row);
     int page = start < stop ? pages[start / PAGE] : 0;
-#endif
     int ahead = start, filled = 0;
     const int copy_at = warp() * 2 * STEP + swizzle(row_in_copy, unit_in_row);
     auto fetch = [&]() {                           // 16 keys and values; zeros past the last of a pair of tiles
         if (ahead - warp() % 2 * KEYS < stop) {
             const int real = stop - ahead - row_in_copy;
-#if PAGE
             const int next = ahead + SPAN < stop ? pages[(ahead + SPAN) / PAGE] : 0;
             const u16* k_from = k + offset64(page, p.k_page) + ahead % PAGE * K_TOKEN;
             const u16* v_from = v + offset64(page, p.v_page) + ahead % PAGE * V_TOKEN;
             page = next;
-#else
-            const u16 *k_from = k, *v_from = v;
-            k += (i64)SPAN * K_TOKEN;
-            v += (i64)SPAN * V_TOKEN;
-#endif
             UNROLL for (int n = 0; n < KEYS; n += AT_ONCE) {
                 u8* to = shared() + filled + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
                 copy_async(to, k_from + n * K_TOKEN, n < real);
@@ -70,7 +63,7 @@ KERNEL(attend, Params, WARPS * 32)
     const int item_rows = p.max_queries * GROUP, member = thread() / item_rows, query = thread() % item_rows / GROUP;
     Column own = {0, 0, 0, 0};
     if (member < unit.members) {
-        const Item item = item_of(p, PAGE ? unit.first + member : workspace.order[unit.first + member]);
+        const Item item = item_of(p, unit.first + member);
         const Range seen = keys_of(p, item, query);
         if (query < item.n) own = Column{most(seen.begin, begin), least(seen.end, stop), item.first + query, 0};
     }
@@ -232,42 +225,10 @@ KERNEL(attend, Params, WARPS * 32)
     // Each warp stores its part over the ring; then the key sets of each column are added up.
     copy_wait<0>();
     sync_block();
-    u8* const part = shared() + warp() * Part::PART;
-    UNROLL for (int c = 0; c < COLS; ++c)
-        UNROLL for (int e = 0; e < 2; ++e) {
-            const int row = c * 8 + 2 * t + e;
-            float sum = total[c][e];
-            UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-            if (c < warp_tiles) {
-                float* to = row_of(part, row, Part::PITCH) + g;
-                UNROLL for (int n = 0; n < DIM / 16; ++n) {
-                    to[n * 16] = acc[c][n][e];
-                    to[n * 16 + 8] = acc[c][n][e + 2];
-                }
-                if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
-            }
-        }
+    store_part(best, total, acc, warp_tiles);
     sync_block();
-    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
-        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
-        const int row = at - group * warp_tiles * 8;
-        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
-        ROLLED for (int set = 0; set < WARPS / team; ++set) {
-            u8* const from = shared() + (set * team + group) * Part::PART;
-            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
-            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
-            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
-            top = higher;
-            sum = sum * old + stats.y * share;
-            out[0] = out[0] * old + bits_float(values.x) * share;
-            out[1] = out[1] * old + bits_float(values.y) * share;
-            out[2] = out[2] * old + bits_float(values.z) * share;
-            out[3] = out[3] * old + bits_float(values.w) * share;
-        }
-        const i64 to = (i64)(unit.part + at) * p.kv_heads + kv_head;
-        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
-        if (quad == 0) workspace.stats[to] = Float2{top, sum};
-    }
+    combine_parts(used, warp_tiles, team, WARPS / team, workspace.parts, workspace.stats,
+                  [&](int at) { return (i64)(unit.part + at) * p.kv_heads + kv_head; });
 }
 
 // Adds up the parts of a row: a warp for each token and head.
@@ -275,7 +236,7 @@ KERNEL(merge, Params, WARPS * 32)
 {
     const int head = block_x() * WARPS + warp(), token = block_y(), heads = p.kv_heads * GROUP;
     if (head >= heads) return;
-    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
+    constexpr int AHEAD = 8;
     const Workspace workspace = workspace_of(p);
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
     const int index = workspace.item_of_token[token];
@@ -283,11 +244,11 @@ KERNEL(merge, Params, WARPS * 32)
     const Range keys = keys_of(p, item, token - item.first);
     Place places[PLACES];
     UNROLL for (int n = 0; n < PLACES; ++n) places[n] = index < 0 ? Place{} : workspace.places[index * PLACES + n];
-    const int units = places[0].units + (PLACES > 1 ? places[PLACES - 1].units : 0);
+    const int units = places[0].units + places[1].units;
     ROLLED for (int first = 0; first < units; first += 32) {
         const int each = first + lane();
         const bool shared_one = each < places[0].units;
-        const Place place = shared_one ? places[0] : places[PLACES - 1];
+        const Place place = shared_one ? places[0] : places[1];
         const Unit unit = each < units ? workspace.units[place.unit + each - (shared_one ? 0 : places[0].units)] : Unit{};
         const bool seen = most(keys.begin, unit.begin) < least(keys.end, unit.end);
         const int column = (place.slot * p.max_queries + token - item.first) * GROUP + head % GROUP;
@@ -320,14 +281,6 @@ KERNEL(merge, Params, WARPS * 32)
                 }
         }
     }
-    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
     const i64 row = (i64)token * heads + head;
-    UNROLL for (int i = 0; i < PER_LANE; ++i)
-        if (i * 32 + lane() < QUADS) {
-            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
-            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
-            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
-        }
-    if (p.lse && lane() == 0)
-        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
+    store_row(out, top, sum, p.out + row * DIM, p.lse ? p.lse + row : nullptr);
 }

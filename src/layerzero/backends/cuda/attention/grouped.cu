@@ -273,10 +273,42 @@ KERNEL(grouped, Params, WARPS * 32)
     // Each warp stores its part over the ring; then the key sets of each column are added up.
     copy_wait<0>();
     sync_block();
-    store_part(best, total, acc, warp_tiles);
+    u8* const part = shared() + warp() * Part::PART;
+    UNROLL for (int c = 0; c < COLS; ++c)
+        UNROLL for (int e = 0; e < 2; ++e) {
+            const int row = c * 8 + 2 * t + e;
+            float sum = total[c][e];
+            UNROLL for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+            if (c < warp_tiles) {
+                float* to = row_of(part, row, Part::PITCH) + g;
+                UNROLL for (int n = 0; n < DIM / 16; ++n) {
+                    to[n * 16] = acc[c][n][e];
+                    to[n * 16 + 8] = acc[c][n][e + 2];
+                }
+                if (g == 0) *max_sum_of(part, row, COLS * 8, Part::PITCH) = Float2{best[c][e], sum};
+            }
+        }
     sync_block();
-    combine_parts(used, warp_tiles, row_groups, key_sets, workspace.parts, workspace.stats,
-                  [&](int at) { return part_of(p, workspace.rows, split, columns[at].row, kv_head); });
+    ROLLED for (int n = thread(); n < used * Part::QUADS; n += THREADS) {
+        const int at = n / Part::QUADS, quad = n % Part::QUADS, group = at / (warp_tiles * 8);
+        const int row = at - group * warp_tiles * 8;
+        float top = NONE, sum = 0, out[4] = {0, 0, 0, 0};
+        ROLLED for (int set = 0; set < key_sets; ++set) {
+            u8* const from = shared() + (set * row_groups + group) * Part::PART;
+            const Float2 stats = *max_sum_of(from, row, COLS * 8, Part::PITCH);
+            const Four values = load4(row_of(from, row, Part::PITCH) + quad * 4);
+            const float higher = fmaxf(top, stats.x), old = fast_exp2(top - higher), share = fast_exp2(stats.x - higher);
+            top = higher;
+            sum = sum * old + stats.y * share;
+            out[0] = out[0] * old + bits_float(values.x) * share;
+            out[1] = out[1] * old + bits_float(values.y) * share;
+            out[2] = out[2] * old + bits_float(values.z) * share;
+            out[3] = out[3] * old + bits_float(values.w) * share;
+        }
+        const i64 to = part_of(p, workspace.rows, split, columns[at].row, kv_head);
+        store4(workspace.parts + to * DIM + quad * 4, to_four(out));
+        if (quad == 0) workspace.stats[to] = Float2{top, sum};
+    }
 }
 
 // Adds up the parts of a row: a warp for each token and head.
@@ -284,7 +316,7 @@ KERNEL(merge, Params, WARPS * 32)
 {
     const int head = block_x() * WARPS + warp(), token = block_y();
     if (head >= p.heads) return;
-    constexpr int AHEAD = 8;
+    constexpr int QUADS = DIM / 4, PER_LANE = (QUADS + 31) / 32, AHEAD = 8;
     const Workspace workspace = workspace_of(p);
     float top = NONE, sum = 0, out[PER_LANE][4] = {};
     ROLLED for (int base = 0; base < p.count; base += 32) {
@@ -329,6 +361,14 @@ KERNEL(merge, Params, WARPS * 32)
             }
         }
     }
+    const float by = sum > 0 ? reciprocal(sum) : 0.0f;
     const i64 row = (i64)token * p.heads + head;
-    store_row(out, top, sum, p.out + row * DIM, p.lse ? p.lse + row : nullptr);
+    UNROLL for (int i = 0; i < PER_LANE; ++i)
+        if (i * 32 + lane() < QUADS) {
+            u32* to = (u32*)(p.out + row * DIM + (i * 32 + lane()) * 4);
+            to[0] = pack2<BF16>(out[i][0] * by, out[i][1] * by);
+            to[1] = pack2<BF16>(out[i][2] * by, out[i][3] * by);
+        }
+    if (p.lse && lane() == 0)
+        p.lse[row] = sum > 0 ? (top + fast_log2(sum)) * 0.6931471805599453f : -bits_float(0x7F800000);
 }

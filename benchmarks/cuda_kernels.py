@@ -18,7 +18,8 @@ import torch.nn.functional as F
 import triton_kernels as ours_in_triton
 from triton_kernels import BF16, race, rand
 
-from layerzero.backends.cuda import KERNELS, decode
+from layerzero.backends.cuda import KERNELS
+from layerzero.backends.cuda.attention import decode
 from layerzero.backends.triton import gemv as triton_gemv
 from layerzero.backends.triton import norm as triton_norm
 from layerzero.backends.triton import quantized as triton_quantized
@@ -102,7 +103,7 @@ def bench_paged() -> None:
 
 
 def bench_gemv() -> None:
-    from layerzero.backends.cuda import gemv
+    from layerzero.backends.cuda.linear import gemv
 
     for rows, k, n in ((1, 4096, 14336), (1, 14336, 4096), (1, 4096, 6144), (8, 4096, 14336),
                        (16, 4096, 14336)):
@@ -124,7 +125,7 @@ def bench_gemv() -> None:
 
 
 def bench_sample() -> None:
-    from layerzero.backends.cuda import sampling
+    from layerzero.backends.cuda.sampling import sample as sampling
 
     for batch, dtype in ((64, torch.float32), (64, BF16), (1, torch.float32)):
         for name, given in (("top_p 0.9", {"top_p": 0.9}), ("top_k 50", {"top_k": 50}),
@@ -149,7 +150,7 @@ def bench_sample() -> None:
 
 
 def bench_norm() -> None:
-    from layerzero.backends.cuda import norm
+    from layerzero.backends.cuda.norm import norm
 
     for rows in (1, 16, 128, 512, 4096):
         x, y, w = rand(rows, 4096), rand(rows, 4096), rand(4096)

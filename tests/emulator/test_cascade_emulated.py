@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda import cascade, compiler
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.attention import grouped
 from layerzero.ops import paged_attention
 from layerzero.verify.kernel.contract import check_case
 
@@ -17,7 +18,7 @@ from .run import COMPILER, Kernel, on_cpu
 pytestmark = [pytest.mark.correctness,
               pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
-CONFIG, BLOCKS = cascade.config, 6
+CONFIG, BLOCKS = grouped.cascade_config, 6
 SHAPE = {"hq": 8, "hkv": 2, "d": 64}            # one compilation serves all cases
 PAGED: tuple[dict[str, Any], ...] = (
     {"context": (100, 3, 0, 77), "lse": True},
@@ -29,35 +30,18 @@ PAGED: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    monkeypatch.setattr(cascade, "config", lambda *facts: cascade.Config(2, 2, 3, BLOCKS))
-    monkeypatch.setattr(cascade, "PLANNERS", 64)
-    cascade._compiled.cache_clear()
+    monkeypatch.setattr(grouped, "cascade_config",
+                        lambda *facts: grouped.Config(2, 2, 3, 32, BLOCKS))
+    monkeypatch.setattr(grouped, "PLANNERS", 64)
+    grouped._compiled_cascade.cache_clear()
     yield
-    cascade._compiled.cache_clear()
+    grouped._compiled_cascade.cache_clear()
 
 
 def test_contract() -> None:
     kernel = on_cpu("cuda.paged_attention_shared")
     results = [check_case(kernel, {**SHAPE, **case}, "bfloat16", "cpu") for case in PAGED]
     assert [str(r) for r in results if r.status != "passed"] == []
-
-
-@pytest.mark.parametrize("blocks, weight", [(1, 96), (7, 0), (80, 1000)])
-def test_wherever_the_keys_are_cut(blocks: int, weight: int) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(9, 8, 64).bfloat16()
-    key, value = (torch.randn(200, 2, 64).bfloat16() for _ in range(2))
-    items = torch.tensor([(i, 1, 7 * (i % 3), 20 * (i + 1)) for i in range(9)], dtype=torch.int32)
-    cut = cascade.grouped(query, key, value, items, 1, 180, return_lse=True,
-                          chosen=cascade.Config(2, 2, 3, blocks, weight))
-    for (out, lse), row in zip(zip(*cut), range(9)):
-        begin = 7 * (row % 3)
-        k, v = (t[begin:begin + 20 * (row + 1)].float().repeat_interleave(4, 1)
-                for t in (key, value))
-        scores = torch.einsum("hd,khd->hk", query[row].float(), k) / 8
-        torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(out.float(), torch.einsum("hk,khd->hd", scores.softmax(-1), v),
-                                   atol=8e-3, rtol=2e-2)
 
 
 def shared_pages(context: tuple[int, ...], runs: tuple[tuple[int, int, int], ...]) -> Any:
@@ -81,7 +65,7 @@ def planned(args: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
         return spaces[-1]
 
     monkeypatch.setattr(torch, "empty", watched)
-    got = cascade.paged(*args)
+    got = grouped.paged_attention_shared(*args)
     monkeypatch.undo()
     want = paged_attention.reference(*args, is_causal=True)
     torch.testing.assert_close(got.float(), want.float(), atol=1e-2, rtol=2e-2)
@@ -110,9 +94,21 @@ def test_without_common_pages_nothing_is_shared(monkeypatch: pytest.MonkeyPatch)
     assert entries == [(0, n, i, i, 1) for i, n in enumerate((70, 33, 100))]   # one page: too little
 
 
+@pytest.mark.parametrize("blocks, weight", [(1, 96), (7, 0), (80, 1000)])
+def test_wherever_the_pages_are_cut(blocks: int, weight: int,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "cascade_config",
+                        lambda *facts: grouped.Config(2, 2, 3, 32, blocks, weight))
+    args = shared_pages((200, 180, 140, 64), ((0, 3, 5),))
+    out = grouped.paged_attention_shared(*args)
+    want = paged_attention.reference(*args, is_causal=True)
+    torch.testing.assert_close(out.float(), want.float(), atol=1e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("machine", [compiler.Machine(132), compiler.Machine(48, 99 << 10)])
 def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None:
     for dim in (64, 128, 256):
         made = CONFIG(dim, machine)
-        assert cascade.shared_bytes(dim, made) <= machine.shared and made.blocks >= machine.processors
+        assert grouped.cascade_shared_bytes(dim, made) <= machine.shared
+        assert made.splits >= machine.processors
         assert made.rows >= (16 if dim > 128 else 32)      # of one item, as the rules allow

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.backends.cuda import compiler, decode
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.attention import decode
 from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda import compiler, gemv
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.linear import gemv
 from layerzero.ops import quantized_linear as op
 
 from .run import COMPILER, Kernel, assert_contract

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.backends.cuda import compiler, grouped
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.attention import grouped
 from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu
@@ -16,7 +17,7 @@ from .run import COMPILER, Kernel, on_cpu
 pytestmark = [pytest.mark.correctness,
               pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
-CONFIG = grouped.config
+CONFIG = grouped.grouped_config
 SHAPE = {"hq": 8, "hkv": 2, "d": 64}            # one compilation serves all cases
 # query rows and key rows of no item, items that see no key, ranges that begin within others
 ITEMS = ((6, 6, 0, 40), (0, 5, 0, 21), (26, 1, 13, 90), (12, 4, 200, 3), (20, 0, 0, 9),
@@ -31,10 +32,10 @@ GROUPED: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compiler, "kernel", Kernel)
-    monkeypatch.setattr(grouped, "config", lambda *facts: grouped.Config(2, 4, 3, 32, 3))
-    grouped._compiled.cache_clear()
+    monkeypatch.setattr(grouped, "grouped_config", lambda *facts: grouped.Config(2, 4, 3, 32, 3))
+    grouped._compiled_grouped.cache_clear()
     yield
-    grouped._compiled.cache_clear()
+    grouped._compiled_grouped.cache_clear()
 
 
 def test_contract() -> None:
@@ -44,13 +45,15 @@ def test_contract() -> None:
 
 
 @pytest.mark.parametrize("splits, weight", [(1, 96), (7, 0), (40, 1000)])
-def test_wherever_the_keys_are_cut(splits: int, weight: int) -> None:
+def test_wherever_the_keys_are_cut(splits: int, weight: int,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "grouped_config",
+                        lambda *facts: grouped.Config(2, 4, 3, 32, splits, weight))
     torch.manual_seed(0)
     query = torch.randn(9, 8, 64).bfloat16()
     key, value = (torch.randn(200, 2, 64).bfloat16() for _ in range(2))
     items = torch.tensor([(i, 1, 7 * (i % 3), 20 * (i + 1)) for i in range(9)], dtype=torch.int32)
-    cut = grouped.grouped(query, key, value, items, 1, 180, return_lse=True,
-                          chosen=grouped.Config(2, 4, 3, 32, splits, weight))
+    cut = grouped.grouped_attention_decode(query, key, value, items, 1, 180, return_lse=True)
     for (out, lse), row in zip(zip(*cut), range(9)):
         begin = 7 * (row % 3)
         k, v = (t[begin:begin + 20 * (row + 1)].float().repeat_interleave(4, 1)
@@ -66,5 +69,5 @@ def test_every_configuration_fits_the_machine(machine: compiler.Machine) -> None
     for rows, items, kv_heads, keys, dim in itertools.product((1, 16), (1, 64, 1000), (1, 8, 64),
                                                               (1, 100_000), (64, 128, 256)):
         made = CONFIG(rows, items, kv_heads, keys, dim, machine)
-        assert grouped.shared_bytes(dim, made) <= machine.shared
+        assert grouped.grouped_shared_bytes(dim, made) <= machine.shared
         assert made.splits >= 1 and made.rows >= rows

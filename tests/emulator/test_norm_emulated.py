@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.backends.cuda import compiler, norm
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.norm import norm
 from layerzero.verify.kernel.contract import check_case
 
 from .run import COMPILER, Kernel, on_cpu

@@ -16,7 +16,11 @@ from helpers import world
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.backends.cuda import cascade, compiler, decode, gemv, norm, planes, sampling
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.attention import decode, grouped
+from layerzero.backends.cuda.linear import gemv, planes
+from layerzero.backends.cuda.norm import norm
+from layerzero.backends.cuda.sampling import sample
 from layerzero.dispatch import dispatcher as dispatch
 from layerzero.dispatch import native
 from layerzero.dispatch.background import compiling
@@ -29,7 +33,8 @@ from .run import COMPILER, Kernel, on_cpu
 __all__ = ["world"]
 pytestmark = [pytest.mark.correctness,
               pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-PREPARED = (norm._prepare, decode._compiled, cascade._compiled, gemv._prepare, planes._prepare, sampling._plan)
+PREPARED = (norm._prepare, decode._compiled, grouped._compiled_cascade, gemv._prepare, planes._prepare,
+            sample._plan)
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +56,8 @@ def serve(compiled: None, world: Any,
     assert compiling.wait(150)
     monkeypatch.setattr(compiler, "kernel", Kernel)
     monkeypatch.setattr(decode, "config", small_config)
-    monkeypatch.setattr(cascade, "config", lambda *facts: cascade.Config(2, 2, 3, 6))
-    monkeypatch.setattr(sampling, "config", lambda *facts: sampling.Config(2, 64, 64))
+    monkeypatch.setattr(grouped, "cascade_config", lambda *facts: grouped.Config(2, 2, 3, 32, 6))
+    monkeypatch.setattr(sample, "config", lambda *facts: sample.Config(2, 64, 64))
     for cached in PREPARED:
         cached.cache_clear()
 
@@ -189,7 +194,7 @@ def test_shared_pages_of_a_table_that_grows(serve: Any) -> None:
         table[1, 4:] += 16
         lengths = torch.tensor([pages * 16 - 3, 70], dtype=torch.int32)
         got = call(query, keys, values, table, lengths)
-        assert torch.equal(got, cascade.paged(query, keys, values, table, lengths)), pages
+        assert torch.equal(got, grouped.paged_attention_shared(query, keys, values, table, lengths)), pages
         calls.append(((query, keys, values, table, lengths), {}))
     assert replayed("paged_attention", calls) >= 1
 
@@ -215,7 +220,7 @@ def test_numbers_that_are_drawn_anew_at_each_replay(serve: Any) -> None:
     native_tokens = [int(call(logits)) for _ in range(8)]
     assert counts("sample", logits) == (1, 7, 1)
     torch.manual_seed(5)
-    assert native_tokens == [int(sampling.sample(logits)) for _ in range(8)]
+    assert native_tokens == [int(sample.sample(logits)) for _ in range(8)]
     assert len(set(native_tokens)) > 1
 
 
@@ -224,7 +229,7 @@ def test_a_seed_is_part_of_the_signature(serve: Any) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         for seed, offset in ((1, 0), (2, 0), (1, 1)):
-            want = sampling.sample(logits, seed=seed, offset=offset)
+            want = sample.sample(logits, seed=seed, offset=offset)
             assert torch.equal(call(logits, seed=seed, offset=offset), want)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda import compiler, sampling
+from layerzero.backends.cuda import compiler
+from layerzero.backends.cuda.sampling import sample as sampling
 from layerzero.ops.sample import OP, reference
 from layerzero.verify.kernel.contract import check_case
 

@@ -13,8 +13,9 @@ from helpers import ATTENTION, RMS_NORM, Fake, call_facts, nvidia
 
 import layerzero as lz
 from layerzero.backends.cuda import KERNELS as CUDA
-from layerzero.backends.cuda import decode, gemv, planes
+from layerzero.backends.cuda.attention import decode
 from layerzero.backends.cuda.compiler import Machine
+from layerzero.backends.cuda.linear import gemv, planes
 from layerzero.backends.triton import KERNELS as TRITON
 from layerzero.machine import hardware
 from layerzero.spec.errors import SpecError

@@ -488,7 +488,7 @@ def test_cubins_are_compiled_again_unless_they_are_as_sealed(root, monkeypatch, 
     made = []
     monkeypatch.setattr(compiler, "_compile", lambda *given: made.append(given)
                         or b"\x7fELF of ours")
-    source = min(p.name for p in compiler.FOLDER.glob("*.cu"))
+    source = min(str(p.relative_to(compiler.FOLDER)) for p in compiler.FOLDER.rglob("*.cu"))
 
     def compiled() -> int:
         made.clear()

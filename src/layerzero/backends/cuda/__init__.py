@@ -33,42 +33,42 @@ MAX_ROWS_WIDE = 16         # for head_dim > 128: more do not fit into registers
 
 
 def _attention() -> Callable[..., Any]:
-    from .decode import attention_decode
+    from .attention.decode import attention_decode
     return attention_decode
 
 
 def _paged_attention() -> Callable[..., Any]:
-    from .decode import paged_attention_decode
+    from .attention.decode import paged_attention_decode
     return paged_attention_decode
 
 
 def _grouped_attention() -> Callable[..., Any]:
-    from .grouped import grouped_attention_decode
+    from .attention.grouped import grouped_attention_decode
     return grouped_attention_decode
 
 
 def _paged_attention_shared() -> Callable[..., Any]:
-    from .cascade import paged_attention_shared
+    from .attention.grouped import paged_attention_shared
     return paged_attention_shared
 
 
 def _quantized_linear() -> Callable[..., Any]:
-    from .gemv import quantized_linear
+    from .linear.gemv import quantized_linear
     return quantized_linear
 
 
 def _rms_norm() -> Callable[..., Any]:
-    from .norm import rms_norm
+    from .norm.norm import rms_norm
     return rms_norm
 
 
 def _add_rms_norm() -> Callable[..., Any]:
-    from .norm import add_rms_norm
+    from .norm.norm import add_rms_norm
     return add_rms_norm
 
 
 def _sample() -> Callable[..., Any]:
-    from .sampling import sample
+    from .sampling.sample import sample
     return sample
 
 
@@ -133,7 +133,7 @@ def _decode_shared(rows: str) -> str:
             "192) + 16")
 
 
-# grouped.shared_bytes and cascade.shared_bytes of the small configurations, at most
+# shared memory of the small configurations of attention/grouped.py, at most
 GROUPED_SHARED, CASCADE_SHARED = "70696 + 28920 * (head_dim > 128)", "100368"
 
 # Of gemv.cu: x, split over the blocks of the largest cluster, and tiles of the weight, sums and

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ....machine.faults import says_out_of_memory
+from ....machine.watchdog import SOURCE
 from ..definition import Definition
 from ..inputs import available_memory
 
@@ -153,8 +154,7 @@ class References:
 
     def _start(self, device: str) -> None:
         # an exported op's reference imports this library
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
+        path = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH", ""))))
         # a GPU's driver maps more than there is
         limit = self.memory if device == "cpu" else 0
         self._process = subprocess.Popen(

@@ -15,6 +15,7 @@
 #include "device.h"
 #include "combine.h"
 #include "tiles.h"
+#include "items.h"
 #include "grouped_items.h"
 
 KERNEL(grouped, Params, WARPS * 32)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compiler
-from .compiler import Machine
+from .. import compiler
+from ..compiler import Machine
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # per multiprocessor; pairs of blocks whose planes fit into registers
@@ -98,7 +98,8 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
               ("ZEROS", int(shape.zeros)), ("SCALES", SCALES[scales]), ("WARPS", cfg.warps),
               ("COUNT", cfg.own), ("SPLIT", cfg.split), ("WHOLE", int(cfg.pairs * 256 == shape.k)),
               ("SLOTS", cfg.slots), ("BLOCKS", cfg.blocks))
-    run = compiler.kernel("planes.cu", "planes", macros, cfg.warps * 32, cfg.shared, cfg.split)
+    run = compiler.kernel("linear/planes.cu", "planes", macros, cfg.warps * 32, cfg.shared,
+                          cfg.split)
     count = clusters(shape.tiles, cfg.split, cfg.blocks, machine.processors)
     if cfg.split > 1:                                      # others would run after all of these
         count = min(count, run.resident_clusters())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiler
+from .. import compiler
 
 _PARAMS = struct.Struct("@5P2qi2f")
 
@@ -24,7 +24,7 @@ def _prepare(rows: int, hidden: int, dtype: torch.dtype, add: bool, weight: torc
     macros = (("BF16", int(dtype == torch.bfloat16)), ("HIDDEN", hidden), ("THREADS", threads),
               ("ADD", int(add)),
               ("WEIGHT", 0 if weight is None else 1 if weight == dtype else 2))
-    run = compiler.kernel("norm.cu", "rms_norm", macros, threads, 2 * 4 * threads // 32)
+    run = compiler.kernel("norm/norm.cu", "rms_norm", macros, threads, 2 * 4 * threads // 32)
     return run, (min(rows, processors * (2048 // threads)), 1, 1)
 
 

@@ -2,13 +2,13 @@
 //
 // A row is a cluster of blocks. Each block reads its part of the row once and keeps it in shared
 // memory; what does not fit is read again each time. Tokens are in pieces of four: a warp has
-// consecutive pieces, so that the masses of warps are in the order of token ids. sample_search.h
+// consecutive pieces, so that the masses of warps are in the order of token ids. search.h
 // searches for the cut of the filters.
 //
 // Macros: THREADS; HALF (0: float32, 1: float16, 2: bfloat16); PROBS; LIST (how many tokens can be
 // listed).
 #include "device.h"
-#include "sample_search.h"
+#include "search.h"
 
 struct Params {
     const u8* logits;

@@ -1,5 +1,5 @@
 // What grouped.cu keeps of items and its workspace. Macros: those of grouped.cu. Include
-// device.h and combine.h first.
+// items.h first.
 #pragma once
 
 struct Params {
@@ -14,11 +14,6 @@ struct Params {
     float scale, cap;                              // times log2(e), as exponentials are in base 2
 };
 
-struct Item {                          // queries [first, first + n) see keys of [start, end)
-    i32 first, n, start, end;
-    i32 diagonal;                                  // the key that is aligned with the first query
-};
-
 struct alignas(16) Span {                          // of an item
     i32 low, high;                                 // keys that its queries see
     i32 fresh;                                     // those from here on are in no Span before it
@@ -30,31 +25,14 @@ struct alignas(16) Column {
     i32 token, row;                                // item * max_queries * GROUP + query * GROUP + head of the group
 };
 
-struct Range { i32 begin, end; };
-
-constexpr int KEYS = 16, PAIR = 2 * KEYS;          // of an MMA tile; of the two that a warp processes together
-constexpr int THREADS = WARPS * 32;
-constexpr int UNITS = DIM / 8;                     // of 16 bytes per row
-constexpr int AT_ONCE = 32 / UNITS;                // rows that a warp copies together
+constexpr int PAIR = 2 * KEYS;                     // of the two tiles that a warp processes together
 constexpr int COPIED = STEP / WARPS;               // rows that a warp copies per stage
 constexpr int HALF_STAGE = STEP * DIM * 2;         // bytes of K, or of V
 constexpr int STAGE = 2 * HALF_STAGE, RING = STAGES * STAGE;
-constexpr int MOST = WARPS * COLS * 8;             // columns of a block, and items of a pass
 constexpr int QUERY_STAGES = (MOST * DIM * 2 + STAGE - 1) / STAGE;             // the last ones hold the queries at first
-typedef Combine<COLS * 8, DIM> Part;
-static_assert(32 % UNITS == 0, "a row of 64, 128 or 256");
 static_assert(COPIED >= AT_ONCE && COPIED <= KEYS && STEP % PAIR == 0, "a warp copies rows of one tile");
 static_assert(WARPS * Part::PART <= RING, "parts fit into the ring");
 static_assert(QUERY_STAGES < STAGES, "a stage for the first keys");
-static_assert(MOST <= THREADS, "an item for each thread");
-constexpr float ENOUGH = 8.0f;                     // rescale only if a weight would exceed 2^8
-constexpr int FAR = 1 << 30;                       // past all keys
-
-template <int N> struct Tiles { static constexpr int value = N; };
-
-FN int least(int a, int b) { return a < b ? a : b; }
-FN int most(int a, int b) { return a > b ? a : b; }
-
 // Global memory between the launches: for each split the outputs and the maxima and sums of all rows
 // of items, and for each pass where its splits begin.
 struct Workspace {
@@ -82,11 +60,6 @@ FN int pass_of(const Params& p, int index) { return index % p.passes; }
 FN Item item_of(const Params& p, int index) {
     const i32* v = p.items + index * 4;            // q_start, n, k_start, m
     return Item{v[0], least(v[1], p.max_queries), v[2], v[2] + v[3], v[2] + v[3] - v[1]};
-}
-
-// The keys that query i sees.
-FN Range keys_of(const Params& p, const Item& item, int i) {
-    return Range{most(item.start, item.diagonal + i - p.left), least(item.end, item.diagonal + i + p.right + 1)};
 }
 
 FN Range keys_of(const Params& p, const Item& item) {

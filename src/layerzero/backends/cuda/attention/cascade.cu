@@ -11,11 +11,12 @@
 //
 // Macros: BF16, DIM (of keys and values: 64, 128 or 256), GROUP (query heads per KV head), WARPS,
 // COLS (tiles of 8 columns of a warp, 1 or 2), STAGES, PLANNERS (threads of the plan), K_TOKEN and V_TOKEN
-// (token strides), PAGE (0: K and V are buffers; else the page size, a multiple of 16), SOFTCAP.
+// (token strides), PAGE (the page size, a multiple of 16), SOFTCAP.
 #define SPLITS 1                                   // of combine.h: blocks are no clusters
 #include "device.h"
 #include "combine.h"
 #include "tiles.h"
+#include "items.h"
 #include "cascade_items.h"
 #include "cascade_plan.h"
 
@@ -31,29 +32,21 @@ KERNEL(attend, Params, WARPS * 32)
 
     // Start copying the first keys and values.
     const int begin = unit.begin, stop = unit.end, start = begin + warp() * KEYS;
-    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, K_TOKEN)
+    const u16* k = p.k + offset64(kv_head, p.k_head) + offset64(row_in_copy, K_TOKEN)
                    + unit_in_row * 8;
-    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(PAGE ? row_in_copy : start + row_in_copy, V_TOKEN)
+    const u16* v = p.v + offset64(kv_head, p.v_head) + offset64(row_in_copy, V_TOKEN)
                    + unit_in_row * 8;
-#if PAGE
     const i32* const pages = p.table + offset64(unit.row, p.table_row);
     int page = start < stop ? pages[start / PAGE] : 0;
-#endif
     int ahead = start, filled = 0;
     const int copy_at = warp() * 2 * STEP + swizzle(row_in_copy, unit_in_row);
     auto fetch = [&]() {                           // 16 keys and values; zeros past the last of a pair of tiles
         if (ahead - warp() % 2 * KEYS < stop) {
             const int real = stop - ahead - row_in_copy;
-#if PAGE
             const int next = ahead + SPAN < stop ? pages[(ahead + SPAN) / PAGE] : 0;
             const u16* k_from = k + offset64(page, p.k_page) + ahead % PAGE * K_TOKEN;
             const u16* v_from = v + offset64(page, p.v_page) + ahead % PAGE * V_TOKEN;
             page = next;
-#else
-            const u16 *k_from = k, *v_from = v;
-            k += (i64)SPAN * K_TOKEN;
-            v += (i64)SPAN * V_TOKEN;
-#endif
             UNROLL for (int n = 0; n < KEYS; n += AT_ONCE) {
                 u8* to = shared() + filled + (copy_at ^ (n % 8 * 16)) + n * (DIM * 2);
                 copy_async(to, k_from + n * K_TOKEN, n < real);
@@ -70,7 +63,7 @@ KERNEL(attend, Params, WARPS * 32)
     const int item_rows = p.max_queries * GROUP, member = thread() / item_rows, query = thread() % item_rows / GROUP;
     Column own = {0, 0, 0, 0};
     if (member < unit.members) {
-        const Item item = item_of(p, PAGE ? unit.first + member : workspace.order[unit.first + member]);
+        const Item item = item_of(p, unit.first + member);
         const Range seen = keys_of(p, item, query);
         if (query < item.n) own = Column{most(seen.begin, begin), least(seen.end, stop), item.first + query, 0};
     }
@@ -283,11 +276,11 @@ KERNEL(merge, Params, WARPS * 32)
     const Range keys = keys_of(p, item, token - item.first);
     Place places[PLACES];
     UNROLL for (int n = 0; n < PLACES; ++n) places[n] = index < 0 ? Place{} : workspace.places[index * PLACES + n];
-    const int units = places[0].units + (PLACES > 1 ? places[PLACES - 1].units : 0);
+    const int units = places[0].units + places[1].units;
     ROLLED for (int first = 0; first < units; first += 32) {
         const int each = first + lane();
         const bool shared_one = each < places[0].units;
-        const Place place = shared_one ? places[0] : places[PLACES - 1];
+        const Place place = shared_one ? places[0] : places[1];
         const Unit unit = each < units ? workspace.units[place.unit + each - (shared_one ? 0 : places[0].units)] : Unit{};
         const bool seen = most(keys.begin, unit.begin) < least(keys.end, unit.end);
         const int column = (place.slot * p.max_queries + token - item.first) * GROUP + head % GROUP;

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import compiler, planes
-from .compiler import Machine
+from .. import compiler
+from ..compiler import Machine
+from . import planes
 from .planes import MAX_SPLIT, SCALES, clusters
 
 MAX_ROWS = 16
@@ -168,7 +169,8 @@ def _prepare(shape: Shape, dtype: torch.dtype, scales: torch.dtype, machine: Mac
               ("SCALES", SCALES[scales]), ("WARPS", cfg.warps),
               ("PARTS", cfg.parts), ("TALL", cfg.tall), ("STAGES", cfg.stages),
               ("SLOTS", cfg.slots), ("SPLIT", cfg.split), ("BLOCKS", cfg.blocks))
-    run = compiler.kernel("gemv.cu", "gemv", macros, cfg.warps * 32, shape.shared(cfg), cfg.split)
+    run = compiler.kernel("linear/gemv.cu", "gemv", macros, cfg.warps * 32, shape.shared(cfg),
+                          cfg.split)
     cluster_count = clusters(-(-shape.n // (16 * cfg.tall)), cfg.split, cfg.blocks,
                              machine.processors)
     if cfg.split > 1:                                      # others would run after all of these

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.formulas.sampling import (
+from ....ops.formulas.sampling import (
     GOLDEN,
     Penalties,
     apply_penalties,
@@ -17,7 +17,7 @@ from ...ops.formulas.sampling import (
     random_numbers,
     scalar_or_column,
 )
-from . import compiler
+from .. import compiler
 
 PIECE = 4                  # tokens per read of a thread
 MAX_BLOCKS = 16            # per cluster
@@ -77,8 +77,8 @@ def _plan(half: int, probs: bool, vocab: int, cfg: Config) -> tuple[Any, int, in
     fixed, step = 80 * warps + 2816 + 8 * listed, threads * 16
     over = max(0, steps - (room - fixed) // step)
     macros = (("THREADS", threads), ("HALF", half), ("PROBS", int(probs)), ("LIST", listed))
-    kernel = compiler.kernel("sample.cu", "sample", macros, threads, fixed + (steps - over) * step,
-                             cluster)
+    kernel = compiler.kernel("sampling/sample.cu", "sample", macros, threads,
+                             fixed + (steps - over) * step, cluster)
     return kernel, steps, over, steps // over if over else steps + 1
 
 

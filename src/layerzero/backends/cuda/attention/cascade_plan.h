@@ -2,7 +2,6 @@
 // cascade_items.h first. Macros: those of cascade.cu, and PLANNERS (threads).
 #pragma once
 
-#if PAGE
 // How many leading pages of each sequence are those of the one before: a warp each.
 FN void compare(const Params& p, i32* common) {
     constexpr int AHEAD = 8;
@@ -25,16 +24,13 @@ FN void compare(const Params& p, i32* common) {
         if (lane() == 0) common[index] = least(differs, full);
     }
 }
-#endif
 
-// Calls add(keys, table row, first item, items, place) for each entry. With PAGE: runs of sequences
-// that share leading pages, extended while that saves more reads, as many at once as rows fit; then
-// the other pages of each sequence. Without: items by descending end, together as long as that
-// reads no more keys.
+// Calls add(keys, table row, first item, items, place) for each entry: runs of sequences that share
+// leading pages, extended while that saves more reads, as many at once as rows fit; then the other
+// pages of each sequence.
 template <typename Add>
 FN void group_items(const Params& p, const Range* seen, const i32* common, Add add) {
     const int limit = MOST / (p.max_queries * GROUP);
-#if PAGE
     constexpr int FEWEST = 64;                     // shared keys that are worth an entry
     ROLLED for (int leader = 0, next; leader < p.count; leader = next) {
         int pages = 0;
@@ -56,21 +52,7 @@ FN void group_items(const Params& p, const Range* seen, const i32* common, Add a
         }
         for (int n = leader; n < next; ++n) add(Range{most(seen[n].begin, together), seen[n].end}, n, n, 1, 1);
     }
-#else
-    ROLLED for (int first = 0, next; first < p.count; first = next) {
-        Range keys = seen[first];
-        for (next = first + 1; next < p.count && next - first < limit; ++next) {
-            const Range more = seen[next];         // it ends where the others do, or before
-            if (keys.begin - more.begin >= most(more.end - more.begin, 1)) break;
-            keys.begin = least(keys.begin, more.begin);
-        }
-        add(keys, 0, first, next - first, 0);
-    }
-#endif
 }
-
-// Where item n in their order ends, of an entry that ends there. With PAGE nearly all of them end so.
-FN int last_key(const Range* seen, int n, int end) { return PAGE ? end : least(seen[n].end, end); }
 
 FN i64 most64(i64 a, i64 b) { return a > b ? a : b; }
 
@@ -80,31 +62,17 @@ KERNEL(plan, Params, PLANNERS)
     const Workspace workspace = workspace_of(p);
     i64* const target = (i64*)shared();            // the cost of a unit
     i32* const entries = (i32*)(target + 1);       // how many
-    Range* const seen = (Range*)(target + 2);      // of each item, in their order
-    Range* const unsorted = PAGE ? seen : seen + p.count;
-    i32* const order = (i32*)(unsorted + p.count); // of the items
-    i32* const common = order + p.count;           // leading pages that are those of the sequence before
+    Range* const seen = (Range*)(target + 2);      // of each item
+    i32* const common = (i32*)(seen + p.count);    // leading pages that are those of the sequence before
     const int item_rows = p.max_queries * GROUP;
     ROLLED for (int n = thread(); n < p.tokens; n += PLANNERS) workspace.item_of_token[n] = -1;
-    ROLLED for (int n = thread(); n < p.count; n += PLANNERS) unsorted[n] = keys_of(p, item_of(p, n));
-#if PAGE
+    ROLLED for (int n = thread(); n < p.count; n += PLANNERS) seen[n] = keys_of(p, item_of(p, n));
     compare(p, common);
-#endif
     sync_block();
     ROLLED for (int n = thread(); n < p.count; n += PLANNERS) {
         const Item item = item_of(p, n);
         for (int i = 0; i < item.n; ++i) workspace.item_of_token[item.first + i] = n;
         for (int i = 0; i < PLACES; ++i) workspace.places[n * PLACES + i] = Place{0, 0, 0};
-        int before = n;
-        if (!PAGE) {
-            before = 0;
-            const Range own = unsorted[n];
-            for (int m = 0; m < p.count; ++m)
-                before += unsorted[m].end > own.end || (unsorted[m].end == own.end && m < n);
-            seen[before] = own;
-        }
-        order[before] = n;
-        workspace.order[before] = n;
     }
     sync_block();
     if (thread() == 0) {
@@ -112,9 +80,7 @@ KERNEL(plan, Params, PLANNERS)
         i64 cost = 0;
         group_items(p, seen, common, [&](Range keys, int row, int first, int members, int place) {
             if (keys.begin >= keys.end) return;
-            i64 own = (i64)(keys.end - keys.begin) * p.weight;
-            ROLLED for (int n = first; n < first + members; ++n)
-                own += (i64)(last_key(seen, n, keys.end) - keys.begin) * item_rows;
+            const i64 own = (i64)(keys.end - keys.begin) * (p.weight + members * item_rows);
             workspace.entries[count++] = Entry{keys.begin, keys.end, row, first, members, place, own};
             cost += own;
         });
@@ -146,21 +112,14 @@ KERNEL(plan, Params, PLANNERS)
             begin = end;
             ++n;
         };
-        i64 before = 0;                            // the cost of keys before x
-        int x = entry.begin;
-        ROLLED for (int m = entry.members; m > 0 && n + 1 < units; m = PAGE ? 0 : m - 1) {
-            const int end = last_key(seen, entry.first + m - 1, entry.end), each = p.weight + m * item_rows;
-            const i64 after = before + (i64)(end - x) * each;
-            ROLLED while (n + 1 < units && entry.cost * (n + 1) / units <= after) {
-                const int keys = x - entry.begin + (int)((entry.cost * (n + 1) / units - before) / each);
-                emit(most(begin, least(entry.begin + round_up(keys, KEYS), entry.end)));
-            }
-            before = after;
-            x = end;
+        const int each = p.weight + rows;          // the cost of a key
+        ROLLED while (n + 1 < units) {
+            const int keys = (int)(entry.cost * (n + 1) / units / each);
+            emit(most(begin, least(entry.begin + round_up(keys, KEYS), entry.end)));
         }
         while (n < units) emit(entry.end);         // what is left; rounding may leave none to the last
         ROLLED for (int n = 0; n < entry.members; ++n)
-            workspace.places[order[entry.first + n] * PLACES + entry.place] = Place{first_unit, units, n};
+            workspace.places[(entry.first + n) * PLACES + entry.place] = Place{first_unit, units, n};
         unit += shuffle(last_unit, 31);
         part += shuffle(last_part, 31);
     }

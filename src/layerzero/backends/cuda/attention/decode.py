@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...spec import replay
-from ...spec.replay import Varying
-from . import compiler
+from ....spec import replay
+from ....spec.replay import Varying
+from .. import compiler
 
 LOG2E = 1.4426950408889634
 MAX_ROWS = 32              # query heads of a KV head times their tokens
@@ -82,7 +82,7 @@ def _compiled(bf16: bool, dim: int, group: int, rows: int, k_token: int, v_token
               ("SPLITS", cfg.splits), ("WARPS", cfg.warps), ("STAGES", cfg.stages),
               ("K_TOKEN", k_token), ("V_TOKEN", v_token), ("PAGE", page), ("STARTS", int(starts)),
               ("CAUSAL", int(causal)), ("WINDOW", int(window)))
-    return compiler.kernel("decode.cu", "decode", macros, cfg.warps * 32,
+    return compiler.kernel("attention/decode.cu", "decode", macros, cfg.warps * 32,
                            shared_bytes(rows, dim, cfg.warps, cfg.stages), cfg.splits)
 
 

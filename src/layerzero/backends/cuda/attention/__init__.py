@@ -1,0 +1,1 @@
+"""Attention of few queries over many keys: decode steps over a dense, paged or shared cache."""

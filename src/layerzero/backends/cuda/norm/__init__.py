@@ -1,0 +1,1 @@
+"""RMS norm of few rows, with and without a residual add."""

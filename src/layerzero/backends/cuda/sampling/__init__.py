@@ -1,0 +1,1 @@
+"""Sampling one token per row of logits."""

@@ -162,8 +162,12 @@ def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causa
                   alibi_slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns mask, causality, window and ALiBi as one 4-D tensor to add to the scores,
     broadcastable."""
-    bias, hidden = position_terms(query.shape[2], key.shape[2], is_causal, causal_align,
-                                  window_left, window_right,
+    seq_q, seq_k = query.shape[2], key.shape[2]
+    if is_causal and attn_mask is None and window_left < 0 and alibi_slopes is None:
+        offset = seq_k - seq_q if causal_align == "bottom_right" else 0
+        later = torch.full((1, 1, seq_q, seq_k), -math.inf, dtype=dtype, device=query.device)
+        return later.triu_(1 + offset)          # two steps in place of eight
+    bias, hidden = position_terms(seq_q, seq_k, is_causal, causal_align, window_left, window_right,
                                   alibi_slopes, query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         bias = attn_mask.to(dtype) if bias is None else bias + attn_mask

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.backends.native import KERNELS, MAX_QUERY_ROWS, build, ggml
 from layerzero.dispatch import native
 from layerzero.machine import hardware, loading
@@ -196,6 +197,22 @@ def test_norms_keep_nan_in_its_row(library, kernel, dtype):
     values["x"][1, 7] = float("nan")
     out = contract.results_of(contract.call(BY_ID[kernel], values))[0]
     assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, (0x7fffffff, -1)),
+                                         (torch.float16, (0x7fff, -1)),
+                                         (torch.bfloat16, (0x7fff, -1, 0x7f81))])
+def test_any_nan_stays_one_in_half_types(library, dtype, bits):
+    """A NaN with all its bits set, rounded as a number is, would become zero."""
+    ints = torch.int32 if dtype == torch.float32 else torch.int16
+    weight, x = torch.ones(24, dtype=dtype), torch.ones(2, 24, dtype=torch.bfloat16)
+    weight[3:3 + len(bits)] = torch.tensor(bits, dtype=ints).view(dtype)
+    out = lz.rms_norm(x, weight, backend="native.rms_norm")
+    assert out.isnan()[:, 3:3 + len(bits)].all() and out[:, :3].isfinite().all()
+    stray = x.clone().view(torch.int16)
+    stray[1, 5] = -1
+    out, total = lz.add_rms_norm(stray.view(torch.bfloat16), x, backend="native.add_rms_norm")
+    assert out[1].isnan().all() and total[1, 5].isnan() and out[0].isfinite().all()
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)

@@ -30,7 +30,8 @@ template <class T> INLINE inline void store_n(T *p, vf v, int n) { n == W ? stor
 // with zeros.
 struct Pair {
   template <class T> INLINE void load_n(const T *p, vf *to) const { load_two(p, to); }
-  template <class T> INLINE void store_n(T *p, const vf *from) const { store_two(p, from); }
+  template <class T> INLINE void store_n(T *p, const vf *from) const { store_short(p, from); }
+  template <class T> INLINE void store_rounded(T *p, vf *both) const { lz::store_rounded(p, both); }
 };
 struct Tail {
   int n;
@@ -42,6 +43,11 @@ struct Tail {
   template <class T> void store_n(T *p, const vf *from) const {
     T some[2 * W];
     store_two(some, from);
+    std::memcpy(p, some, n * sizeof(T));
+  }
+  template <class T> void store_rounded(T *p, vf *both) const {
+    T some[2 * W];
+    lz::store_rounded(some, both);
     std::memcpy(p, some, n * sizeof(T));
   }
 };
@@ -57,19 +63,25 @@ template <class T> void norm_row(const Norm &a, int64_t row, const float *weight
   const T *x = (const T *)a.x + row * a.x_row, *residual = (const T *)a.residual + row * a.residual_row;
   T *out = (T *)a.out + row * a.hidden, *total = (T *)a.total + row * a.hidden;
   vf sums[2] = {};
-  for_each_pair(a.hidden, [&](int64_t d, auto part) {
-    vf v[2], r[2];
-    part.load_n(x + d, v);
-    if (a.has_residual) {
-      part.load_n(residual + d, r);
-      each<2>([&](auto i) { v[i] += r[i]; });
-      part.store_n(total + d, v), part.load_n(total + d, v);   // rounded, as stored
-    }
+  auto keep = [&](int64_t d, const vf *v) INLINE {
     each<2>([&](auto i) { sums[i] += v[i] * v[i]; });
     store_two(wide + d, v);
+  };
+  if (a.has_residual) for_each_pair(a.hidden, [&](int64_t d, auto part) {
+    vf v[2], r[2];
+    part.load_n(x + d, v), part.load_n(residual + d, r);
+    each<2>([&](auto i) { v[i] += r[i]; });
+    part.store_rounded(total + d, v);
+    keep(d, v);
+  });
+  else for_each_pair(a.hidden, [&](int64_t d, auto part) {
+    vf v[2];
+    part.load_n(x + d, v);
+    keep(d, v);
   });
   float mean = sum(sums[0] + sums[1]) / float(a.hidden);
   float inverse = 1.0f / std::sqrt(mean + a.eps);
+  if (inverse != inverse) inverse = NAN;        // as store_short wants it, like the weight below
   for_each_pair(a.hidden, [&](int64_t d, auto part) {
     vf v[2], w[2];
     load_two(wide + d, v), load_two(weight ? weight + d : wide + d, w);
@@ -83,7 +95,7 @@ template <class P> void widen_weight(const Norm &a, float *to) {
   for_each_pair(a.hidden, [&](int64_t d, auto part) {
     vf w[2];
     part.load_n((const P *)a.weight + d, w);
-    each<2>([&](auto i) { w[i] += a.offset; });
+    each<2>([&](auto i) { w[i] += a.offset, w[i] = w[i] == w[i] ? w[i] : all(NAN); });
     store_two(to + d, w);
   });
 }

@@ -135,30 +135,44 @@ inline std::atomic<bool> &by_openmp() {
   return chosen;
 }
 
-// Calls work(i, thread) for 0 <= i < count on up to `threads` threads; `thread` is below `threads`,
-// and no two that run at once have the same.
-template <class W> void share(int threads, int64_t count, const W &work) {
-  if (threads < 2 || count < 2) {
-    for (int64_t i = 0; i < count; i++) work(i, 0);
-    return;
-  }
+// The work of a call, as one compiled loop: every way to share it out below calls that.
+struct Range {
+  void (*run)(const void *work, int64_t first, int64_t end, int thread);
+  const void *work;
+  int64_t count;
+};
+
+inline void share_range(int threads, const Range &range) {
 #ifdef _OPENMP
   if (by_openmp()) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) work(i, omp_get_thread_num());
+#pragma omp parallel num_threads(threads)
+    {
+      const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
+      range.run(range.work, range.count * thread / all, range.count * (thread + 1) / all, int(thread));
+    }
     return;
   }
 #endif
   struct Pieces {
-    const W &work;
-    int64_t count, size;
+    const Range &range;
+    int64_t size;
     std::atomic<int64_t> next{0};
-  } pieces{work, count, std::max<int64_t>(1, count / (threads * PIECES))};
+  } pieces{range, std::max<int64_t>(1, range.count / (threads * PIECES))};
   pool().load()->run({[](void *data, int thread) {
     Pieces &p = *(Pieces *)data;
-    for (int64_t i; (i = p.next.fetch_add(p.size)) < p.count;)
-      for (const int64_t end = std::min(p.count, i + p.size); i < end; i++) p.work(i, thread);
+    for (int64_t i; (i = p.next.fetch_add(p.size)) < p.range.count;)
+      p.range.run(p.range.work, i, std::min(p.range.count, i + p.size), thread);
   }, &pieces, threads});
+}
+
+// Calls work(i, thread) for 0 <= i < count on up to `threads` threads; `thread` is below `threads`,
+// and no two that run at once have the same.
+template <class W> void share(int threads, int64_t count, const W &work) {
+  const Range range{[](const void *data, int64_t first, int64_t end, int thread) {
+    for (int64_t i = first; i < end; i++) (*(const W *)data)(i, thread);
+  }, &work, count};
+  if (threads < 2 || count < 2) range.run(&work, 0, count, 0);
+  else share_range(threads, range);
 }
 
 }  // namespace lz

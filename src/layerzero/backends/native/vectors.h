@@ -157,12 +157,15 @@ INLINE inline void load_two(const fp16 *p, vf *to) {
   float16x8_t h = vld1q_f16((const __fp16 *)p);
   to[0] = (vf)vcvt_f32_f16(vget_low_f16(h)), to[1] = (vf)vcvt_high_f32_f16(h);
 }
+// In the upper half of each word; of a NaN only if its lower half is zero.
+INLINE inline uint32x4_t round_half(vf v) {
+  const uint32x4_t bits = (uint32x4_t)v, odd = vandq_u32(bits, vdupq_n_u32(0x10000));
+  return vsraq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd, 16);
+}
 INLINE inline void store_two(bf16 *p, const vf *from) {
   uint32x4_t r[2], number[2];
   each<2>([&](auto i) {
-    uint32x4_t bits = (uint32x4_t)from[i], odd = vandq_u32(bits, vdupq_n_u32(0x10000));
-    r[i] = vsraq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd, 16);
-    number[i] = vceqq_f32((float32x4_t)from[i], (float32x4_t)from[i]);
+    r[i] = round_half(from[i]), number[i] = vceqq_f32((float32x4_t)from[i], (float32x4_t)from[i]);
   });
   uint16x8_t high = vuzp2q_u16((uint16x8_t)r[0], (uint16x8_t)r[1]);
   vst1q_u16(&p->bits, vbslq_u16(vuzp1q_u16((uint16x8_t)number[0], (uint16x8_t)number[1]), high, vdupq_n_u16(0x7fc0)));
@@ -170,7 +173,25 @@ INLINE inline void store_two(bf16 *p, const vf *from) {
 INLINE inline void store_two(fp16 *p, const vf *from) {
   vst1q_f16((__fp16 *)p, vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)from[0]), (float32x4_t)from[1]));
 }
+// Stores numbers whose NaN have nothing in their lower half: what comes from bfloat16 and quiet NaN.
+INLINE inline void store_short(bf16 *p, const vf *from) {
+  vst1q_u16(&p->bits, vuzp2q_u16((uint16x8_t)round_half(from[0]), (uint16x8_t)round_half(from[1])));
+}
+// The same, and `both` becomes what was stored.
+INLINE inline void store_rounded(bf16 *p, vf *both) {
+  const uint32x4_t r[2] = {round_half(both[0]), round_half(both[1])};
+  vst1q_u16(&p->bits, vuzp2q_u16((uint16x8_t)r[0], (uint16x8_t)r[1]));
+  each<2>([&](auto i) { both[i] = (vf)vandq_u32(r[i], vdupq_n_u32(0xffff0000)); });
+}
+INLINE inline void store_rounded(fp16 *p, vf *both) {
+  const float16x8_t h = vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)both[0]), (float32x4_t)both[1]);
+  vst1q_f16((__fp16 *)p, h);
+  both[0] = (vf)vcvt_f32_f16(vget_low_f16(h)), both[1] = (vf)vcvt_high_f32_f16(h);
+}
 #endif
+template <class T> INLINE inline void store_short(T *p, const vf *from) { store_two(p, from); }
+template <class T> INLINE inline void store_rounded(T *p, vf *both) { store_two(p, both), load_two(p, both); }
+INLINE inline void store_rounded(float *p, vf *both) { store_two(p, both); }
 
 // The first n < W elements; the rest is zero.
 template <class T> inline vf load_some(const T *p, int n) {

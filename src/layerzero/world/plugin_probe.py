@@ -56,7 +56,7 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
         return                                 # what it does at import is done
     key, known = _key(entry), _known()
     at, why = known.get(key, (0.0, None))
-    if why is None or (why and (again or time.time() - at > AGAIN_AFTER)):
+    if why is None or (why and (again or not 0 <= time.time() - at <= AGAIN_AFTER)):
         why, lasting = _probe(entry, origin, read)
         if lasting:
             _remember(key, why)

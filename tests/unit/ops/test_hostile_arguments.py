@@ -314,7 +314,8 @@ def test_a_backend_of_any_kind(backend):
 
 
 @pytest.mark.parametrize("name", ["attention", "varlen_attention", "gated_delta_rule"])
-def test_a_scale_of_zero_is_a_number_like_any_other(name, path):
+def test_a_scale_of_zero_is_a_number_like_any_other(name):
     op = lz.op(name)
-    out = path_of(op, path)(**{**good_call(op), "scale": 0.0})
-    assert all(torch.isfinite(t).all() for t in (out if isinstance(out, tuple) else (out,)))
+    with lz.recording() as found:              # which describes the kind of call
+        getattr(lz, name)(**{**good_call(op), "scale": 0.0})
+    assert [call.arguments["scale"] for call in found.calls] == [0.0]

@@ -164,7 +164,7 @@ def test_a_check_that_dies_is_not_ready_and_is_tried_again(serving):
     now: list = [KeyError("something nobody thought of at /home/me/x")]
 
     def check():
-        if isinstance(now[0], Exception):
+        if isinstance(now[0], BaseException):
             raise now[0]
         return now[0]
 
@@ -172,6 +172,8 @@ def test_a_check_that_dies_is_not_ready_and_is_tried_again(serving):
     server = serving(check)
     wait_for(lambda: b"the check itself failed" in get(server, "/ready")[2])
     assert get(server, "/ready")[0] == 503 and b"/home" not in get(server, "/ready")[2]
+    now[0] = SystemExit("of a library")
+    wait_for(lambda: b"SystemExit" in get(server, "/ready")[2])
     now[0] = READY
     wait_for(lambda: get(server, "/ready")[0] == 200)
 
@@ -271,6 +273,37 @@ def test_clients_that_send_a_byte_now_and_then_do_not_keep_it(server, monkeypatc
             connection.close()
 
 
+def test_a_probe_is_not_kept_out_by_clients_that_do_not_finish(server, monkeypatch):
+    monkeypatch.setattr(serve, "UNHURRIED_SECONDS", 0.0)
+    slow = [socket.create_connection((server.host, server.port), timeout=60)
+            for _ in range(2 * serve.MOST_CONNECTIONS)]
+    try:
+        for connection in slow:
+            with suppress(OSError):
+                connection.sendall(b"GET /re")
+        wait_for(lambda: len(server._http._open) == serve.MOST_CONNECTIONS)
+        assert raw(server, b"GET /live HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.0 200")
+    finally:
+        for connection in slow:
+            connection.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, ZeroDivisionError])
+def test_a_collector_that_raises_is_an_answer(server, error, monkeypatch):
+    def raises():
+        raise error("at \x1b[31m")
+
+    monkeypatch.setattr(serve.prometheus.inspection, "stats", raises)
+    status, _, body = get(server, "/metrics")
+    assert status in (500, 501) and b"\x1b" not in body
+    assert get(server, "/ready")[0] == 200
+
+
+@pytest.mark.parametrize("accept", ["application/openmetrics-text; version=abc", ";=,;", "\xff" * 99])
+def test_what_a_client_accepts_may_be_nonsense(server, accept):
+    assert get(server, "/metrics", Accept=accept)[0] in (200, 501)
+
+
 def test_many_ask_at_once(server):
     found: list = []
 
@@ -311,6 +344,8 @@ def test_closing_frees_the_port_and_stops_the_threads():
 
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"port": -1}, {"every": 0},
                                    {"every": float("nan")}, {"host": "no such host"},
+                                   {"every": float("inf")}, {"host": ""}, {"host": "\x00"},
+                                   {"host": 5}, {"port": "9400"}, {"port": 1.5},
                                    {"calls": ["x"]}, {"calls": "no_such_file"}])
 def test_what_cannot_be_is_said_at_once(wrong):
     with pytest.raises(lz.errors.LayerZeroError):

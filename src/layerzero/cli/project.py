@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files.sealed import replace_output
 from ..selection.policy import SETTINGS
 from ..spec.errors import ConfigError
 
@@ -91,6 +92,6 @@ def workflow_text(ops: Sequence[str]) -> str:
 def write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        replace_output(path, text)
     except OSError as e:
         raise ConfigError(f"{path} cannot be written: {e.strerror}; give a --dir that can") from e

@@ -207,7 +207,9 @@ class Dispatcher:
                              tuple(map(
             str, step.transforms)), step.score.source, step.score.transform_us, explained.rejected))
         entry = Entry(plan, binding if unguarded is binding.run else Binding(unguarded, None), run,
-                      recordings)
+                      recordings, reads_memory=isinstance(run, Exploring) or any(
+                          leaf.fact == "tensor_kind" for rule in kernel.requires
+                          for leaf in rule.leaves()))
         protection.unguard_later(run, entry, "run")
         return self.ledger.add(entry)
 

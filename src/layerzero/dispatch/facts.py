@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from ..machine.faults import capturing, sdpa_backends
 from ..spec.errors import InvalidCall, LayerZeroError
@@ -183,6 +184,9 @@ def check_storage(op: Op, tensors: Mapping[str, Tensor], may_be_nested: bool = F
                     Code.TENSOR_UNREADABLE, f"a tensor with memory for {t.numel()} elements",
                     "one whose storage was freed", name))
             continue
+        if is_lazy(t):                         # of a LazyLinear that was never called: no sizes yet
+            raise InvalidCall.of(op.name, Reason(Code.TENSOR_UNREADABLE, "a tensor with sizes",
+                                                 "an uninitialized parameter", name))
         with torch._C.DisableTorchFunctionSubclass():
             kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         if kind != "strided" and not (may_be_nested and kind == "nested"):

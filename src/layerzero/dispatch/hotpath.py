@@ -34,7 +34,7 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
     names = ", ".join(p.name for p in op.params)
     body = _key_lines(program, watch_capture)
     read_override = "_override = OVERRIDE()"
-    # a hit does not ask: torch's own functions do not either
+    # a hit asks only for kernels over raw memory: torch's own functions read any tensor right
     readable = f"if not HAS_MEMORY(({names},)): break"
     call = [
         f"def call({_declaration(op)}):",
@@ -44,6 +44,7 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
         *("        " + line for line in body),
         "        _entry = TABLE.get(KEY)",
         f"        if _entry is None: return MISS(KEY, ({names},), backend, policy)",
+        *_memory_lines(op),
         "        _entry.tick()",
         "        try:",
         f"            return _entry.run({names})",
@@ -64,6 +65,16 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
         "    return None",
     ]
     return "\n".join(call)
+
+
+def _memory_lines(op: Op) -> list[str]:
+    """The lines that leave a call with freed memory or a negated view to the slow path."""
+    readable = [f"{p.name}.data_ptr() and not {p.name}.is_neg()" if not p.optional
+                else f"({p.name} is None or {p.name}.data_ptr() and not {p.name}.is_neg())"
+                for p in op.params if p.kind == "tensor"]
+    return ["        if _entry.reads_memory:", "            try:",
+            f"                if not ({' and '.join(readable)}): break",
+            "            except NOT_PLAIN: break"] if readable else []
 
 
 def generate_stub(op: Op) -> str:

@@ -11,6 +11,7 @@ from typing import Union
 from ..spec.call import Call
 from ..spec.errors import ConfigError
 from .reading import FileLimits, read_json_lines
+from .sealed import replace_output
 
 LIMITS = FileLimits(size=256 << 20)
 Calls = Union[Iterable[Call], str, "os.PathLike[str]"]
@@ -18,7 +19,7 @@ Calls = Union[Iterable[Call], str, "os.PathLike[str]"]
 
 def write_calls(path: Path, calls: Iterable[Call]) -> None:
     """One call a line."""
-    path.write_text("".join(json.dumps(call.to_json()) + "\n" for call in calls))
+    replace_output(path, "".join(json.dumps(call.to_json()) + "\n" for call in calls))
 
 
 def read_calls(path: Path) -> tuple[Call, ...]:

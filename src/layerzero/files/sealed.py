@@ -80,18 +80,26 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(folder / path.name, path)
 
 
-def replace_output(path: Path, text: str) -> None:
+def replace_output(path: Path, text: str, errors: str = "strict") -> None:
     """Write a file that the user asked for atomically: readers see the old one or the new one.
 
-    The draft beside it has an unguessable name and is never written through a link.
+    The draft beside it has an unguessable name and is never written through a link. A link of this
+    user or of root is followed, as in `--out /dev/stdout`; what is no file, such as a pipe or
+    /dev/null, is written to and stays what it is.
     """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8", errors=errors) as out:
+            out.write(text)
+        return
+    if path.is_symlink() and (not _POSIX or path.lstat().st_uid in (0, os.geteuid())):
+        path = Path(os.path.realpath(path))
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
     try:
-        with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as out:
+        with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8", errors=errors) as out:
             out.write(text)
         os.replace(draft, path)
-    except OSError:
+    except BaseException:                      # re-raised: no half of a file is left
         with suppress(OSError):
             os.unlink(draft)
         raise

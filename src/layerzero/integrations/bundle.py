@@ -234,7 +234,10 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 
 def _iso_time(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+    try:
+        return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):           # of a clock that was far off
+        return f"{at} seconds since 1970"
 
 
 def _write(target: Path, files: Files, force: bool) -> None:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from ..files.calls import Calls, load_calls
+from ..files.reading import printable
 from ..operate import readiness
 from ..plan.lockfile import Lockfile
 from ..plan.readiness import WANTED, OrPath, readiness_check
@@ -34,7 +35,8 @@ from . import prometheus
 LOOPBACK = "127.0.0.1"
 EVERY = 5.0                                    # seconds between two checks
 STALE = 60.0                                   # seconds after which a check counts as hanging
-MOST_CONNECTIONS = 32                          # at once; more are closed unanswered
+MOST_CONNECTIONS = 32                          # at once; see _Http.verify_request
+UNHURRIED_SECONDS = 1.0                        # after which a client gives its place to another
 MOST_HEADER_BYTES = 1 << 14                    # of a whole request
 CONNECTION_SECONDS = 10.0                      # for a request and its response
 JSON, PLAIN = "application/json; charset=utf-8", "text/plain; charset=utf-8"
@@ -71,7 +73,7 @@ class Reports:
             try:
                 report = self._check()
                 self._last = time.monotonic(), report.ok, readiness.redacted(report)
-            except Exception as e:             # /ready reports it, and the next check is tried
+            except BaseException as e:         # /ready reports it, and the next check is tried
                 error = redaction.text(f"{type(e).__name__}: {e}")
                 events.log.warning("the readiness check failed: %s", error)
                 self._last = time.monotonic(), False, {"ready": False,
@@ -99,18 +101,26 @@ class Server:
     """The HTTP server of serve_metrics; close it, or use it in a `with`."""
 
     def __init__(self, host: str, port: int, check: Check, every: float = EVERY) -> None:
-        if not 0 <= port < 65536:
+        if not isinstance(host, str) or not host:
+            raise ConfigError(f"host must be a name or an address such as {LOOPBACK}, 0.0.0.0 or "
+                              f"::1, got {host!r}")
+        if type(port) is not int or not 0 <= port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, got {port!r}")
-        if not every > 0:
+        if isinstance(every, bool) or not isinstance(every, (int, float)) or not (
+                0 < every <= threading.TIMEOUT_MAX):
             raise ConfigError(f"every must be seconds > 0, got {every!r}")
         try:
             self._http = _Http((host, port), self)
-        except OSError as e:
+        except (OSError, TypeError, ValueError) as e:     # the last two: no name that can be
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {e.strerror or e}; choose another port or "
-                "host") from e
-        self._metrics, self._uninstall = _metrics_page()
-        self.reports = Reports(check, every)
+                f"cannot listen on {printable(host):.100}:{port}: "
+                f"{getattr(e, 'strerror', None) or e}; choose another port or host") from e
+        try:
+            self._metrics, self._uninstall = _metrics_page()
+            self.reports = Reports(check, every)
+        except BaseException:
+            self._http.server_close()
+            raise
         self.host, self.port = host, int(self._http.server_address[1])
         self._closing = threading.Lock()
         self._closed = False
@@ -140,6 +150,10 @@ class Server:
                 return self._metrics(accept, self.reports.latest()[0])
             except LayerZeroError as e:        # such as a policy that cannot be read
                 return 503, PLAIN, redaction.text(f"{e}\n").encode()
+            except Exception as e:             # of a collector, which may be anyone's
+                error = printable(redaction.text(f"{type(e).__name__}: {e}"))
+                events.log.warning("the metrics cannot be collected: %s", error)
+                return 500, PLAIN, f"the metrics cannot be collected: {error}\n".encode()
         return 404, PLAIN, b"there is /metrics, /ready and /live\n"
 
     def close(self) -> None:
@@ -183,7 +197,10 @@ def _metrics_page() -> tuple[Callable[[str, bool], Response] | None, Callable[[]
 
     def page(accept: str, ready: bool) -> Response:
         gauge.set(float(ready))
-        encode, kind = choose_encoder(accept)
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):        # a version that is no number
+            encode, kind = choose_encoder("")
         return 200, kind, encode(registry)
 
     return page, uninstall
@@ -199,6 +216,7 @@ class _Http(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.owner = owner
+        # connection -> when it came; the oldest is the first
         self._open: dict[socket.socket, float] = {}
         self._guard = threading.Lock()
         super().__init__(address, _Handler)
@@ -210,11 +228,27 @@ class _Http(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "layerzero", int(self.server_address[1])
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:                        # too many open files: it comes again at once
+            time.sleep(0.05)
+            raise
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a connection where there is a place, or where the oldest had time enough: clients
+        that do not finish must not keep a probe out."""
+        now, oldest = time.monotonic(), None
         with self._guard:
             if len(self._open) >= MOST_CONNECTIONS:
-                return False
-            self._open[request] = time.monotonic()
+                oldest = next(iter(self._open))
+                if now - self._open[oldest] < UNHURRIED_SECONDS:
+                    return False
+                del self._open[oldest]
+            self._open[request] = now
+        if oldest is not None:
+            with suppress(OSError):            # already closed
+                oldest.shutdown(socket.SHUT_RDWR)
         return True
 
     def shutdown_request(self, request: Any) -> None:

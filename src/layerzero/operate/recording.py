@@ -13,6 +13,7 @@ of ours.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -102,6 +103,7 @@ class Recorder:
         self._lock, self._writing = locks.Lock(), locks.Lock()
         self._due = 0.0
         self._at_exit = False
+        self._waits = False                    # for a file that cannot be written now
 
     def after_fork(self) -> None:
         """In the child: a recording to a folder goes on in a file of its own, one to a file is the
@@ -169,10 +171,17 @@ class Recorder:
 
     def _append(self, call: Call) -> None:
         """Write a new kind at once: the program may not come to its end."""
-        with self._writing, self._stopping_on_error():
-            if self.path is not None:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(call.to_json()) + "\n")
+        with self._writing, self._waiting_on_error():
+            if self.path is not None and not self._waits:
+                with self.path.open("ab", buffering=0) as file:
+                    line, size = json.dumps(call.to_json()).encode() + b"\n", file.tell()
+                    try:
+                        if file.write(line) < len(line):
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    except OSError:            # re-raised: no half of a line is left
+                        with suppress(OSError):
+                            file.truncate(size)
+                        raise
         if not self._at_exit and "multiprocessing.util" in sys.modules:
             # a forked worker runs this at its end, but not atexit
             self._at_exit = True
@@ -180,18 +189,20 @@ class Recorder:
 
     def flush(self) -> None:
         """Write everything, with the current counts, atomically."""
-        with self._writing, self._stopping_on_error():
+        with self._writing, self._waiting_on_error():
             if self.path is not None and (self.folder is None or self._lines):
                 replace_output(self.path,
                                "".join(json.dumps(call.to_json()) + "\n" for call in self.calls))
+                self._waits = False
 
     @contextmanager
-    def _stopping_on_error(self) -> Iterator[None]:
+    def _waiting_on_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as e:                   # the program goes on without its recording
-            log.warning("recording stopped: %s", e)
-            self.path = None
+        except OSError as e:                   # the program goes on; the next flush tries again
+            if not self._waits:
+                log.warning("the recording cannot be written and is kept in memory: %s", e)
+            self._waits = True
 
 
 class RecordingDispatcher(dispatch.Dispatcher):
@@ -319,6 +330,8 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
         yield recorder
     finally:
         stop(recorder)
+        if recorder._waits:
+            log.warning("%s is not complete: it could not be written at the end either", file)
 
 
 def from_environment() -> Recorder | None:

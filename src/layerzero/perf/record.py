@@ -181,7 +181,8 @@ def kind_of(op: Op, facts: Mapping[str, Any]) -> Kind:
         elif p.kind == "float":
             if bool(facts[p.name]) != bool(p.default):
                 family.append(p.name)
-            elif facts[p.name] != p.default and p.default == _limits(op).get(p.name):
+            elif (facts[p.name] != p.default and p.default is not None
+                  and p.default == _limits(op).get(p.name)):
                 # top_p = 1 is off: another amount of work
                 family.append(f"{p.name}<{p.default:g}")
     if facts["grad"]:

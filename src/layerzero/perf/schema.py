@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from ..spec.errors import DataError
 from .interface import COLUMNS, KEY
 from .record import EAGER, QUIET_SPREAD, Measurement, is_cpu_place
 
@@ -23,8 +24,14 @@ def checksum(m: tuple[Any, ...]) -> int:
 
 
 def row_of(values: tuple[Any, ...]) -> Measurement | None:
-    """Returns the measurement in a row; None if it is damaged."""
-    return Measurement._make(values[:-1]) if is_intact(values) else None
+    """Returns the measurement in a row; None if it is damaged, or was never possible: a checksum is
+    no seal, and a time of -1 would win for ever."""
+    if not is_intact(values):
+        return None
+    try:
+        return Measurement._make(values[:-1]).checked()
+    except DataError:
+        return None
 
 
 def is_intact(values: tuple[Any, ...]) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..files.reading import read_json
+from ..files.sealed import replace_output
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
 from ..spec.codec import Check, Record
@@ -88,7 +89,7 @@ class Baseline(Record, header={"schema": SCHEMA}, whole=True,
     def save(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            replace_output(path, json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as e:
             raise DataError(f"{path}: cannot write the baseline: {e.strerror}") from e
 

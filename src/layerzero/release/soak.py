@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ..files.reading import read_json
+from ..files.sealed import replace_output
 from ..machine import hardware
 from ..operate.inspection import dispatcher_of
 from ..spec.codec import Record
@@ -193,10 +194,7 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
     def save(self, path: Path) -> None:
         """Whole or not at all."""
         try:
-            handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=f".{path.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(self.to_json(), indent=1) + "\n")
-            os.replace(name, path)
+            replace_output(path, json.dumps(self.to_json(), indent=1) + "\n")
         except OSError as e:
             raise DataError(
                 f"{path}: cannot write the report: {e.strerror}; give a file that can be "

@@ -271,3 +271,9 @@ def test_the_command_prints_what_is_in_it(tmp_path, capsys, monkeypatch):
     assert (int(stop.value.code or 0) == 0 and "capabilities.json" in out
             and "left out: layerzero.lock" in out)
     assert worlds.current() and redaction.active() == frozenset()
+
+
+@pytest.mark.parametrize("at", [1e15, -1e15, float("inf"), float("nan")])
+def test_the_time_of_a_clock_that_was_far_off_is_written_all_the_same(at):
+    from layerzero.integrations import bundle
+    assert str(at) in bundle._iso_time(at)

@@ -74,8 +74,9 @@ STRANGE_TENSORS = {
     "bool": lambda t: t.to(torch.bool), "int16": lambda t: t.to(torch.int16),
     "scalar": lambda t: torch.zeros((), dtype=t.dtype), "list": lambda t: t.tolist(),
     "None": lambda t: None, "numpy": lambda t: t.float().numpy(), "number": lambda t: 3,
-    "text": lambda t: "t"}
-UNREADABLE = ("sparse coo", "sparse csr", "mkldnn", "nested")
+    "text": lambda t: "t",
+    "uninitialized": lambda t: torch.nn.parameter.UninitializedParameter()}
+UNREADABLE = ("sparse coo", "sparse csr", "mkldnn", "nested", "uninitialized")
 NUMBERS = {
     "2**70": 2**70, "-2**70": -2**70, "2**63": 2**63, "-2**63 - 1": -2**63 - 1, "10**400": 10**400,
     "10**5000": 10**5000, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True,
@@ -310,3 +311,11 @@ def test_a_backend_of_any_kind(backend):
         lz.rms_norm(torch.ones(2, 8), backend=backend)
         raise lz.errors.ConfigError("a text that compares as it likes is read as the text it is")
     assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("name", ["attention", "varlen_attention", "gated_delta_rule"])
+def test_a_scale_of_zero_is_a_number_like_any_other(name):
+    op = lz.op(name)
+    with lz.recording() as found:              # which describes the kind of call
+        getattr(lz, name)(**{**good_call(op), "scale": 0.0})
+    assert [call.arguments["scale"] for call in found.calls] == [0.0]

@@ -17,8 +17,8 @@ from stored import measured
 
 import layerzero as lz
 from layerzero.cli import main
-from layerzero.perf import ownership
-from layerzero.perf.interface import ForeignFile, StoreError
+from layerzero.perf import ownership, schema
+from layerzero.perf.interface import CorruptStore, ForeignFile, StoreError
 from layerzero.perf.record import Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.spec.event import StoreTrouble
@@ -329,3 +329,22 @@ def test_a_reader_does_not_wait_for_ever(folder):
         SqliteStore(path, timeout=0.2, read_only=True)
     other.execute("ROLLBACK")
     other.close()
+
+
+@pytest.mark.parametrize("column, value", [
+    ("median_us", -1.0), ("median_us", float("inf")), ("spread", -1.0), ("at", float("-inf")),
+    ("p99_us", float("inf")), ("flops", -1e18)])
+def test_a_row_that_cannot_be_is_not_believed_though_its_checksum_is_right(folder, column, value):
+    path, sound = folder / "perf.sqlite", measured(0)
+    forged = tuple(measured(1)._replace(**{column: value}))
+    with SqliteStore(path) as store:
+        store.write([sound], {}, {})
+    with sqlite3.connect(path) as other:
+        other.execute(f"INSERT INTO measurements ({schema.ALL_COLUMNS}, crc) VALUES "
+                      f"({', '.join('?' * (len(forged) + 1))})", (*forged, schema.checksum(forged)))
+    other.close()
+    with SqliteStore(path, read_only=True) as store:
+        seen = store.view({sound.kernel: sound.build}, since=float("-inf"))
+        assert [m.bucket for m in seen] == [sound.bucket]
+        with pytest.raises(CorruptStore, match="damaged"):
+            list(store.rows())

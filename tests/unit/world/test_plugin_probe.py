@@ -17,6 +17,13 @@ HARM = {
     "odd": ("class Odd(BaseException): pass\nraise Odd('of no kind')", "Odd: of no kind"),
     "floods": ("print('x' * 10**7)\nraise ImportError('after much ado')", "after much ado"),
     "empty": ("VALUE = 3", "without OP or KERNELS"),
+    "escapes": (r"raise ImportError('\x1b[2J')", r"\x1b[2J"),
+    "stays": ("import os; os._exit = os.write = lambda *_: None\nVALUE = 3",
+              "without OP or KERNELS"),
+    "lies": ("import os, sys\nframe = sys._getframe()\n"
+             "while 'answer' not in frame.f_locals: frame = frame.f_back\n"
+             "os.write(frame.f_locals['answer'], b'!')\nos.kill(os.getpid(), 9)",
+             "killed by signal 9"),
     "raises": ("class K:\n    def __iter__(self): raise OSError('in its metadata')\n"
                "KERNELS = K()", "OSError: in its metadata")}
 FINE = """
@@ -60,7 +67,12 @@ def test_a_plugin_that_would_harm_does_so_elsewhere(plugin, name, monkeypatch):
         assert words in str(refused.value)
     assert entry.module not in sys.modules
     # what raises may be gone when something else was installed; the others cost more to try
-    assert len(plugin.tried) == (1 if name in ("hangs", "leaves", "crashes") else 2)
+    assert len(plugin.tried) == (1 if name in ("hangs", "leaves", "crashes", "lies") else 2)
+    if name == "hangs":                        # a clock that was set back does not refuse for long
+        monkeypatch.setattr(plugin_probe.time, "time", lambda: 1e9)
+        with pytest.raises(plugin_probe.PluginHarmful):
+            check(entry)
+        assert len(plugin.tried) == 2
     if name == "leaves":                       # the doctor asks anew
         with pytest.raises(plugin_probe.PluginHarmful):
             check(entry, again=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...files.sealed import replace_output
 from ...machine import hardware, loading
 from .answers.lookup import answers
 from .definition import (
@@ -123,4 +124,4 @@ def write(folder: str | Path, reports: Iterable[DefinitionReport],
 def _write_once(path: Path, data: Any) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        replace_output(path, json.dumps(data, indent=2) + "\n")

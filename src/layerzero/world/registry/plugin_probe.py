@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ...files.paths import cache_dir
-from ...files.reading import read_json
+from ...files.reading import printable, read_json
 from ...files.sealed import replace_file, trusted_folder
 from ...machine.builds import files_digest
 from ...machine.watchdog import SOURCE, signal_name
@@ -56,7 +56,7 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
         return                                 # what it does at import is done
     key, known = _key(entry), _known()
     at, why = known.get(key, (0.0, None))
-    if why is None or (why and (again or time.time() - at > AGAIN_AFTER)):
+    if why is None or (why and (again or not 0 <= time.time() - at <= AGAIN_AFTER)):
         why, lasting = _probe(entry, origin, read)
         if lasting:
             _remember(key, why)
@@ -85,6 +85,7 @@ def _threads() -> int:
 
 def _in_fork(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
     answers, answer = os.pipe()
+    leave = os._exit                           # the plugin may replace it: see _import
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")        # Python warns of forks with threads
         child = os.fork()
@@ -93,7 +94,7 @@ def _in_fork(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
             os.setsid()
             _import(lambda: read(entry.load(), origin), answer)
         finally:
-            os._exit(1)
+            leave(1)
     os.close(answer)
     return _outcome(child, answers)
 
@@ -120,7 +121,12 @@ def main() -> None:
 
 
 def _import(load: Callable[[], object], answer: int) -> None:
-    """In the other process: imports, answers, and ends without running anything more."""
+    """In the other process: imports, answers, and ends without running anything more.
+
+    Locals hold what is needed afterwards: an import may replace any global, and a fork that does
+    not end would go on as a second copy of the program.
+    """
+    write, leave = os.write, os._exit
     faulthandler.disable()                     # it would print the stack of a crash
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -131,8 +137,8 @@ def _import(load: Callable[[], object], answer: int) -> None:
         load()
     except BaseException as e:                 # foreign code may raise anything
         text = f"{type(e).__name__}: {e}"[:MAX_TEXT]
-    os.write(answer, b"!" + text.encode("utf-8", "replace"))
-    os._exit(0)
+    write(answer, b"!" + text.encode("utf-8", "replace"))
+    leave(0)
 
 
 def _limit_memory() -> None:
@@ -156,14 +162,16 @@ def _outcome(child: int, answers: int) -> tuple[str, bool]:
         answer = os.read(answers, 4 * MAX_TEXT) if look.poll(SECONDS * 1e3) else None
     finally:
         os.close(answers)
-        if not _ended(child):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child, signal.SIGKILL)
+        ended = _ended(child)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)   # its own children too, if it has ended itself
+        if not ended:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
     status = _wait(child)
-    if answer:
-        return answer[1:].decode("utf-8", "replace"), True
+    # an import may write to what is open: nothing but an end in order passes
+    if answer and (len(answer) > 1 or status == 0):
+        return printable(answer[1:].decode("utf-8", "replace"))[:MAX_TEXT], True
     if answer is None:
         return f"no answer within {SECONDS:g} s", False
     if status < 0:

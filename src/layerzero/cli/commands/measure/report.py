@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ....files.sealed import replace_output
 from ....machine import hardware
 from ....report.advice import advise
 from ....report.gathering import Source, gather
@@ -69,7 +70,7 @@ def _source(calls: Path | None, model: str | None, dtype: str, device: str | Non
 
 def _write(page: Path, overview: Overview) -> None:
     try:                                       # a plugin's note may hold a lone surrogate
-        page.write_text(render(overview), "utf-8", errors="xmlcharrefreplace")
+        replace_output(page, render(overview), errors="xmlcharrefreplace")
     except OSError as e:
         raise ConfigError(f"--out {page}: cannot write the page: {e.strerror}; "
                           "name another file") from e

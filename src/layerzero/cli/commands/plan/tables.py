@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ....files.sealed import replace_output
 from ....plan import dryrun, lockfile
 from ....plan.lower import lower
 from ....plan.places import compare_places
@@ -23,7 +24,7 @@ def solve(source: Source, device: str | None, out: Path, python: Path | None, fi
     table = solve_calls(calls_of(source, device), path=out, device=device, fill=fill)
     if python is not None:
         try:
-            python.write_text(lower(table))
+            replace_output(python, lower(table))
         except OSError as e:
             raise DataError(f"--python {python} cannot be written: {e.strerror}") from e
     if as_json:

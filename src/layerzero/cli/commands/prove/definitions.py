@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
+from ....files.sealed import replace_output
 from ....machine import hardware
 from ....verify.report import page, read_log, summarise
 from ....verify.trace.answers.references import References
@@ -81,7 +82,7 @@ def _mutate(definitions: Sequence[Definition], references: References, most: int
         reports.append(report)
         if out is not None:                    # after each: a run may be ended at any time
             data = _mutation_data(reports, most, seed)
-            out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            replace_output(out, json.dumps(data, indent=1) + "\n")
         if as_json:
             continue
         counts = report.counts
@@ -159,8 +160,8 @@ def verify_report(logs: Sequence[Path], out: Path | None, as_json: bool) -> int:
     """Summarise logs of benchmarks/false_alarms.py; returns 1 if a verdict failed."""
     summaries = summarise([row for path in logs for row in read_log(path)])
     if out is not None:
-        out.write_text(json.dumps({"kind": "kernels", "summaries": summaries}, indent=1) + "\n",
-                       encoding="utf-8")
+        replace_output(out,
+                       json.dumps({"kind": "kernels", "summaries": summaries}, indent=1) + "\n")
     if as_json:
         show.as_json({"summaries": summaries})
     else:

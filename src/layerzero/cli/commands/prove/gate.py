@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ....files.sealed import replace_output
 from ....release import performance, schemas, targets
 from ....release.gate import combine, run_gate, stages_of
 from ....release.page import render
@@ -165,12 +166,12 @@ def _stage_reports(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 def _write(folder: Path, report: dict[str, Any], lines: list[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "gate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (folder / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        replace_output(folder / "gate.json", json.dumps(report, indent=1) + "\n")
+        replace_output(folder / "gate.txt", "\n".join(lines) + "\n")
         for name, part in _stage_reports(report):
-            (folder / name).write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
+            replace_output(folder / name, json.dumps(part, indent=1) + "\n")
         # last: it needs Jinja2
-        (folder / "gate.html").write_text(render(report), encoding="utf-8")
+        replace_output(folder / "gate.html", render(report))
     except OSError as e:
         raise DataError(
             f"--out {folder}: cannot be written: {e.strerror}; give a folder that can") from e

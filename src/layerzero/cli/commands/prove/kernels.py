@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ....files.sealed import replace_output
 from ....machine import hardware
 from ....spec.errors import ConfigError
 from ....spec.kernel import Kernel
@@ -64,8 +65,8 @@ def verify_kernels(lane: str = "quick", *, backend: str = "", kernel: str = "", 
               "condemned": {name: reason.to_json() for name, reason in crashed.items()},
               "kernels": [v.to_json() for v in verdicts]}
     if report is not None:
-        report.write_text(json.dumps({**result, "hardware": hardware.probe(device).to_json()},
-                                     indent=1, default=str) + "\n")
+        replace_output(report, json.dumps({**result, "hardware": hardware.probe(device).to_json()},
+                                          indent=1, default=str) + "\n")
     if as_json:
         show.as_json(result)
     else:

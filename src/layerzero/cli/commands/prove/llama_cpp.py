@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ....files.sealed import replace_output
 from ....integrations.gguf import llama_cpp, llama_cpp_stages
 from ....integrations.gguf.model import load_gguf, packaged_model
 from ... import show
@@ -39,7 +40,7 @@ def verify_llama_cpp(lane: str, model: str, *, build: bool, threads: int, out: P
                 report.memory[f"llama.cpp, {count} threads"] = int(peer.ask([1], 1)["rss"])
     text = json.dumps(report.to_json(), indent=2)
     if out is not None:
-        out.write_text(text + "\n")
+        replace_output(out, text + "\n")
     if as_json:
         print(text)
         return 0 if report.passed else 1

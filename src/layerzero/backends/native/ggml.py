@@ -115,9 +115,10 @@ def pack_model(weights: Sequence[tuple[Tensor, str]], shared: bool = False) -> I
     sizes = [0 if shared else -(-packed_bytes(w, f) // 64) * 64 for w, f in weights]
     memory, start = None if shared else _pages(sum(sizes)), 0
     for (weight_q, format), size in zip(weights, sizes):
-        packer = (_PACKERS[format] if memory is None
-                  else partial(pack_weight, format=format, memory=memory[start:]))
-        PACKED.get(f"ggml {format}", _SHARED[format] if shared else packer, weight_q)
+        packer: Callable[..., Tensor] = (_SHARED if shared else _PACKERS)[format]
+        if memory is not None:
+            packer = partial(pack_weight, format=format, memory=memory[start:])
+        PACKED.get(f"ggml {format}", packer, weight_q)
         start += size
         yield weight_q
 

@@ -1,5 +1,5 @@
 """Our CPU kernels on this processor and on others: compiled for each, run here or under qemu,
-against plain loops.
+against plain loops; those of quantized weights against their portable twin, to the bit.
 
 qemu-user emulates AVX2 and NEON but not AVX-512, whose code is compiled all the same and run where
 the CPU has it. On Debian: apt-get install g++-x86-64-linux-gnu g++-aarch64-linux-gnu qemu-user
@@ -17,19 +17,25 @@ import pytest
 from layerzero.backends.native.build import FLAGS, FOLDER
 from layerzero.machine import hardware
 
-SOURCE = Path(__file__).with_name("kernels_test.cpp")
+HOME = Path(__file__).parent
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 HERE = MACHINES.get(platform.machine().lower(), "")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# What is built: machine, options, the vectors the program says it has, what the CPU must have to
-# run it.
+DOTPROD = ("-march=armv8.2-a+dotprod+fp16",)
+VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+# What is built: the program, machine, options, the vectors the program says it has, what the CPU
+# must have to run it.
 TARGETS = {
-    "aarch64 NEON": ("aarch64", (), "NEON, vectors of 16 bytes", "neon"),
-    "x86-64": ("x86_64", (), "no wide vectors, vectors of 16 bytes", ""),
-    "x86-64 AVX2": ("x86_64", AVX2, "AVX2, vectors of 32 bytes", "avx2"),
-    "x86-64 AVX-512": ("x86_64", ("-march=x86-64-v4",), "AVX-512, vectors of 64 bytes", "avx512f"),
+    "aarch64 NEON": ("kernels", "aarch64", (), "NEON, vectors of 16 bytes", "neon"),
+    "x86-64": ("kernels", "x86_64", (), "no wide vectors, vectors of 16 bytes", ""),
+    "x86-64 AVX2": ("kernels", "x86_64", AVX2, "AVX2, vectors of 32 bytes", "avx2"),
+    "x86-64 AVX-512": ("kernels", "x86_64", ("-march=x86-64-v4",), "AVX-512, vectors of 64 bytes",
+                       "avx512f"),
+    "quantized aarch64 dotprod": ("quant", "aarch64", DOTPROD, "neon dotprod", "dotprod"),
+    "quantized x86-64 AVX2": ("quant", "x86_64", AVX2, "avx2", "avx2"),
+    "quantized x86-64 VNNI": ("quant", "x86_64", VNNI, "avx512 vnni", "avx512_vnni"),
 }
-QEMU_LACKS = ("avx512f",)
+QEMU_LACKS = ("avx512f", "avx512_vnni")
 
 
 def compiler_for(machine: str) -> str:
@@ -56,10 +62,10 @@ def command_for(machine: str, isa: str, program: Path) -> list[str]:
 @pytest.mark.integration
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels(target: str, tmp_path: Path) -> None:
-    machine, options, says, isa = TARGETS[target]
+    program_name, machine, options, says, isa = TARGETS[target]
     program = tmp_path / "kernels_test"
     compiled = subprocess.run([compiler_for(machine), *FLAGS, "-O2", *options, f"-I{FOLDER}",
-                               str(SOURCE), "-o",
+                               str(HOME / f"{program_name}_test.cpp"), "-o",
                                str(program)], capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
     done = subprocess.run(command_for(machine, isa, program), capture_output=True, text=True,

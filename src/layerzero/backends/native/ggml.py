@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,23 @@ FORMATS = {f: i for i, f in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "
                                        "q6_k"))}
 
 
-def pack_weight(weight_q: Tensor, format: str, portable: bool = False) -> Tensor:
-    """Returns a weight (out_features, row_bytes) in the layout of this build, or the portable one,
-    in memory aligned to cache lines."""
-    module, number = build.module(), FORMATS[format]
+def packed_bytes(weight_q: Tensor, format: str, portable: bool = False) -> int:
     outputs, row_bytes = weight_q.shape
     inputs = GGML_FORMATS[format].row_width(row_bytes)
-    size = module.ggml_packed_bytes(portable, number, outputs, inputs)
-    memory = torch.empty(size + 63, dtype=torch.uint8)
+    size: int = build.module().ggml_packed_bytes(portable, FORMATS[format], outputs, inputs)
+    return size
+
+
+def pack_weight(weight_q: Tensor, format: str, portable: bool = False,
+                memory: Tensor | None = None) -> Tensor:
+    """Returns a weight (out_features, row_bytes) in the layout of this build, or the portable one,
+    in memory aligned to cache lines: at the beginning of `memory`, or new."""
+    size = packed_bytes(weight_q, format, portable)
+    memory = torch.empty(size + 63, dtype=torch.uint8) if memory is None else memory
     packed = memory[-memory.data_ptr() % 64:][:size]
-    module.ggml_pack(portable, number, weight_q.data_ptr(), packed.data_ptr(), outputs, inputs,
-                     torch.get_num_threads())
+    build.module().ggml_pack(portable, FORMATS[format], weight_q.data_ptr(), packed.data_ptr(),
+                             len(weight_q), GGML_FORMATS[format].row_width(weight_q.shape[1]),
+                             torch.get_num_threads())
     return packed
 
 
@@ -94,11 +101,38 @@ _SHARED: dict[str, Callable[[Tensor], Tensor]] = {
     f: partial(packed_file, format=f) for f in FORMATS}
 
 
-def packed_weight(weight_q: Tensor, format: str, shared: bool = False) -> Tensor:
+def packed_weight(weight_q: Tensor, format: str) -> Tensor:
     """Returns the packed copy that is kept beside a weight, or a new one where none is kept."""
-    packer = (_SHARED if shared else _PACKERS)[format]
+    packer = _PACKERS[format]
     packed = PACKED.get(f"ggml {format}", packer, weight_q)
     return packer(weight_q) if packed is None else packed
+
+
+def pack_model(weights: Sequence[tuple[Tensor, str]], shared: bool = False) -> Iterator[Tensor]:
+    """Packs the weights of a model, with their formats, to be kept beside them; yields each when it
+    is packed. They lie side by side in memory of their own, or in files, each in its own, for all
+    processes."""
+    sizes = [0 if shared else -(-packed_bytes(w, f) // 64) * 64 for w, f in weights]
+    memory, start = None if shared else _pages(sum(sizes)), 0
+    for (weight_q, format), size in zip(weights, sizes):
+        packer: Callable[..., Tensor] = (_SHARED if shared else _PACKERS)[format]
+        if memory is not None:
+            packer = partial(pack_weight, format=format, memory=memory[start:])
+        PACKED.get(f"ggml {format}", packer, weight_q)
+        start += size
+        yield weight_q
+
+
+def _pages(nbytes: int) -> Tensor | None:
+    """Returns fresh memory from the operating system, in huge pages where it has them, None where
+    there is none; torch's allocator takes half as much again for tensors of these sizes."""
+    if not nbytes or not hasattr(mmap, "MAP_PRIVATE"):
+        return None
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):                # a kernel that has none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def linear() -> Callable[..., Any]:

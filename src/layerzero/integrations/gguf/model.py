@@ -215,6 +215,7 @@ def _pack(file: GGUFFile, config: DecoderConfig, weights: Mapping[str, Weight],
           shared: bool) -> None:
     """Pack every weight of a product that our own kernels serve, and let go of the file's pages."""
     chosen: dict[str, bool] = {}
+    served: list[tuple[Tensor, str]] = []
     for name, w in weights.items():
         if (not isinstance(w, GgmlWeight) or w.format not in ggml.FORMATS or w.blocks.dim() != 2
                 or (name == "embed" and not config.tied)):
@@ -224,8 +225,9 @@ def _pack(file: GGUFFile, config: DecoderConfig, weights: Mapping[str, Weight],
             chosen[w.format] = which("quantized_linear", x, w.blocks, format=w.format,
                                      activations="q8").startswith("native.")
         if chosen[w.format]:
-            ggml.packed_weight(w.blocks, w.format, shared=shared)
-            file.release()
+            served.append((w.blocks, w.format))
+    for _ in ggml.pack_model(served, shared):
+        file.release()
 
 
 def _served_weights(weights: Mapping[str, Weight], dtype: torch.dtype,

@@ -1,12 +1,14 @@
 """Plants the broken kernels of tests/faults and tells which of them get a certificate, and what the
 others are taken for.
 
-python benchmarks/planted_faults.py [NAME ...] [--set first|sizes|field|all] [--lane quick|full]
-    [--seed N] [--workers N] [--json FILE]
+python benchmarks/planted_faults.py [NAME ...] [--set all|first|sizes|field|shapes|numbers]
+    [--lane quick|full] [--seed N] [--workers N] [--limit SECONDS] [--json FILE]
 
-Each fault runs in a forked process of its own: some change the process for good. Exit code 1 if a
-fault got a certificate or a class that is not its own. `--json` adds the run to a file of results,
-from which docs/reference/proof.md is written.
+Each fault runs in a forked process of its own: some change the process for good, some end it. One
+that ends its process, as a write beside its memory does, is caught, with the class "fault"; one
+that gives no verdict within the limit is not. Exit code 1 if a fault got a certificate or a class
+that is not its own. `--json` adds the run to a file of results, from which docs/reference/proof.md
+is written.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import argparse
 import json
 import multiprocessing
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +33,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 from broken_kernels import FAULTS, Fault
 from field_faults import FIELD_FAULTS
 from model_size_faults import SIZE_FAULTS
+from number_faults import NUMBER_FAULTS
+from shape_faults import SHAPE_FAULTS
 
 from layerzero.machine import hardware
 from layerzero.verify.certification.certify import certify
 from layerzero.verify.report import sources_digest
 
 SETS = {"first": tuple(FAULTS), "sizes": tuple(SIZE_FAULTS), "field": tuple(FIELD_FAULTS),
-        "all": (*FAULTS, *SIZE_FAULTS, *FIELD_FAULTS)}
-LIMIT_S = 300
+        "shapes": tuple(SHAPE_FAULTS), "numbers": tuple(NUMBER_FAULTS)}
+SETS["all"] = tuple(fault for faults in SETS.values() for fault in faults)
+CAUGHT = ("failed", "crashed")
 
 
 class Outcome(NamedTuple):
-    status: str                                # failed | passed | skipped | ended
+    status: str                                # failed | passed | skipped | crashed | no verdict
     kind: str
     says: str
     seconds: float = 0.0
@@ -55,35 +61,70 @@ def judge(fault: Fault, lane: str, seed: int, pipe: Any) -> None:
                f"{diagnosis.says}; {diagnosis.where}" if diagnosis else ""))
 
 
-def run(fault: Fault, lane: str, seed: int) -> Outcome:
-    """Returns what became of a fault; "ended" if its process did."""
-    context, started = multiprocessing.get_context("fork"), time.perf_counter()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=judge, args=(fault, lane, seed, theirs))
-    process.start()
-    theirs.close()
-    try:
-        told = ours.recv() if ours.poll(LIMIT_S) else ("ended", "", f"no verdict in {LIMIT_S} s")
-    except EOFError:
-        told = "ended", "", "its process ended"
-    finally:
-        process.kill()
-        process.join()
-    return Outcome(*told, round(time.perf_counter() - started, 1))
+class Trial:
+    """A fault in a process of its own."""
+
+    def __init__(self, fault: Fault, lane: str, seed: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.fault, self.started = fault, time.perf_counter()
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=judge, args=(fault, lane, seed, theirs))
+        self.process.start()
+        theirs.close()
+
+    def seconds(self) -> float:
+        return round(time.perf_counter() - self.started, 1)
+
+    def outcome(self) -> Outcome:
+        """Returns what became of it, once its pipe has something or has ended."""
+        try:
+            return Outcome(*self.pipe.recv(), self.seconds())
+        except (EOFError, OSError):            # it died, perhaps within its message
+            self.process.join()
+            code = self.process.exitcode or 0
+            if code in (0, 1, -signal.SIGKILL):        # a mistake here, or memory ran out
+                return Outcome("no verdict", "", f"its process ended with {code}", self.seconds())
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return Outcome("crashed", "fault", f"its process ended with {how}", self.seconds())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def report(faults: tuple[Fault, ...], outcomes: Iterator[Outcome], lane: str,
-           seed: int) -> dict[str, Any]:
+def trials(faults: tuple[Fault, ...], lane: str, seed: int, workers: int,
+           limit: float) -> Iterator[tuple[Fault, Outcome]]:
+    """Yields each fault with what became of it, as they end."""
+    left, running = list(faults), []           # type: list[Fault], list[Trial]
+    while left or running:
+        while left and len(running) < workers:
+            running.append(Trial(left.pop(0), lane, seed))
+        ended = wait([trial.pipe for trial in running], timeout=1.0)
+        for trial in list(running):
+            if trial.pipe in ended:
+                outcome = trial.outcome()
+            elif trial.seconds() > limit:
+                outcome = Outcome("no verdict", "", f"none in {limit:.0f} s", trial.seconds())
+            else:
+                continue
+            trial.end()
+            running.remove(trial)
+            yield trial.fault, outcome
+
+
+def report(outcomes: Iterator[tuple[Fault, Outcome]], lane: str, seed: int) -> dict[str, Any]:
     """Prints a line for each fault and returns the run."""
     rows = []
-    for fault, o in zip(faults, outcomes):
-        right = o.kind in (*fault.kinds, "unknown")
-        mark = "!!" if o.status != "failed" else "ok" if o.kind in fault.kinds else "??"
+    for fault, o in outcomes:
+        right = o.status == "crashed" or (o.status == "failed"
+                                          and o.kind in (*fault.kinds, "unknown"))
+        mark = "!!" if o.status not in CAUGHT else "ok" if right and o.kind != "unknown" else "??"
         print(f"{mark} {fault.op.name}: {fault.name}: {o.status} {o.kind} ({o.seconds:.1f} s) "
-              f"{'' if mark == 'ok' else o.says[:240]}", flush=True)
+              f"{'' if mark == 'ok' else o.says[:400]}", flush=True)
         rows.append({"fault": fault.name, "op": fault.op.name, "status": o.status,
-                     "class": o.kind, "right": right and o.status == "failed"})
-    caught = sum(r["status"] == "failed" for r in rows)
+                     "class": o.kind, "right": right})
+    caught = sum(r["status"] in CAUGHT for r in rows)
     named = sum(r["right"] for r in rows)
     print(f"{caught} of {len(rows)} caught, {named} of them with the right class or unknown")
     return {"machine": hardware.probe("cpu").name, "torch": torch.__version__,
@@ -99,13 +140,13 @@ def main() -> int:
     parser.add_argument("--lane", default="quick", choices=("quick", "full"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300, help="seconds a fault may take")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     faults = tuple(f for f in SETS[args.set] if not args.names or f.name in args.names)
     torch.set_num_threads(1)
-    with ThreadPoolExecutor(args.workers) as pool:
-        outcomes = pool.map(lambda f: run(f, args.lane, args.seed), faults)
-        result = {"set": args.set, **report(faults, outcomes, args.lane, args.seed)}
+    outcomes = trials(faults, args.lane, args.seed, args.workers, args.limit)
+    result = {"set": args.set, **report(outcomes, args.lane, args.seed)}
     if args.json is not None:
         known = json.loads(args.json.read_text()) if args.json.exists() else {"runs": []}
         args.json.write_text(json.dumps({"kind": "faults", "runs": [*known["runs"], result]},

@@ -12,6 +12,8 @@ import torch
 from field_faults import FIELD_FAULTS
 from helpers import world
 from model_size_faults import SIZE_FAULTS
+from number_faults import NUMBER_FAULTS
+from shape_faults import SHAPE_FAULTS
 
 from layerzero.ops.grouped_attention import OP as GROUPED
 from layerzero.ops.paged_attention import OP as PAGED
@@ -27,8 +29,8 @@ from layerzero.verify.certification.calls import check_sizes
 from layerzero.verify.certification.circumstances import Circumstance, Expanded, check_threads
 from layerzero.verify.certification.diagnosis import CLASSES
 from layerzero.verify.kernel.contract import CaseResult, check_case
-from layerzero.verify.kernel.gradients import check_gradients
-from layerzero.verify.kernel.pairs import long_sums, model_sizes
+from layerzero.verify.kernel.gradients import check_gradients, gradient_cases
+from layerzero.verify.kernel.pairs import long_sums, model_sizes, pair_cases
 from layerzero.verify.kernel.process_state import find_leak, memory_in_use, process_state, put_back
 from layerzero.world import snapshot as worlds
 
@@ -40,9 +42,34 @@ def broken(name: str) -> Kernel:
 
 
 def test_every_fault_is_another_and_has_a_class() -> None:
-    names = {f.name for f in (*FIELD_FAULTS, *SIZE_FAULTS)}
-    assert len(names) == len(FIELD_FAULTS) + len(SIZE_FAULTS) and len(FIELD_FAULTS) >= 60
-    assert {kind for f in FIELD_FAULTS for kind in f.kinds} <= CLASSES.keys()
+    faults = (*FIELD_FAULTS, *SIZE_FAULTS, *SHAPE_FAULTS, *NUMBER_FAULTS)
+    assert len({f.name for f in faults}) == len(faults) >= 180
+    assert {kind for f in faults for kind in f.kinds} <= CLASSES.keys()
+
+
+@pytest.mark.parametrize("name", ["groups_past_512", "logits_past_two_to_the_twenty"])
+def test_sizes_that_are_large_together(name: str) -> None:
+    kernel = next(f for f in SHAPE_FAULTS if f.name == name).kernel()
+    result = check_sizes(kernel, "a model", model_sizes(kernel.op, 0), "float32")
+    assert result.status == "failed"
+
+
+def test_a_pair_counts_where_no_other_argument_masks_it() -> None:
+    kernel = next(f for f in SHAPE_FAULTS if f.name == "bias_left_out_of_a_sum").kernel()
+    cells = pair_cases(kernel, "cpu", "quick", 0).cells
+    assert any(check_case(kernel, case, dtype).status == "failed" for case, dtype in cells)
+
+
+def test_what_is_wrong_alone_is_no_matter_of_threads() -> None:
+    kernel = next(f for f in SHAPE_FAULTS if f.name == "parts_past_64").kernel()
+    result = check_threads(kernel, {}, "float32", other={"parts": 70})
+    assert result.status == "failed" and result.kinds == ("error",)
+
+
+def test_every_differentiable_tensor_has_a_gradient_case() -> None:
+    kernel = next(f for f in NUMBER_FAULTS if f.name == "down_gradient_without_its_bias").kernel()
+    results = [check_gradients(kernel, case, "float32") for case in gradient_cases(kernel.op)]
+    assert any(r.status == "failed" for r in results)
 
 
 @pytest.mark.parametrize(("name", "case", "circumstance"), [

@@ -10,7 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.formulas.common import attend, position_terms
 from ..ops.formulas.paged import group_heads, ungroup_heads
+from ..spec import rules as r
+from ..spec.reason import Code
 from ._pages import cpu_flash
+
+# FlashAttention takes the largest score before it multiplies by the scale.
+POSITIVE_SCALE = r.at_least("scale", 1e-30, Code.SCALE_UNSUPPORTED)
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None,

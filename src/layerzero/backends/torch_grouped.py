@@ -25,7 +25,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._pages import HALF_OFF_CPU, ON_HOST, empty_result
-from ._sequences import attend_rows
+from ._sequences import POSITIVE_SCALE, attend_rows
 
 Rows = Union[Tensor, slice]                    # where an item's keys lie in the buffer
 
@@ -304,7 +304,7 @@ FLASH: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
     r.equals("head_dim_gap", 0, Code.HEAD_DIM_INVALID),
-    r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED),
+    r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED), POSITIVE_SCALE,
     r.at_least("tokens_q", 1, Code.EMPTY_INPUT), r.at_least("tokens_k", 1, Code.EMPTY_INPUT),
     r.at_least("n_items", 1, Code.EMPTY_INPUT),
     r.at_most("n_items", 32767, Code.CUDA_BLOCK_LIMIT_EXCEEDED),

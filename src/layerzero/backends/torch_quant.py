@@ -328,8 +328,9 @@ def _fp8_dynamic() -> Callable[..., Any]:
         step = (flat.abs().amax(-1, keepdim=True) / 448.0).clamp_(min=TINY)
         codes = (flat / step).clamp_(-448.0, 448.0).to(fp8)
         if x.device.type == "cuda":
-            out = product(codes, _aligned(weight_q, 16).t(), step,
-                          scales.float().contiguous().t(), out_dtype=x.dtype)
+            # rows by columns, both on 16 bytes, and so the scales that cuBLASLt reads as vectors
+            out = product(codes, _aligned(weight_q.contiguous(), 16).t(), step,
+                          _aligned(scales.float().contiguous(), 16).t(), out_dtype=x.dtype)
             out = out if bias is None else out.add_(bias)
         else:
             out = F.linear(codes.float(), weight_q.float()).mul_(scales[:, 0].float()).mul_(step)

@@ -18,7 +18,7 @@ from ..spec import rules as r
 from ..spec.kernel import SDPA, Kernel
 from ..spec.reason import Code
 from ._pages import empty_result
-from ._sequences import attend_rows
+from ._sequences import POSITIVE_SCALE, attend_rows
 
 NO_ALIBI = r.absent("alibi_slopes.dtype", Code.ALIBI_UNSUPPORTED)
 NO_SOFTCAP = r.equals("softcap", 0.0, Code.SOFTCAP_UNSUPPORTED)
@@ -37,7 +37,7 @@ NO_GRAD_OF_LSE = r.any_of(r.off("return_lse"), r.off("grad", Code.BACKWARD_UNSUP
 FLASH: tuple[r.Condition, ...] = (
     r.device("cuda"), r.vendor("nvidia"), r.sm(at_least=80), r.sm(below=122),
     r.dtypes("float16", "bfloat16"), r.multiple_of("head_dim", 8), r.at_most("head_dim", 256),
-    SAME_HEAD_DIM, r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
+    SAME_HEAD_DIM, POSITIVE_SCALE, r.at_least("tokens_q", 1, Code.EMPTY_INPUT),
     r.at_least("tokens_k", 1, Code.EMPTY_INPUT), r.at_least("kv_heads", 1, Code.EMPTY_INPUT),
     r.at_least("batch", 1, Code.EMPTY_INPUT),
     r.at_most("batch", 65535, Code.CUDA_BLOCK_LIMIT_EXCEEDED),

@@ -27,6 +27,7 @@ from ..kernel.contract import (
     Circumstance,
     call,
     case_values,
+    check_case,
     judge_result,
     refusals,
     results_of,
@@ -387,7 +388,7 @@ def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
         return CaseResult(kernel.id, case, dtype, "failed", detail=str(reason_of(e, classify(e))),
                           circumstance=name,
                           seed=seed, kinds=("threads",))
-    for values, runs in zip(inputs, results):
+    for i, (values, runs) in enumerate(zip(inputs, results)):
         with torch.no_grad():
             truth, eager = results_of(op.reference(**upcast(values))), results_of(
                 op.reference(**values))
@@ -397,7 +398,10 @@ def check_threads(kernel: Kernel, case: Mapping[str, Any], dtype: str, device: s
             complaints = [c.text for r in runs for parts in zip(r, r, truth, eager)
                           for c in judge_result(op, dtype, "result", *parts).complaints]
         if complaints:
-            return CaseResult(kernel.id, case, dtype, "failed", detail=complaints[0],
-                              circumstance=name, seed=seed,
-                              kinds=("threads",))
+            # what is wrong by itself too is no matter of threads
+            alone = case if other is None or i % 2 else other
+            judged = check_case(kernel, alone, dtype, device, seed)
+            return judged if judged.status == "failed" else CaseResult(
+                kernel.id, case, dtype, "failed", detail=complaints[0], circumstance=name,
+                seed=seed, kinds=("threads",))
     return CaseResult(kernel.id, case, dtype, "passed", circumstance=name, seed=seed)

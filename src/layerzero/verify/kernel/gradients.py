@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,10 +42,27 @@ Errors = tuple[float, float, float]            # error, eager error, error over 
 
 
 def gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
-    """Returns the gradient cases the op declares; else its first cases and a sample of the rest."""
+    """Returns the gradient cases the op declares, else its first cases and a sample of the rest;
+    and for each differentiable tensor that those do not give, the first case that does."""
+    return _gradient_cases(op)
+
+
+@lru_cache(maxsize=64)
+def _gradient_cases(op: Op) -> tuple[Mapping[str, Any], ...]:
     if not op.differentiable:
         return ()
-    return op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
+    cases = op.gradient_cases or (*op.cases[:4], *op.cases[4::max(len(op.cases) // 8, 1)])
+    seen = set().union(*(_wanted(op, case) for case in cases))
+    for case in op.cases:
+        missing = _wanted(op, case) - seen if seen < set(op.differentiable) else set()
+        if missing:
+            cases, seen = (*cases, case), seen | missing
+    return cases
+
+
+def _wanted(op: Op, case: Mapping[str, Any]) -> set[str]:
+    values = case_values(op, case, op.dtypes[0])
+    return {n for n in op.differentiable if isinstance(values[n], Tensor) and values[n].numel()}
 
 
 def requiring_grad(op: Op, values: Mapping[str, Any], only: str = "") -> dict[str, Any]:

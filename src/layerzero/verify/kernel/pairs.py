@@ -10,23 +10,35 @@ import inspect
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from itertools import combinations, islice
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import combinations, islice, product
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ...dispatch.facts import read
 from ...machine import hardware
 from ...machine.faults import FAULTS
 from ...spec.kernel import Kernel
 from ...spec.op import Op
-from .cases import MAX_FLOPS, Case, is_accepted, is_degenerate, numbers_of, relative_cost
-from .contract import case_values
+from .cases import (
+    MAX_ELEMENTS,
+    MAX_FLOPS,
+    Case,
+    is_accepted,
+    is_degenerate,
+    numbers_of,
+    relative_cost,
+)
+from .contract import case_values, formula, results_of
 
 POOL, LIMIT = {"quick": 160, "full": 600, "stress": 600}, {"quick": 20, "full": 120, "stress": 120}
 _GENERATOR = ("dtype", "device", "seed")
 Pair = tuple[tuple[str, str], tuple[str, str]]
-LARGEST, LOOPED = 20_000, 4_300                # of model_sizes; of formulas that go token by token
+# of model_sizes; of one with all others one; of formulas that go token by token
+LARGEST, ALONE, LOOPED = 20_000, 140_000, 4_300
 _LOOPS = ("linear_attention", "moe", "sampling")
 _LARGE = ("large_pool", "long_table", "far")   # sizes by another name, in cases of their own
 
@@ -71,8 +83,31 @@ def _pool(op: Op, lane: str, seed: int) -> tuple[tuple[Case, str, Mapping[str, A
         facts = _allowed_facts(op, case, dtype)
         if facts is not None:
             named = sorted((n, repr(v)) for n, v in given.items())
-            rows.append((case, dtype, facts, frozenset(combinations(named, 2))))
+            masking = {(n, repr(v)) for n, v in given.items()
+                       if v != levels[n][0] and _masks(op, {**small, n: v})}
+            rows.append((case, dtype, facts, frozenset(
+                pair for pair in combinations(named, 2) if not masking or masking & set(pair))))
     return tuple(rows)
+
+
+_MASKING: dict[tuple[str, str], bool] = {}
+
+
+def _masks(op: Op, case: Case) -> bool:
+    """Does the formula give the same for all numbers, as a loss does of which every row is
+    ignored? Beside such an argument no other one shows."""
+    key = (op.name, repr(case))
+    if key not in _MASKING:
+        try:
+            with torch.no_grad():
+                one, other = (formula(op, case_values(op, case, op.dtypes[0], seed=seed))
+                              for seed in (0, 1))
+            _MASKING[key] = all(isinstance(a, Tensor) and a.shape == b.shape
+                                and torch.allclose(a.double(), b.double(), equal_nan=True)
+                                for a, b in zip(one, other))
+        except FAULTS:                         # no call by itself
+            _MASKING[key] = False
+    return _MASKING[key]
 
 
 def _allowed_facts(op: Op, case: Case, dtype: str) -> Mapping[str, Any] | None:
@@ -127,28 +162,97 @@ def residues(op: Op, lane: str, seed: int) -> Iterator[tuple[str, list[list[Case
 @lru_cache(maxsize=64)
 def model_sizes(op: Op, seed: int) -> tuple[tuple[Case, ...], ...]:
     """Returns for each size of the op a case in which it is as large as in a model, plain and with
-    the arguments of one of the op's cases, the other sizes small; and for lengths many of them.
-    After each come smaller ones, for what the contract does not allow."""
+    the arguments of one of the op's cases, the other sizes small; one in which it is larger still,
+    the others one; and some in which two are large together, or there are many lengths. After each
+    come others, for what the contract or a rule does not allow."""
     rng, numbers = random.Random(f"model sizes {op.name} {seed}"), numbers_of(op)
     small: dict[str, Any] = {n: min(d, 4) if type(d) is int else tuple(min(i, 3) for i in d)
                              for n, d in numbers.items()}
     plain = [c for c in op.cases if not {"stride", "memory", "special", "extreme"} & c.keys()]
     cases: list[tuple[Case, ...]] = []
     for name, default in numbers.items():
-        largest = _affordable(op, small, name)
-        if not largest:
-            continue
-        n = max(largest - rng.randrange(1, 1 + largest // 32), 1)
-        drawn = [{k: v for k, v in case.items() if k not in numbers}
-                 for case in rng.sample(plain, min(len(plain), 3))]
-        for extra in ({}, *(given for given in drawn if given)):
-            cases.append(tuple({**others, **extra, name: m if type(default) is int
-                                else (*others.get(name, default)[:-1], m)}
-                               for others, m in ((small, n), (small, n // 64 * 64), ({}, n // 4))))
+        largest = _affordable(op, partial(_sized, small, name))
+        if largest:
+            n = _near(rng, largest)
+            drawn = [{k: v for k, v in case.items() if k not in numbers}
+                     for case in rng.sample(plain, min(len(plain), 3))]
+            for extra in ({}, *(given for given in drawn if given)):
+                # a formula that goes token by token is slow, and so is each of these
+                part = n // 16 if extra and op.family in _LOOPS else n
+                cases.append(tuple({**others, **extra, **_sized({name: default, **others}, name, m)}
+                                   for others, m in ((small, part), (small, part // 64 * 64),
+                                                     ({}, part // 4))))
+        met = largest and _allowed_facts(op, _sized(small, name, largest), op.dtypes[0])
+        cases += _alone(op, rng, small, name, largest if met else 0)
         if type(default) is not int:
-            many = {**small, name: (1, 2, 3) * 100}
-            cases += [(many,)] if _are_lengths(op, small, many) else []
-    return tuple(cases)
+            for lengths in ((1, 2, 3) * 100, (61, 64, 67) * 45):
+                many = {**small, name: lengths}
+                cases += [(many,)] if _are_lengths(op, small, many) else []
+    return (*cases, *_areas(op, rng))
+
+
+def _ones(op: Op) -> dict[str, Any]:
+    return {n: min(d, 1) if type(d) is int else (1,) * len(d) for n, d in numbers_of(op).items()}
+
+
+def _sized(base: Case, name: str, n: int) -> dict[str, Any]:
+    """Returns the case with one size changed, of several the last."""
+    return {**base, name: n if type(base[name]) is int else (*base[name][:-1], n)}
+
+
+def _near(rng: random.Random, largest: int) -> int:
+    return max(largest - rng.randrange(1, 1 + largest // 32), 1)
+
+
+def _alone(op: Op, rng: random.Random, small: Case, name: str,
+           reached: int) -> Iterator[tuple[Case, ...]]:
+    """Yields one case in which a size is larger than `reached`, with another as large where it may
+    not be so by itself, as groups with their channels."""
+    others = [m for m, d in numbers_of(op).items() if m != name and type(d) is int]
+    for base, change in product((_ones(op), small), ((), *((m,) for m in others))):
+        def case(n: int, base: Case = base, change: tuple[str, ...] = change) -> dict[str, Any]:
+            return {**_sized(base, name, n), **dict.fromkeys(change, n)}
+
+        largest = _affordable(op, case, ALONE)
+        if largest > 2 * reached and _allowed_facts(op, case(largest), op.dtypes[0]) is not None:
+            n = _near(rng, largest)
+            yield case(n), case(n // 64 * 64)
+            return
+
+
+def _areas(op: Op, rng: random.Random) -> Iterator[tuple[Case, ...]]:
+    """Yields cases in which two sizes are large together: both of an image, and two that are
+    drawn."""
+    ones, left = _ones(op), 2
+
+    def both(a: str, b: str) -> Callable[[int], dict[str, Any]]:
+        return lambda n: _sized(_sized(ones, a, n), b, n)
+
+    squares = [partial(_square, ones, name) for name, d in ones.items()
+               if type(d) is not int and len(d) > 1
+               and not _are_lengths(op, ones, {**ones, name: (1, *d)})]
+    pairs = [both(a, b) for a, b in combinations(ones, 2)]
+    rng.shuffle(pairs)
+    for case in (*squares, *pairs):
+        n = _affordable(op, case, LARGEST, MAX_FLOPS, least=1.5)
+        while n and _result_elements(op, case(n)) > MAX_ELEMENTS:
+            n //= 2
+        if n > 64 and _allowed_facts(op, case(n), op.dtypes[0]) is not None:
+            yield case(n), case(n // 64 * 64)
+            left -= case in pairs
+            if not left:
+                return
+
+
+def _result_elements(op: Op, case: Case) -> int:
+    try:
+        return sum(t.numel() for t in results_of(op.meta(**case_values(op, case, op.dtypes[0]))))
+    except FAULTS:                             # it is no call
+        return 0
+
+
+def _square(ones: Case, name: str, n: int) -> dict[str, Any]:
+    return {**ones, name: (*ones[name][:-2], n, n)}
 
 
 def long_sums(op: Op, seed: int) -> list[Case]:
@@ -170,20 +274,17 @@ def _are_lengths(op: Op, small: Case, many: Case) -> bool:
     return few == more
 
 
-def _affordable(op: Op, small: Mapping[str, Any], name: str) -> int:
-    """Returns how large one size may be, by how the cost of a call grows with it; 0 if it may not.
-    """
-    def cost(n: int) -> float | None:
-        return relative_cost(op, {**small, name: n if type(small[name]) is int
-                                  else (*small[name][:-1], n)})
-
-    low, high = cost(64), cost(128)
+def _affordable(op: Op, case: Callable[[int], Case], most: int = LARGEST,
+                limit: float = MAX_FLOPS / 4, least: float = 0.0) -> int:
+    """Returns how large a size of the case may be, by how the cost of a call grows with it; 0 if
+    it may not, or the cost grows with less than the power `least` of it."""
+    low, high = relative_cost(op, case(64)), relative_cost(op, case(128))
     if low is None or high is None or not low or not high:
         return 0
-    most = LOOPED if op.family in _LOOPS else LARGEST
+    most = LOOPED if op.family in _LOOPS else most
     power = max(math.log2(high / low), 0.0)
-    affordable = most if power < 0.1 else 128 * (MAX_FLOPS / 4 / high) ** (1 / power)
-    return int(min(affordable, most)) if affordable > 256 else 0
+    affordable = most if power < 0.1 else 128 * (limit / high) ** (1 / power)
+    return int(min(affordable, most)) if affordable > 256 and power >= least else 0
 
 
 def _shuffled_sizes(op: Op, name: str, lane: str, seed: int) -> list[int]:

@@ -109,8 +109,8 @@ def inputs(
         "D": drawn(h) if skip else None, "z": drawn(b, s, h, d) if gate else None,
         "dt_bias": drawn(h) if bias else None,
         "initial_states": drawn(b, h, d, n, to=wide) if state else None,
-        "dt_softplus": softplus, "dt_min": 0.1 if limits else 0.0, "dt_max": 1.0 if limits else None,
-        "return_final_states": final}
+        "dt_softplus": softplus, "dt_min": 0.1 if limits else 0.0,
+        "dt_max": 1.0 if limits else None, "return_final_states": final}
 
 
 CASES: tuple[dict[str, Any], ...] = (

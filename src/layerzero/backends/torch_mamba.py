@@ -29,24 +29,31 @@ def _convolve() -> Callable[..., Any]:
             initial_states: Tensor | None = None, *, activation: str | None = None,
             return_final_states: bool = False) -> Any:
         width, kept = weight.shape[1], weight.shape[1] - 1
+        if initial_states is None and not return_final_states:
+            return outputs(x, weight, bias, activation, width - 1)
         if initial_states is None:
             tokens = F.pad(x, (width - 1, 0))
         else:
             kept = initial_states.shape[2]
             tokens = torch.cat((initial_states, x), -1)
-        seen = tokens[..., kept - width + 1:]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            if x.shape[2] == 1:                    # torch's convolution takes longer to begin
-                out = (seen.to(wide) * weight.to(wide)).sum(-1, keepdim=True)
-                out = out if bias is None else out + bias.to(wide)[:, None]
-            else:
-                out = F.conv1d(seen.to(wide), weight.to(wide)[:, None],
-                               None if bias is None else bias.to(wide), groups=len(weight))
-        out = (F.silu(out) if activation else out).to(x.dtype)
+        out = outputs(tokens[..., kept - width + 1:], weight, bias, activation, 0)
         if not return_final_states:
             return out
         return out, tokens[..., tokens.shape[-1] - kept:].contiguous()
+
+    def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+                padding: int) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        width, seen = weight.shape[1], x.to(wide)
+        with torch.autocast(x.device.type, enabled=False):
+            if x.shape[2] == width and not padding:    # a token: torch's takes longer to begin
+                out = (seen * weight.to(wide)).sum(-1, keepdim=True)
+                out = out if bias is None else out + bias.to(wide)[:, None]
+            else:
+                out = F.conv1d(seen, weight.to(wide)[:, None],
+                               None if bias is None else bias.to(wide), padding=padding,
+                               groups=len(weight))[..., :x.shape[2]]
+        return (F.silu(out) if activation else out).to(x.dtype).contiguous()
 
     return run
 

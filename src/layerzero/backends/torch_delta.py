@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.gated_delta_rule import OP as gated_delta_rule
 from ..ops.gated_delta_rule import L2_EPS, prepare
+from ..ops.gated_delta_rule import OP as gated_delta_rule
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -95,6 +95,7 @@ def _token() -> Callable[..., Any]:
 
 KERNELS = (
     Kernel("torch.gated_delta_rule_token", gated_delta_rule, _token, prior=6.0, overhead_us=60.0,
+           baseline=True,
            workspace="16 * batch * value_heads * head_dim * value_dim",
            requires=(r.equals("seq", 1), r.at_least("batch", 1, Code.EMPTY_INPUT))),
     Kernel("torch.gated_delta_rule", gated_delta_rule, _chunked, prior=4.0, overhead_us=150.0,

@@ -76,6 +76,7 @@ __all__ = [
     "attention",
     "attn_processor",
     "auto",
+    "causal_conv1d",
     "clear_cache",
     "compile",
     "configure",
@@ -106,6 +107,7 @@ __all__ = [
     "load_config",
     "load_gguf",
     "lock",
+    "mamba_chunk_scan",
     "merge_attention",
     "mla_paged_attention",
     "mlp",
@@ -134,6 +136,7 @@ __all__ = [
     "sample_topk",
     "sample_topp",
     "select",
+    "selective_state_update",
     "serve_metrics",
     "speculative",
     "speculative_verify",
@@ -1177,6 +1180,108 @@ def attention(
     """
 
 
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    activation: Literal["silu"] | None = None, return_final_states: Literal[False] = False,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Returns the outputs (batch, channels, seq), with return_final_states also the last tokens.
+
+    x: (batch, channels, seq). weight: (channels, width). initial_states: the tokens before x,
+    (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
+    width - 1.
+
+    Args:
+        x (Tensor): batch channels seq
+        weight (Tensor): channels width
+        bias (Tensor | None): channels
+        initial_states (Tensor | None): batch channels state_len
+        activation (Literal["silu"] | None)
+        return_final_states (Literal[False])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.causal_conv1d(
+            torch.randn(2, 24, 9),
+            torch.randn(24, 4),
+            bias=torch.randn(24),
+            activation="silu",
+        )
+    """
+
+
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    activation: Literal["silu"] | None = None, return_final_states: Literal[True],
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, channels, seq), with return_final_states also the last tokens.
+
+    x: (batch, channels, seq). weight: (channels, width). initial_states: the tokens before x,
+    (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
+    width - 1.
+
+    Args:
+        x (Tensor): batch channels seq
+        weight (Tensor): channels width
+        bias (Tensor | None): channels
+        initial_states (Tensor | None): batch channels state_len
+        activation (Literal["silu"] | None)
+        return_final_states (Literal[True])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.causal_conv1d(
+            torch.randn(2, 24, 9),
+            torch.randn(24, 4),
+            initial_states=torch.randn(2, 24, 3),
+            return_final_states=True,
+        )
+    """
+
+
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    activation: Literal["silu"] | None = None, return_final_states: bool = False,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, channels, seq), with return_final_states also the last tokens.
+
+    x: (batch, channels, seq). weight: (channels, width). initial_states: the tokens before x,
+    (batch, channels, state_len) with state_len >= width - 1; the final ones are as many, or
+    width - 1.
+
+    Args:
+        x (Tensor): batch channels seq
+        weight (Tensor): channels width
+        bias (Tensor | None): channels
+        initial_states (Tensor | None): batch channels state_len
+        activation (Literal["silu"] | None)
+        return_final_states (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.causal_conv1d(
+            torch.randn(2, 24, 9),
+            torch.randn(24, 4),
+            bias=torch.randn(24),
+            activation="silu",
+        )
+    """
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean", backend: str | None = None,
@@ -1670,6 +1775,152 @@ def linear_cross_entropy(
             torch.randn(24),
             torch.randn(33, 24),
             torch.tensor(32, dtype=torch.int64),
+        )
+    """
+
+
+@overload
+def mamba_chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float | None = None,
+    return_final_states: Literal[False] = False, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor:
+    """Returns the outputs (batch, seq, heads, head_dim), with return_final_states also S.
+
+    x, z: (batch, seq, heads, head_dim). dt: (batch, seq, heads). A, D, dt_bias: (heads,). B, C:
+    (batch, seq, groups, state_dim). initial_states: (batch, heads, head_dim, state_dim), zeros by
+    default. dt_min, dt_max: dt is kept between them. z: the outputs are multiplied by silu(z).
+
+    Args:
+        x (Tensor): batch seq heads head_dim
+        dt (Tensor): batch seq heads
+        A (Tensor): heads
+        B (Tensor): batch seq groups state_dim
+        C (Tensor): batch seq groups state_dim
+        D (Tensor | None): heads
+        z (Tensor | None): batch seq heads head_dim
+        dt_bias (Tensor | None): heads
+        initial_states (Tensor | None): batch heads head_dim state_dim
+        dt_softplus (bool)
+        dt_min (float)
+        dt_max (float | None)
+        return_final_states (Literal[False])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor
+
+    Example:
+        out = lz.mamba_chunk_scan(
+            torch.randn(2, 7, 4, 8),
+            torch.randn(2, 7, 4),
+            torch.randn(4),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            D=torch.rand(4),
+            dt_bias=torch.randn(4),
+            dt_softplus=True,
+        )
+    """
+
+
+@overload
+def mamba_chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float | None = None,
+    return_final_states: Literal[True], backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, heads, head_dim), with return_final_states also S.
+
+    x, z: (batch, seq, heads, head_dim). dt: (batch, seq, heads). A, D, dt_bias: (heads,). B, C:
+    (batch, seq, groups, state_dim). initial_states: (batch, heads, head_dim, state_dim), zeros by
+    default. dt_min, dt_max: dt is kept between them. z: the outputs are multiplied by silu(z).
+
+    Args:
+        x (Tensor): batch seq heads head_dim
+        dt (Tensor): batch seq heads
+        A (Tensor): heads
+        B (Tensor): batch seq groups state_dim
+        C (Tensor): batch seq groups state_dim
+        D (Tensor | None): heads
+        z (Tensor | None): batch seq heads head_dim
+        dt_bias (Tensor | None): heads
+        initial_states (Tensor | None): batch heads head_dim state_dim
+        dt_softplus (bool)
+        dt_min (float)
+        dt_max (float | None)
+        return_final_states (Literal[True])
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.mamba_chunk_scan(
+            torch.randn(2, 7, 4, 8),
+            torch.randn(2, 7, 4),
+            torch.randn(4),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            D=torch.rand(4),
+            z=torch.randn(2, 7, 4, 8),
+            dt_bias=torch.randn(4),
+            initial_states=torch.randn(2, 4, 8, 16),
+            dt_softplus=True,
+            dt_min=0.1,
+            dt_max=1.0,
+            return_final_states=True,
+        )
+    """
+
+
+@overload
+def mamba_chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, *,
+    dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float | None = None,
+    return_final_states: bool = False, backend: str | None = None,
+    policy: Mapping[str, Any] | Layer | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the outputs (batch, seq, heads, head_dim), with return_final_states also S.
+
+    x, z: (batch, seq, heads, head_dim). dt: (batch, seq, heads). A, D, dt_bias: (heads,). B, C:
+    (batch, seq, groups, state_dim). initial_states: (batch, heads, head_dim, state_dim), zeros by
+    default. dt_min, dt_max: dt is kept between them. z: the outputs are multiplied by silu(z).
+
+    Args:
+        x (Tensor): batch seq heads head_dim
+        dt (Tensor): batch seq heads
+        A (Tensor): heads
+        B (Tensor): batch seq groups state_dim
+        C (Tensor): batch seq groups state_dim
+        D (Tensor | None): heads
+        z (Tensor | None): batch seq heads head_dim
+        dt_bias (Tensor | None): heads
+        initial_states (Tensor | None): batch heads head_dim state_dim
+        dt_softplus (bool)
+        dt_min (float)
+        dt_max (float | None)
+        return_final_states (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: Tensor | tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.mamba_chunk_scan(
+            torch.randn(2, 7, 4, 8),
+            torch.randn(2, 7, 4),
+            torch.randn(4),
+            torch.randn(2, 7, 2, 16),
+            torch.randn(2, 7, 2, 16),
+            D=torch.rand(4),
+            dt_bias=torch.randn(4),
+            dt_softplus=True,
         )
     """
 
@@ -2323,6 +2574,49 @@ def sample(
 
     Example:
         out = lz.sample(torch.randn(4, 257), seed=1234, offset=5)
+    """
+
+
+def selective_state_update(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, *,
+    backend: str | None = None, policy: Mapping[str, Any] | Layer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (batch, heads, head_dim) and the new state; the given one stays.
+
+    state: (batch, heads, head_dim, state_dim). x, dt, z: (batch, heads, head_dim). A: (heads,
+    head_dim, state_dim). B, C: (batch, groups, state_dim). D, dt_bias: (heads, head_dim). What a
+    head has in common is expanded: dt, A, D and dt_bias of Mamba-2. z: the output is multiplied by
+    silu(z).
+
+    Args:
+        state (Tensor): batch heads head_dim state_dim
+        x (Tensor): batch heads head_dim
+        dt (Tensor): batch heads head_dim
+        A (Tensor): heads head_dim state_dim
+        B (Tensor): batch groups state_dim
+        C (Tensor): batch groups state_dim
+        D (Tensor | None): heads head_dim
+        z (Tensor | None): batch heads head_dim
+        dt_bias (Tensor | None): heads head_dim
+        dt_softplus (bool)
+        backend (str | None)
+        policy (Mapping[str, Any] | Layer | None)
+
+    Returns: tuple[Tensor, Tensor]
+
+    Example:
+        out = lz.selective_state_update(
+            torch.randn(2, 4, 8, 16),
+            torch.randn(2, 4, 8),
+            torch.randn(2, 4, 8),
+            torch.randn(4, 8, 16),
+            torch.randn(2, 2, 16),
+            torch.randn(2, 2, 16),
+            D=torch.randn(4, 8),
+            dt_bias=torch.randn(4, 8),
+            dt_softplus=True,
+        )
     """
 
 

@@ -114,7 +114,8 @@ def test_encoder_decoders_generate_the_same(family):
     ("Nemotron", {}, {"rope": 2, "linear": 12, "attention": 2}),
     # attention by its own code
     ("Bloom", {"n_head": 4, "n_layer": 2}, {"linear": 8, "layer_norm": 6}),
-    ("Mamba", {"state_size": 4}, {"linear": 8, "rms_norm": 3})])
+    ("Mamba", {"state_size": 4}, {"linear": 8, "rms_norm": 3,
+                                     "linear_attention": 2})])
 def test_architectures_nobody_listed(name, changes, served):
     given = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
              "pad_token_id": 0, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.gated_delta_rule import L2_EPS, prepare
 from ..ops.gated_delta_rule import OP as gated_delta_rule
-from ..ops.gated_delta_rule import prepare
 from ..spec import rules as r
 from ..spec.kernel import Kernel
 from ..spec.reason import Code
@@ -67,7 +67,37 @@ def _chunked() -> Callable[..., Any]:
     return run
 
 
+def _token() -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+            initial_state: Tensor | None = None, *, output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False) -> Any:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        (batch, _, heads, dim), value_heads = q.shape, v.shape[2]
+        both = torch.cat((q, k), 1).to(wide)
+        if use_qk_l2norm_in_kernel:
+            both = both * torch.rsqrt(both.square().sum(-1, keepdim=True) + L2_EPS)
+        both = both.repeat_interleave(value_heads // heads, 2).transpose(1, 2).flatten(0, 1)
+        query, key = both[:, :1] * (dim ** -0.5 if scale is None else scale), both[:, 1:]
+        value = v.to(wide).transpose(1, 2).flatten(0, 1)
+        strength = beta.to(wide).reshape(-1, 1, 1)
+        with torch.autocast(q.device.type, enabled=False):
+            if initial_state is None:
+                state = key.mT @ (value * strength)
+            else:
+                state = initial_state.to(wide).flatten(0, 1) * g.to(wide).exp().reshape(-1, 1, 1)
+                state = torch.baddbmm(state, key.mT, (value - key @ state) * strength)
+            out = (query @ state).view(batch, value_heads, 1, -1).transpose(1, 2).to(v.dtype)
+        state = state.view(batch, value_heads, dim, -1)
+        return (out.contiguous(), state) if output_final_state else out.contiguous()
+
+    return run
+
+
 KERNELS = (
+    Kernel("torch.gated_delta_rule_token", gated_delta_rule, _token, prior=6.0, overhead_us=60.0,
+           baseline=True,
+           workspace="16 * batch * value_heads * head_dim * value_dim",
+           requires=(r.equals("seq", 1), r.at_least("batch", 1, Code.EMPTY_INPUT))),
     Kernel("torch.gated_delta_rule", gated_delta_rule, _chunked, prior=4.0, overhead_us=150.0,
            baseline=True, workspace="16 * batch * seq * value_heads * (64 + head_dim + value_dim)",
            requires=(r.at_least("seq", 1, Code.EMPTY_INPUT),)),

@@ -16,8 +16,10 @@ from typing import Any
 
 from ...ops.add_rms_norm import OP as add_rms_norm
 from ...ops.attention import OP as attention
+from ...ops.gated_delta_rule import OP as gated_delta_rule
 from ...ops.grouped_attention import OP as grouped_attention
 from ...ops.linear import OP as linear
+from ...ops.mamba_chunk_scan import OP as mamba_chunk_scan
 from ...ops.mlp import OP as mlp
 from ...ops.paged_attention import OP as paged_attention
 from ...ops.quantize import OP as quantize
@@ -25,6 +27,7 @@ from ...ops.quantized_linear import OP as quantized_linear
 from ...ops.rms_norm import OP as rms_norm
 from ...ops.rope import OP as rope
 from ...ops.sample import OP as sample
+from ...ops.selective_state_update import OP as selective_state_update
 from ...spec import rules as r
 from ...spec.kernel import Kernel
 from ...spec.op import Op
@@ -105,6 +108,26 @@ def _int8_dynamic() -> Callable[..., Any]:
 def _fp8_dynamic() -> Callable[..., Any]:
     from .rounded import fp8_linear
     return fp8_linear
+
+
+def _state_update() -> Callable[..., Any]:
+    from .linear_attention import selective_state_update
+    return selective_state_update
+
+
+def _chunk_scan() -> Callable[..., Any]:
+    from .linear_attention import mamba_chunk_scan
+    return mamba_chunk_scan
+
+
+def _delta_tokens() -> Callable[..., Any]:
+    from .linear_attention import delta_rule_tokens
+    return delta_rule_tokens
+
+
+def _delta_chunks() -> Callable[..., Any]:
+    from .linear_attention import delta_rule_chunks
+    return delta_rule_chunks
 
 
 def _sample() -> Callable[..., Any]:
@@ -237,6 +260,7 @@ ROUNDED: tuple[r.Condition, ...] = (           # of products of codes with codes
     r.absent("zeros.dtype"), r.equals("groups", 1, Code.SCALE_LAYOUT_MISMATCH),
     r.one_of("group_size", 0), r.equals("shared_rows", 0, Code.SCALE_LAYOUT_MISMATCH),
     r.unit_stride("x"), r.contiguous("weight_q"), r.contiguous("scales"), r.unit_stride("bias"))
+STATE_ONCE = "the state stays in registers, where torch writes it with each step of the formula"
 
 DEFAULTS = (
     _kernel("attention_decode", attention, _attention, 8.0, 25.0, HALF, *_few_rows("seq_q"),
@@ -363,6 +387,20 @@ DEFAULTS = (
             r.absent("global_scale.dtype"),
             less_work="one pass, where torch runs a kernel for each step of the formula",
             shared_memory=SMALL_SHARED),
+    # These were run in Triton's interpreter only.
+    _kernel("selective_state_update", selective_state_update, _state_update, 6.0, 20.0, FLOATS,
+            r.at_most("state_dim", 256), shared_memory=SMALL_SHARED, untested=True,
+            replayable=False, less_work=STATE_ONCE),
+    _kernel("mamba_chunk_scan", mamba_chunk_scan, _chunk_scan, 6.0, 25.0, FLOATS,
+            r.at_least("seq", 1, Code.EMPTY_INPUT), r.at_most("state_dim", 128),
+            shared_memory="98304", untested=True, replayable=False, less_work=STATE_ONCE),
+    _kernel("gated_delta_rule_tokens", gated_delta_rule, _delta_tokens, 6.0, 20.0, FLOATS,
+            r.at_least("seq", 1, Code.EMPTY_INPUT), r.at_most("seq", 16),
+            r.at_most("head_dim", 256), shared_memory=SMALL_SHARED, untested=True,
+            replayable=False, less_work=STATE_ONCE),
+    _kernel("gated_delta_rule", gated_delta_rule, _delta_chunks, 5.0, 25.0, FLOATS,
+            r.at_least("seq", 1, Code.EMPTY_INPUT), r.at_most("head_dim", 128),
+            shared_memory="131072", untested=True, replayable=False, less_work=STATE_ONCE),
 )
 
 # Ranked after the defaults if nothing was measured.

@@ -125,10 +125,10 @@ def patch(model: nn.Module, *, only: Iterable[str] | None = None,
           skip: Iterable[str] = ()) -> PatchReport:
     """Let lz compute every module of `model` that it recognises, and say what was left and why.
 
-    only, skip: kinds of modules, of attention, rms_norm, layer_norm, linear, lm_head, mlp, moe,
-    rope. What is recognised and would gain nothing here is left, unless `only` names it. Sampling
-    in generate() is left too, because a seed would give other tokens than before: only="sampling"
-    has lz.sample draw them.
+    only, skip: kinds of modules, of attention, linear_attention, rms_norm, layer_norm, linear,
+    lm_head, mlp, moe, rope. What is recognised and would gain nothing here is left, unless `only`
+    names it. Sampling in generate() is left too, because a seed would give other tokens than
+    before: only="sampling" has lz.sample draw them.
     """
     return apply(model, only=only, skip=skip)[0]
 

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from ...ops.formulas.moe import GATED, PLAIN
 from ..rewiring import SDPA, mentions, replaced_sdpa, sdpa_aliases
+from .linear_attention import FUNCTIONS, agrees, called_functions
 from .replacements import ROTATIONS, Recipe, forward_for, is_bare, recipe_of, rotary, stock_of
 
 # of the largest result; gelu and its tanh form differ by ten times that
@@ -48,7 +49,7 @@ class Recogniser:
         look = _kind_of_candidate(module)
         if look is None:
             return None
-        refused = (_obstacle(module) or ("" if look in (Recogniser.rope, Recogniser.attention)
+        refused = (_obstacle(module) or ("" if look in _REWIRED
                                          else _unfit(module)))
         if refused:
             return refused
@@ -190,7 +191,18 @@ class Recogniser:
                 return Recipe("rope", "rope", names, form=form)
         return f"{' and '.join(names)} turns heads in another way than lz.rope"
 
+    def linear_attention(self, module: nn.Module) -> Verdict:
+        forward: Any = stock_of(module).forward  # type: ignore[attr-defined]
+        scope = inspect.unwrap(forward).__globals__
+        called = called_functions(forward)
+        names = tuple(name for name in called if agrees(name, scope[name]))
+        if not names:
+            return f"its {' and '.join(called)} computes something else than lz, or not on the CPU"
+        return Recipe("linear_attention", FUNCTIONS[names[0]][0], names)
 
+
+# what stays the module's own forward, but for functions that it calls
+_REWIRED = (Recogniser.rope, Recogniser.attention, Recogniser.linear_attention)
 Look = Callable[[Recogniser, nn.Module], Verdict]
 
 
@@ -214,6 +226,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
         and not any(list(m.parameters()) for m in module.children())):
         return Recogniser.moe
     forward = getattr(stock_of(module), "forward", None)
+    if called_functions(forward):
+        return Recogniser.linear_attention
     if isinstance(forward, FunctionType) and (sdpa_aliases(forward) or (
             replaced_sdpa() and mentions(forward.__code__, SDPA))):
         return Recogniser.attention

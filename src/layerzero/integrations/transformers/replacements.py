@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from ..rewiring import public, rewired, sdpa_aliases
+from .linear_attention import replacements
 
 Forward = Callable[..., Any]
 
@@ -244,6 +246,20 @@ def _rope(stock: Forward, recipe: Recipe) -> Forward:
     return forward
 
 
+def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
+    plain, compiling = inspect.unwrap(stock), torch.compiler.is_compiling
+    assert isinstance(plain, FunctionType)
+    ours = rewired(plain, replacements(plain, recipe.names))
+
+    # the decorator that is left out calls hooks of accelerate's that move weights between devices
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = any("_hf_hook" in vars(m) for m in self._modules.values() if m is not None)
+        return (stock if moved or compiling() else ours)(self, *args, **kwargs)
+
+    return forward
+
+
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
     """A forward that calls torch's attention by itself, or the eager function of its model."""
     assert isinstance(stock, FunctionType)
@@ -298,7 +314,8 @@ def rotary(stock: Callable[..., Any], form: str) -> Callable[..., Any]:
 
 _MAKERS: dict[str, Callable[[Forward, Recipe], Forward]] = {
     "attention": _attention, "rms_norm": _norm, "layer_norm": _norm, "linear": _linear,
-    "lm_head": _linear, "mlp": _mlp, "moe": _moe, "rope": _rope}
+    "lm_head": _linear, "mlp": _mlp, "moe": _moe, "rope": _rope,
+    "linear_attention": _linear_attention}
 KINDS = tuple(_MAKERS)
 # of generate(), for a model as a whole; patched only where it is named
 SAMPLING = "sampling"

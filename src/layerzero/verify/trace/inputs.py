@@ -321,6 +321,9 @@ class _Maker:
         if delta and low in ("k", "key"):      # longer keys make the state grow without end
             return torch.nn.functional.normalize(self._random(shape), dim=-1).to(
                 getattr(torch, dtype))
+        if low == "a" and re.match(r".*(mamba|ssu|selective_state)", self.d.op_type.lower()):
+            # below zero, as a decay is
+            return -torch.rand(shape, generator=self.gen).to(getattr(torch, dtype)) - 0.1
         if low == "a_log":                     # a decay that leaves something of the state
             return torch.rand(shape, generator=self.gen) * 2 - 2.5
         if len(shape) == 1:
@@ -411,7 +414,7 @@ class _Maker:
         if "position" in low or low.startswith("pos"):
             return torch.randint(0, self._bound(("max_seq_len", "max_position"), 16), shape,
                                  generator=self.gen)
-        if "state_ind" in low:
+        if re.search(r"state.*(ind|idx)", low):
             pool = next((self.d.shape_of(s, self.sizes)[0] for n, s in self.d.inputs.items()
                          if s.floating and s.shape and "state" in n.lower()), 1)
             return torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[

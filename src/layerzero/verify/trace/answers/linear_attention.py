@@ -1,4 +1,4 @@
-"""Definitions of linear attention by the gated delta rule as lz calls."""
+"""Definitions of linear attention as lz calls: the gated delta rule, and a token of Mamba-2."""
 
 from __future__ import annotations
 
@@ -77,4 +77,41 @@ def gated_delta_rule(definition: Definition) -> list[Answer]:
 
     return [Answer(definition, ("gated_delta_rule",), f"lz.gated_delta_rule({q}, {k}, {v}, ...)",
                    with_reading(compute, reading), reading, "gated_delta_rule",
+                   {"out": out, "last": last}) for reading in options]
+
+
+def selective_state_update(definition: Definition) -> list[Answer]:
+    """A token of Mamba-2. Indices point into a pool of states; one below zero stands for no
+    sequence: its output is zero, and no state changes."""
+    p = Parts(definition, "selective_state_update")
+    state, x, dt = (p.take(pattern, what) for pattern, what in (
+        (r"(ssm_)?states?", "the states (state)"), (r"x|hidden_states", "an input (x)"),
+        (r"dt|delta", "a time step (dt)")))
+    decay, b, c = p.take(r"a", "the decay (A)"), p.take(r"b", "B"), p.take(r"c", "C")
+    skip, z, shift = p.maybe(r"d"), p.maybe(r"z|gate"), p.maybe(r"dt_bias")
+    indices = p.maybe(r".*state.*(indices|idx|ids)")
+    p.done()
+    out, last = p.outputs((r"o|out|output|y", "the output"), (r".*state.*", "the new state"))
+    plus = "softplus" in text_of(definition)
+    options = readings({"softplus": likely(plus, True, False)})
+
+    def compute(v: Inputs, reading: Mapping[str, Any]) -> Outputs:
+        pool = v[state]
+        slots = v[indices].long() if indices else torch.arange(len(v[x]), device=pool.device)
+        taken = slots >= 0
+
+        def rows(name: str) -> Tensor | None:
+            return v[name][taken] if name else None
+
+        outputs, states = lz(
+            "selective_state_update", state=pool[slots[taken]], x=rows(x), dt=rows(dt), A=v[decay],
+            B=rows(b), C=rows(c), D=v[skip] if skip else None, z=rows(z),
+            dt_bias=v[shift] if shift else None, dt_softplus=reading["softplus"])
+        result, pool = torch.zeros_like(v[x]), pool.clone()
+        result[taken], pool[slots[taken]] = outputs, states
+        return {out: result, last: pool}
+
+    return [Answer(definition, ("selective_state_update",),
+                   f"lz.selective_state_update({state}, {x}, {dt}, ...)",
+                   with_reading(compute, reading), reading, "selective_state_update",
                    {"out": out, "last": last}) for reading in options]

@@ -31,12 +31,13 @@ def answers(definition: Definition) -> tuple[Answer, ...]:
         (r"(gqa|mha|mqa|mla|attention)_ragged.*|varlen_attention", attention.ragged),
         (r".*rms_?norm.*", layers.rms_norm), (r"gemm.*|matmul|linear|bmm.*", layers.gemm),
         (r".*rope.*|rotary.*", layers.rope), (r".*sampling.*|sample", layers.sampling),
-        (r".*moe.*", moe.moe), (r"gdn.*|.*delta_(rule|net).*", linear_attention.gated_delta_rule))
+        (r".*moe.*", moe.moe), (r"gdn.*|.*delta_(rule|net).*", linear_attention.gated_delta_rule),
+        (r"mamba_?ssu.*|.*selective_state_update.*", linear_attention.selective_state_update))
     for pattern, build in builders:
         if re.fullmatch(pattern, kind):
             return tuple(build(definition))
     known = ("gqa_paged, gqa_ragged, mla_paged, mla_ragged, dsa_paged, rmsnorm, gemm, rope, "
-             "sampling, moe, gdn")
+             "sampling, moe, gdn, mamba_ssu")
     raise Unmapped(
         f"{definition.name}: lz has no operation of the type {definition.op_type!r}; answered are "
         f"{known}")

@@ -228,9 +228,10 @@ def _areas(op: Op, rng: random.Random) -> Iterator[tuple[Case, ...]]:
     def both(a: str, b: str) -> Callable[[int], dict[str, Any]]:
         return lambda n: _sized(_sized(ones, a, n), b, n)
 
-    squares = [partial(_square, ones, name) for name, d in ones.items()
-               if type(d) is not int and len(d) > 1
-               and not _are_lengths(op, ones, {**ones, name: (1, *d)})]
+    squares: list[Callable[[int], dict[str, Any]]] = [
+        partial(_square, ones, name) for name, d in ones.items()
+        if type(d) is not int and len(d) > 1
+        and not _are_lengths(op, ones, {**ones, name: (1, *d)})]
     pairs = [both(a, b) for a, b in combinations(ones, 2)]
     rng.shuffle(pairs)
     for case in (*squares, *pairs):

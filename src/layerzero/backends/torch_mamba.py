@@ -24,6 +24,10 @@ from ..spec.reason import Code
 CHUNK = 64
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
 def _convolve() -> Callable[..., Any]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             initial_states: Tensor | None = None, *, activation: str | None = None,
@@ -66,8 +70,9 @@ def _update() -> Callable[..., Any]:
         batch, heads, _ = x.shape
         groups = B.shape[1]
         inputs, step, decay = x.to(wide), dt.to(wide), A.to(wide)
-        # of a whole head: one number instead of head_dim * state_dim
-        if A.stride(1) == A.stride(2) == 0 and dt.stride(2) == 0 and (
+        # of a whole head: one number instead of head_dim * state_dim; a gradient has them all
+        if not (torch.is_grad_enabled() and needs_grad(dt, A, dt_bias)) and (
+                A.stride(1) == A.stride(2) == dt.stride(2) == 0) and (
                 dt_bias is None or dt_bias.stride(1) == 0):
             step, decay = step[..., :1], decay[:, :1, :1]
             dt_bias = None if dt_bias is None else dt_bias[:, :1]
@@ -115,13 +120,19 @@ def _scan() -> Callable[..., Any]:
             return F.pad(t, padding).transpose(1, 2).unflatten(2, (-1, size))
 
         values, keys, queries, total = (chunks(t) for t in (x * step[..., None], B, C, decay))
-        total = total.cumsum(-1)
         lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
         # of each token to each earlier one; no exponent is positive
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        if torch.is_grad_enabled() and total.requires_grad:
+            # a difference of sums would lose digits of the gradient: the steps between are added
+            steps = total[..., None].masked_fill(~lower.tril(-1), 0.0).cumsum(-2)
+            total = total.cumsum(-1)
+        else:
+            total = total.cumsum(-1)
+            steps = total[..., :, None] - total[..., None, :]
+        between = steps.masked_fill(~lower, -torch.inf).exp()
         within = ((queries @ keys.mT) * between) @ values
         from_state = queries * total.exp()[..., None]
-        to_end = keys * (total[..., -1:] - total).exp()[..., None]
+        to_end = keys * between[..., -1, :, None]
         added, whole = values.mT @ to_end, total[..., -1].exp()
         outputs = []
         for i in range(values.shape[2]):

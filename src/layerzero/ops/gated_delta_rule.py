@@ -110,8 +110,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"s": 0, "state": True, "final": True}, {"b": 0},
 )
 GRADIENT_CASES: tuple[dict[str, Any], ...] = (
-    {"s": 5, "d": 8, "dv": 8}, {"s": 70, "b": 1, "h": 1, "hv": 2, "d": 8, "dv": 8, "state": True,
-                                "norm": True})
+    {"s": 5, "d": 8, "dv": 8}, {"s": 1, "d": 8, "dv": 8, "state": True},
+    {"s": 70, "b": 1, "h": 1, "hv": 2, "d": 8, "dv": 8, "state": True, "norm": True})
 
 
 def _last_first(op: Any, v: dict[str, Any]) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ from layerzero.world.registry import certificates
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
 SEAL = "the key of the fuzzer"
-MOST_BYTES = 8192                              # of an input; the corpus keeps to it too
+MAX_BYTES = 8192                               # of an input; the corpus keeps to it too
 
 
 def target(of: Target) -> Target:

@@ -24,7 +24,7 @@ __all__ = ["happened", "world"]                # fixtures
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip)
-                       or torch.cuda.get_device_capability() < persistent.LEAST_CAPABILITY,
+                       or torch.cuda.get_device_capability() < persistent.MIN_CAPABILITY,
                        reason="needs an NVIDIA GPU of compute capability 9.0"),
     pytest.mark.timeout(300),                  # every case compiles its kernels
 ]

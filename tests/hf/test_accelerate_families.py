@@ -104,7 +104,7 @@ MORE |= {"gpt_oss": models.FAMILIES["gpt_oss"], "llama dynamic": (
             "long_factor": [2.0] * 8, "original_max_position_embeddings": 8}})}
 MORE |= {name: (f"{name.split()[0]}ForCausalLM", f"{name.split()[0]}Config", {**_PLAIN, **more})
          for name, more in OTHERS.items()}
-MOST_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
+MAX_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
              "qwen2_moe", "opt")
 
 
@@ -146,7 +146,7 @@ def test_the_same_logits(name):
     assert torch.equal(decoded(model, ids), expected)
 
 
-@pytest.mark.parametrize("name", MOST_USED)
+@pytest.mark.parametrize("name", MAX_USED)
 def test_the_same_tokens(name):
     model, batch = build(name), models.padded(9)
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -165,7 +165,7 @@ def test_the_same_tokens(name):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "qwen3_moe"])
 def test_fixed_buffers(name, monkeypatch):
-    monkeypatch.setattr(captured, "LEAST_ROOM", 8)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
     model = build(name)
     before = generate(model, new=40)
     report = accelerate(model, measure=False, capture=True)
@@ -282,7 +282,7 @@ def test_a_window_in_a_cache_that_keeps_everything():
 def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
     """Tokens by the step and by the model in turns, in one cache whose buffer is used up again and
     again."""
-    monkeypatch.setattr(growing_cache, "LEAST_ROOM", 3)
+    monkeypatch.setattr(growing_cache, "MIN_CAPACITY", 3)
     model, ids = build("mistral"), models.tokens(1, 27)
 
     @torch.no_grad()

@@ -38,8 +38,8 @@ def stock():
 @pytest.fixture
 def accelerated(stock, monkeypatch):
     """Chunks and buffers so small that tokens go beyond the first."""
-    monkeypatch.setattr(shared_prompt, "LEAST_PROMPT", 4)
-    monkeypatch.setattr(shared_prompt, "LEAST_ROOM", 4)
+    monkeypatch.setattr(shared_prompt, "MIN_PROMPT_TOKENS", 4)
+    monkeypatch.setattr(shared_prompt, "MIN_CAPACITY", 4)
     model = copy.deepcopy(stock)
     accelerate(model, measure=False, patch=False)
     return model
@@ -146,7 +146,7 @@ def made() -> tuple[SharedLayer, DynamicLayer]:
     lambda layer: layer.batch_repeat_interleave(2), lambda layer: layer.crop(-3),
     lambda layer: layer.crop(-9), copy.deepcopy])
 def test_what_transformers_does_to_a_layer(change, monkeypatch):
-    monkeypatch.setattr(shared_prompt, "LEAST_ROOM", 2)
+    monkeypatch.setattr(shared_prompt, "MIN_CAPACITY", 2)
     layers = made()
     gen = torch.Generator().manual_seed(1)
     for tokens in (1, 3, 4):

@@ -60,7 +60,7 @@ def test_the_same_tokens_in_fewer_rounds(name):
 
 def test_in_the_buffers_of_a_graph(monkeypatch):
     """Rounds of several rows, of one, and a cache that outgrows its buffers."""
-    monkeypatch.setattr(captured, "LEAST_ROOM", 8)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
     model = models.tiny("llama")
     before = generate(model, max_new_tokens=70)
     report = accelerate(model, measure=False, patch=False, capture=True, assistant="prompt_lookup")

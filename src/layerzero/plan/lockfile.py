@@ -233,7 +233,7 @@ def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violatio
 
 Choices = Union[Table, Lockfile]
 # that are left of a row, on average, when others are taken out
-_MOST_PIECES = 5
+_MAX_PIECES = 5
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
@@ -269,7 +269,7 @@ def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
     Ranges that overlap in part are split.
     """
     differences = []
-    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MOST_PIECES
+    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MAX_PIECES
                                                                     * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]

@@ -40,7 +40,7 @@ from ..world import snapshot as worlds
 from ..world.settings import prefer
 
 CASES, DTYPES = 4, 2                           # of an operation
-MOST_FAILURES = 50                             # that are kept in words
+MAX_FAILURES = 50                              # that are kept in words
 FLAKY = "soak.flaky"                           # kernels that fail now and then
 # of one call over and over: enough of a kind for it to be learned
 BURST_SECONDS, BURST_CALLS = 0.05, 400
@@ -61,7 +61,7 @@ class Tally:
     def fail(self, kind: str, text: str) -> None:
         with self.lock:
             self.counts[kind] += 1
-            if len(self.failures) < MOST_FAILURES:
+            if len(self.failures) < MAX_FAILURES:
                 self.failures.append(f"{kind}: {text}")
 
 

@@ -24,10 +24,10 @@ ACCEPTED = 0.03            # a kernel that is faster than the leader by this at 
 ERROR_RATE = 0.01          # how often an interval may miss the true ratio
 ROUNDS_PER_LOOK = 4        # between comparisons of all kernels
 FIRST_SAMPLES = 2          # of the base kernel, before another is tried
-MOST_SAMPLES = 120         # of one kind of call, over all kernels: then the medians decide
-MOST_CALLS = 20_000        # of one kind of call, timed or not: the budget may be used up for long
-MOST_IN_FLIGHT = 64        # calls whose time is not known yet
-MOST_UNKNOWN = 3           # in flight of a kernel of which no call is done yet: it may be slow
+MAX_SAMPLES = 120          # of one kind of call, over all kernels: then the medians decide
+MAX_CALLS = 20_000         # of one kind of call, timed or not: the budget may be used up for long
+MAX_IN_FLIGHT = 64         # calls whose time is not known yet
+MAX_UNKNOWN = 3            # in flight of a kernel of which no call is done yet: it may be slow
 HOPELESS = 3.0             # times slower than the best: eliminated at once
 SLOWER = 1.5               # times slower in each of FEW_SAMPLES: eliminated after those
 FEW_SAMPLES = 4
@@ -150,10 +150,10 @@ class Trial:
         if self.winner:
             return None
         self.calls += 1
-        if self.calls > MOST_CALLS:
+        if self.calls > MAX_CALLS:
             self._close()
             return None
-        if self.in_flight >= MOST_IN_FLIGHT:
+        if self.in_flight >= MAX_IN_FLIGHT:
             return None
         for _ in range(2):                     # the rest of this round, then a new one
             while self._queue:
@@ -174,7 +174,7 @@ class Trial:
 
     def _most_unknown(self, runner: Runner) -> int:
         """The base would serve anyway, so that its first samples are taken at once."""
-        return self.warm_ups + FIRST_SAMPLES if runner.kernel == self.base else MOST_UNKNOWN
+        return self.warm_ups + FIRST_SAMPLES if runner.kernel == self.base else MAX_UNKNOWN
 
     def _new_round(self, available: Callable[[str], bool],
                    allowed: Callable[[float], bool]) -> bool:
@@ -209,7 +209,7 @@ class Trial:
         runner.device_us.append(us if device_us is None else device_us)
         self.samples += 1
         self._drop_hopeless(runner)
-        if not self.winner and self.samples >= MOST_SAMPLES:
+        if not self.winner and self.samples >= MAX_SAMPLES:
             self._close()
 
     def drop(self, kernel: str, why: str) -> None:

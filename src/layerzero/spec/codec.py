@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 from .errors import DataError, LayerZeroError
 from .reason import Code, Reason, shown
 
-MOST_MISTAKES = 10                             # that an error shows
+MAX_MISTAKES = 10                              # that an error shows
 T = TypeVar("T")
 
 
@@ -169,8 +169,8 @@ def decode(kind: type[T], data: Any, what: str, **given: Any) -> T:
     at = At("", [], [])
     value: T = read_fields(kind, data, at, **given) if given else read(kind, data, at)
     if at.mistakes:
-        more = len(at.mistakes) - MOST_MISTAKES
-        lines = at.mistakes[:MOST_MISTAKES] + ([f"... and {more} more"] if more > 0 else [])
+        more = len(at.mistakes) - MAX_MISTAKES
+        lines = at.mistakes[:MAX_MISTAKES] + ([f"... and {more} more"] if more > 0 else [])
         raise DataError("\n".join(f"{what}: {line}" for line in lines), at.reasons)
     return value
 

@@ -43,7 +43,7 @@ _OTHER_NAMES: Mapping[tuple[str, ...], tuple[str, ...]] = {
 ALIASES: Mapping[str, tuple[str, ...]] = {
     name: patterns for patterns, names in _OTHER_NAMES.items() for name in names}
 _WILD = re.compile(r"[*?\[]")
-_MOST_SHOWN = 3                                # kernels that a suggestion names
+_MAX_SHOWN = 3                                 # kernels that a suggestion names
 
 
 def is_pattern(text: str) -> bool:
@@ -117,14 +117,14 @@ def _near(name: str, kernels: OpOfKernel) -> list[str]:
     word = re.sub(r"\.\*$", "", name.strip().lower().replace("-", "_"))[:100]
     same_name = [k for k in kernels if k.partition(".")[2] == word]
     if same_name:
-        return same_name[:_MOST_SHOWN]
+        return same_name[:_MAX_SHOWN]
     known = [*kernels, *_libraries(kernels),
              *(n for n in ALIASES if any(names_kernel(n, k) for k in kernels))]
     squashed = [n for n in known if _squash(n) == _squash(word)]
     near = nearest(word, known)
     last_part = nearest(word.rpartition(".")[2], {k.partition(".")[2] for k in kernels}, 0.75)
     same_last = [k for k in kernels if last_part and k.partition(".")[2] == last_part]
-    return (squashed or ([near] if near else same_last))[:_MOST_SHOWN]
+    return (squashed or ([near] if near else same_last))[:_MAX_SHOWN]
 
 
 def _libraries(kernels: OpOfKernel) -> list[str]:

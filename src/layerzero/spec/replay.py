@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 Grid = tuple[int, int, int]
-MOST = 2**31 - 1                               # the largest number that is passed as 32 bits
+MAX_INT32 = 2**31 - 1                          # the largest number that is passed as 32 bits
 
 
 class Varying(NamedTuple):
@@ -32,7 +32,7 @@ class Varying(NamedTuple):
     axis: int
     field: int = -1
     low: int = 0
-    high: int = MOST
+    high: int = MAX_INT32
     step: int = 1
     factor: int = 1
 

@@ -513,7 +513,7 @@ def test_what_is_written_says_what_selection_counts(learn, clock, happened):
 
 
 def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, happened):
-    monkeypatch.setattr(trial, "MOST_CALLS", 2)
+    monkeypatch.setattr(trial, "MAX_CALLS", 2)
     fakes(clock, first=100.0, fast=60.0)
     x = rows()
     serve(x, 10)

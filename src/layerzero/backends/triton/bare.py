@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...spec.replay import MOST, Grid, Launch, Varying, expand_format, fields_of, places_of
+from ...spec.replay import MAX_INT32, Grid, Launch, Varying, expand_format, fields_of, places_of
 
 # Types in a Triton signature -> codes of the struct module; pointers begin with a star.
 CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
@@ -102,9 +102,9 @@ def _bound(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) ->
     if v.field < 0:
         return v
     now = args[v.field]
-    if v.field not in place or not -MOST - 1 <= now <= MOST:
+    if v.field not in place or not -MAX_INT32 - 1 <= now <= MAX_INT32:
         return None
-    bounded = v._replace(field=place[v.field], high=min(v.high, MOST // v.factor))
+    bounded = v._replace(field=place[v.field], high=min(v.high, MAX_INT32 // v.factor))
     if fn.params[v.field].do_not_specialize:
         return bounded
     if now % ALIGNED or v.factor != 1:

@@ -24,7 +24,7 @@ from ...spec.errors import DataError
 from ...spec.reason import shown
 from .reader import FLOATS, GGUFFile
 
-_MOST_LAYERS, _MOST_SIZE, _MOST_POSITIONS = 1024, 1 << 24, 1 << 31
+_MAX_LAYERS, _MAX_SIZE, _MAX_POSITIONS = 1024, 1 << 24, 1 << 31
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Facts:
                          f"{shown(got, most=80)}; convert the model again")
 
     def integer(self, key: str, default: int | None = None, least: int = 1,
-                most: int = _MOST_SIZE) -> int:
+                most: int = _MAX_SIZE) -> int:
         got = self.values.get(f"{self.name}.{key}", default)
         if isinstance(got, list) and got and all(n == got[0] for n in got):    # one for each layer
             got = got[0]
@@ -146,8 +146,8 @@ def read_config(facts: Facts) -> DecoderConfig:
     rotary = facts.integer("rope.dimension_count", head_dim, most=head_dim)
     if rotary % 2:
         raise facts.wrong("rope.dimension_count", "an even number", rotary)
-    layers = facts.integer("block_count", most=_MOST_LAYERS)
-    longest = facts.integer("context_length", most=_MOST_POSITIONS)
+    layers = facts.integer("block_count", most=_MAX_LAYERS)
+    longest = facts.integer("context_length", most=_MAX_POSITIONS)
     experts = facts.integer("expert_count", 0, least=0)
     if kind.experts and not experts:
         raise facts.wrong("expert_count", "at least 1", 0)
@@ -177,7 +177,7 @@ def read_config(facts: Facts) -> DecoderConfig:
 def _windows(facts: Facts, layers: int) -> tuple[tuple[bool, ...], int]:
     """Return which layers have a window, () for all, and its size; 0 for none."""
     kind = facts.architecture
-    window = facts.integer("attention.sliding_window", kind.window, least=0, most=_MOST_POSITIONS)
+    window = facts.integer("attention.sliding_window", kind.window, least=0, most=_MAX_POSITIONS)
     if not kind.window_period or not window:
         return (), 0
     got = facts.values.get(f"{facts.name}.attention.sliding_window_pattern", kind.window_period)
@@ -185,7 +185,7 @@ def _windows(facts: Facts, layers: int) -> tuple[tuple[bool, ...], int]:
         if len(got) < layers or not all(type(w) is bool for w in got):
             raise facts.wrong("attention.sliding_window_pattern", f"{layers} booleans", got)
         return tuple(got[:layers]), window
-    if type(got) is not int or not 0 < got <= _MOST_LAYERS:
+    if type(got) is not int or not 0 < got <= _MAX_LAYERS:
         raise facts.wrong("attention.sliding_window_pattern", "a period", got)
     return () if got == 1 else tuple(i % got < got - 1 for i in range(layers)), window
 
@@ -195,7 +195,7 @@ def _scaling(facts: Facts, rotary: int, longest: int) -> dict[str, Any] | None:
     kind = facts.values.get(f"{facts.name}.rope.scaling.type", "none")
     factor = facts.number("rope.scaling.factor", 0.0) or facts.number("rope.scale_linear", 0.0)
     original = facts.integer("rope.scaling.original_context_length", longest,
-                             most=_MOST_POSITIONS)
+                             most=_MAX_POSITIONS)
     amplitude = facts.number("rope.scaling.attn_factor", 1.0)
     short = facts.floats("rope_freqs.weight", rotary // 2)
     long = facts.floats("rope_factors_long.weight", rotary // 2)

@@ -33,7 +33,7 @@ from ..rewiring import public
 from .replacements import stock_of
 
 CODES = "_layerzero_codes"                     # of a quantized layer: its _Held
-LEAST = 32                                     # inputs and outputs of a weight that is worth it
+MIN_FEATURES = 32                              # inputs and outputs of a weight that is worth it
 
 _quantize, _dequantize = public("quantize"), public("dequantize")
 _linear = public("quantized_linear")
@@ -233,8 +233,8 @@ def _why_not(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
     if not weight.is_floating_point() or weight.element_size() == 1:
         return f"its weight is {str(weight.dtype)[6:]}"
     inputs = weight.shape[0] if isinstance(module, conv) else weight.shape[1]
-    if min(weight.shape) < LEAST:
-        return f"fewer than {LEAST} inputs or outputs"
+    if min(weight.shape) < MIN_FEATURES:
+        return f"fewer than {MIN_FEATURES} inputs or outputs"
     return obstacle(wanted, weight.device, inputs)
 
 

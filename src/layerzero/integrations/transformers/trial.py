@@ -31,7 +31,7 @@ AS_OWN = 4
 # the error that activations rounded to eight bits may have: a tie may go to either code
 ROUNDED = 0.05
 # the latter where one call takes longer than all should
-LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
+MIN_ROUNDS, MIN_SLOW_ROUNDS = 5, 2
 # tokens of the trial: prompt timed, prompt before decoding, decoded
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
 ENCODED = 16                                   # states of an encoder in the trial
@@ -270,7 +270,7 @@ class Trial:
             race.enter(name, way)
         entered = time.perf_counter()
         end = entered + seconds
-        race.run(LEAST_ROUNDS if entered - began < PATIENCE else LEAST_SLOW_ROUNDS)
+        race.run(MIN_ROUNDS if entered - began < PATIENCE else MIN_SLOW_ROUNDS)
         while time.perf_counter() < end:
             race.run()
         timings = race.timings

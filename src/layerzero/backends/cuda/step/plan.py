@@ -21,8 +21,8 @@ from ..compiler import CompiledCuda, Machine
 
 LOG2E = 1.4426950408889634
 ACTIVATIONS = ("swiglu", "geglu_tanh")
-MOST_ROWS = 8              # of a weight in one tile
-MOST_BATCH = 8
+MAX_ROWS = 8               # of a weight in one tile
+MAX_BATCH = 8
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; with the scales of codes; and the
@@ -85,7 +85,7 @@ def plain_tiles(k: int, tile: int) -> Tiles:
 def gated_tiles(k: int, tile: int) -> Tiles:
     """Rows are pairs, one of gate and one of up; an even number, or one."""
     if 8 * k <= tile:
-        return Tiles(min(MOST_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
+        return Tiles(min(MAX_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
     return Tiles(1, 1 if 4 * k <= tile else _slices(k, tile // 2))
 
 
@@ -201,8 +201,8 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
             return f"rows of {size} codes are no whole blocks of {BLOCK} in a tile"
     if shape.activation not in ACTIVATIONS:
         return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
-    if not 1 <= shape.batch <= MOST_BATCH:
-        return f"{shape.batch} rows, and the kernel has at most {MOST_BATCH}"
+    if not 1 <= shape.batch <= MAX_BATCH:
+        return f"{shape.batch} rows, and the kernel has at most {MAX_BATCH}"
     if cached_tokens(shape.dim, cfg.tile) < 16:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:

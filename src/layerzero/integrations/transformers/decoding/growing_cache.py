@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-LEAST_ROOM = 256           # tokens
+MIN_CAPACITY = 256         # tokens
 # room grows by length // GROWTH: few copies, and little unused memory
 GROWTH = 2
 
@@ -45,7 +45,7 @@ class _Growing:
         length = int(self.keys.shape[2])
         room = self.key_room
         if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
-            size = length + max(more, LEAST_ROOM, length // GROWTH)
+            size = length + max(more, MIN_CAPACITY, length // GROWTH)
             self.move(_moved(self.keys, size), _moved(self.values, size), length)
         return self.start + length
 

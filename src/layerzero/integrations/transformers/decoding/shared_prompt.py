@@ -19,10 +19,10 @@ from ....backends.native.declaration import DTYPES
 from ....backends.native.grouped import load_grouped
 from ....spec.errors import LayerZeroError
 from .decode_step import DecodeStep
-from .growing_cache import LEAST_ROOM, GrowingLayer, stays
+from .growing_cache import MIN_CAPACITY, GrowingLayer, stays
 
 SHARED = "prompts computed once for several rows"
-LEAST_PROMPT = 64          # tokens from which one read for all rows is faster than a read for each
+MIN_PROMPT_TOKENS = 64     # tokens from which one read for all rows is faster than a read for each
 # what a call of the model may have for each row, and it is known how to take every so many rows
 BY_ROW = ("attention_mask", "position_ids")
 KERNEL = "native.grouped_attention"
@@ -44,7 +44,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         first = [t.transpose(1, 2).flatten(0, 1) for t in (layer.keys, layer.values)]
         self.buffers = first
-        self._grow(LEAST_ROOM)
+        self._grow(MIN_CAPACITY)
 
     @property
     def rows(self) -> int:
@@ -76,7 +76,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         """Keys and values (rows, tokens, heads, dim) after those there are."""
         more = key.shape[1]
         if self.own + more > self.room:
-            self._grow(self.own + max(more, LEAST_ROOM, self.own))
+            self._grow(self.own + max(more, MIN_CAPACITY, self.own))
         self.own += more
         for to, t in zip(self._own_tokens(), (key, value)):
             to[:, -more:] = t
@@ -192,7 +192,7 @@ def _can_share(accelerated: Any, cache: DynamicCache, rows: int) -> bool:
                          or layer.softcap for layer in parts.layers))
     if (not plain or accelerated._captured is not None
             or like.device.type != "cpu" or like.dtype not in DTYPES
-            or native_build.is_built() is not True or cache.get_seq_length() < LEAST_PROMPT
+            or native_build.is_built() is not True or cache.get_seq_length() < MIN_PROMPT_TOKENS
             or any(type(layer) is not DynamicLayer for layer in cache.layers)):
         return False
     step = accelerated.step(rows)

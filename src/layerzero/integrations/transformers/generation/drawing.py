@@ -24,7 +24,7 @@ from ..decoding.planning import Binder
 from ..sampling import Draw
 
 FOREVER = 1 << 62
-MOST_K = 128               # tokens that are listed; above it, or without a top-k, lz.sample draws
+MAX_K = 128                # tokens that are listed; above it, or without a top-k, lz.sample draws
 Apply = Callable[["Tail", Sequence[Tensor], Tensor], Tensor]
 # in the order in which lz.sample applies them, and transformers too
 FILTERS = {stock.TemperatureLogitsWarper: "temperature", stock.TopKLogitsWarper: "top_k",
@@ -58,7 +58,7 @@ class DrawPlan:
     @property
     def few(self) -> bool:
         """Is the top-k so small that its tokens are listed (triton_few.py)?"""
-        return 0 < self.by.get("top_k", 0) <= MOST_K
+        return 0 < self.by.get("top_k", 0) <= MAX_K
 
     @property
     def key(self) -> Hashable:

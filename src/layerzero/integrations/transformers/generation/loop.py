@@ -38,7 +38,7 @@ from .drawing import Tail, plan_draw, seen_tokens
 
 # steps that are enqueued beyond the one whose token is looked at; without a device none runs ahead
 AHEAD, AHEAD_ON_HOST = 3, 0
-MOST_ROOM = 2048           # tokens that the first buffers have room for, where so many may come
+MAX_CAPACITY = 2048        # tokens that the first buffers have room for, where so many may come
 # arguments of the model that the loop makes itself, or that only the prompt needs
 KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
          "inputs_embeds", "cache_position"}
@@ -271,7 +271,7 @@ class _Loop:
             except faults.OUT_OF_MEMORY as error:
                 self.step.declined[f"served without a graph: {type(error).__name__}"] += 1
         if tail is None:
-            tail = self._own_tail(min(self.most, MOST_ROOM))
+            tail = self._own_tail(min(self.most, MAX_CAPACITY))
         self.logs.append(before.log[:before.rows(self.issued)].clone())
         tail.start(self.plan, self.issued, before.unfinished, before.seen)
         tail.step_input.copy_(before.step_input)
@@ -286,7 +286,7 @@ class _Loop:
             raise NotRecognised("learned positions that are moved")
         step, plan = self.step.step(self.batch), self.plan
         key = ("loop", plan.key)
-        wanted = min(self.most - self.issued, MOST_ROOM) + graphs.WARM_UPS + 1
+        wanted = min(self.most - self.issued, MAX_CAPACITY) + graphs.WARM_UPS + 1
 
         def capture(fixed: Fixed, length: int) -> None:
             tail = fixed.loops.get(key)

@@ -29,13 +29,13 @@ from .....spec.grid import bucket_top
 from ...decoders.families import NotRecognised
 from ...decoders.recognition import DecoderParts
 from ..decode_step import DecodeStep
-from ..growing_cache import LEAST_ROOM
+from ..growing_cache import MIN_CAPACITY
 from . import persistent
 
-MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
+MAX_DIM, MAX_GROUP = 256, 16                   # of heads, for the kernels of triton_step.py
 PAGE = 64                  # the buffers are read as pages of so many tokens
 COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
-MOST_CACHES = 4            # in use at the same time; more are served without a graph
+MAX_CACHES = 4             # in use at the same time; more are served without a graph
 
 
 class Fixed:
@@ -114,7 +114,7 @@ class Fixed:
         turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
             at.norm_last for at in self.step.layers)
         return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
-            at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
+            at.head_dim <= MAX_DIM and at.heads // at.kv_heads <= MAX_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
@@ -319,16 +319,16 @@ class CapturedSteps:
     def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,
               wanted: int) -> Fixed:
         least = length + room
-        if len(known) >= MOST_CACHES:          # those that are too small for it make room
+        if len(known) >= MAX_CACHES:           # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size >= least]
         fixed = next((f for f in known if f.owner() is None and f.size >= least
                       and f.embeds == embeds), None)
         if fixed is None:
-            if len(known) >= MOST_CACHES:
-                raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
+            if len(known) >= MAX_CACHES:
+                raise NotRecognised(f"{MAX_CACHES} caches are in use in graphs already")
             # the buffers outlive the caller's mode
             with torch.inference_mode(False), torch.no_grad():
-                size = bucket_top(length + max(wanted, LEAST_ROOM))
+                size = bucket_top(length + max(wanted, MIN_CAPACITY))
                 try:
                     fixed = Fixed(step, self._parts, size, embeds)
                 except NoKernelFoundError as e:

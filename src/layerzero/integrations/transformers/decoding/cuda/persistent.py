@@ -36,9 +36,9 @@ from ..joined import Weight
 Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, tokens, kv_heads, dim)
 
 NAME, WHAT = "one persistent kernel", "the captured step"
-LEAST_CAPABILITY = (9, 0)      # copies in bulk
+MIN_CAPABILITY = (9, 0)        # copies in bulk
 ROUNDS = 7
-MOST_APART = 0.1               # of the spread of the logits, between two ways in bf16
+MAX_APART = 0.1                # of the spread of the logits, between two ways in bf16
 _lost: weakref.WeakSet[DecodeStep] = weakref.WeakSet()     # those of which a launch gave up
 
 
@@ -174,7 +174,7 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
     if not step_input.is_cuda:
         return None
     try:
-        if torch.cuda.get_device_capability(step_input.device) < LEAST_CAPABILITY:
+        if torch.cuda.get_device_capability(step_input.device) < MIN_CAPABILITY:
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
@@ -210,7 +210,7 @@ def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, 
             _place(state, middle)
             logits = one(step_input, state).flatten()
             apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
-            if not one.lost() and apart <= MOST_APART:
+            if not one.lost() and apart <= MAX_APART:
                 runs[str(number)] = partial(one, step_input, state)
         if len(runs) == 1:
             raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")

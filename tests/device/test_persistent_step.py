@@ -113,11 +113,11 @@ def test_a_launch_ends_by_itself() -> None:
     assert step.resident(torch.cuda.current_device())
     step(token, state)
     torch.cuda.synchronize()
-    assert not step.lost() and not step.logits.isnan().any() and state.tolist() == [4, 4]
+    assert not step.timed_out() and not step.logits.isnan().any() and state.tolist() == [4, 4]
     step.blocks -= 1                           # fewer blocks than there is work for: still right
     step(token, state)
     torch.cuda.synchronize()
-    assert not step.lost()
+    assert not step.timed_out()
     step._control[2] = 1                       # another block has given up
     step(token, state)
     torch.cuda.synchronize()                   # returns

@@ -238,7 +238,7 @@ class Tired:
         self.fixed._whole = self
         return out.fill_(torch.nan) if self.given_up else out
 
-    def lost(self) -> bool:
+    def timed_out(self) -> bool:
         return self.given_up
 
 

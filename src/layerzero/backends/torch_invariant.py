@@ -109,7 +109,8 @@ def _packed(t: Tensor) -> Tensor:
 
 
 def _unaligned(t: Tensor) -> bool:
-    """Whether a row may begin beside a multiple of 16 bytes, from which the kernels load."""
+    """Returns whether a row may begin beside a multiple of 16 bytes, from which the kernels
+    load."""
     return any((n * t.element_size()) % 16 for n in (t.storage_offset(), *t.stride()[:-1]))
 
 

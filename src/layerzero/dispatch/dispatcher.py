@@ -433,13 +433,13 @@ class Dispatcher:
     # Counts.
 
     def calls_of(self, kernel: str) -> int:
-        """How often a kernel was called in this process."""
+        """Returns how often a kernel was called in this process."""
         if self.native is not None:
             self.native.collect()
         return self.ledger.calls(kernel)
 
     def hits(self) -> dict[str, int]:
-        """How often each kernel was chosen for a call, in this process."""
+        """Returns how often each kernel was chosen for a call, in this process."""
         if self.native is not None:
             self.native.collect()
         return self.ledger.totals()
@@ -458,7 +458,8 @@ worlds.add_listener(_install)
 
 
 def _after_fork() -> None:
-    """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
+    """Runs in a forked child: threads that held a lock, made an entry or probed a kernel are
+    gone."""
     incidents.after_fork()
     memory.after_fork()
     wrapping.probes.clear()

@@ -16,8 +16,8 @@ BUCKETS = [bucket(n) for n in range(4097)]      # to the end of a bucket
 
 
 def broadcast_flags(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
-    """How `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated; None if it
-    does not."""
+    """Returns how `shape` broadcasts to `full`: its rank, then 1 for each axis that is repeated;
+    None if it does not."""
     gap = len(full) - len(shape)
     if gap < 0:
         return None

@@ -68,7 +68,7 @@ def _opener(path: str, flags: int) -> int:
 
 
 def _is_shell_pipe(path: Path) -> bool:
-    """Whether it is a pipe of the shell, like /dev/stdin and <(...)."""
+    """Returns whether it is a pipe of the shell, like /dev/stdin and <(...)."""
     return os.fspath(path).startswith(("/dev/", "/proc/"))
 
 

@@ -123,7 +123,8 @@ class SealedFolder:
         return self.root.joinpath(self.name, *parts)
 
     def problem(self, *parts: str) -> str | None:
-        """Why the file would not be used, by owner and permissions alone; its content is not read.
+        """Returns why the file would not be used, by owner and permissions alone; its content is
+        not read.
 
         None if it may be used, "" if it does not exist.
         """
@@ -140,7 +141,7 @@ class SealedFolder:
         return None
 
     def is_intact(self, *parts: str) -> bool:
-        """Whether the file exists, is trusted and matches its seal."""
+        """Returns whether the file exists, is trusted and matches its seal."""
         try:
             os.close(self.open(*parts)[0])
         except (OSError, UntrustedFile):

@@ -69,7 +69,7 @@ class Measurement(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Any) -> Measurement:
-        """What came from a file is not trusted to be what it says: DataError."""
+        """Reads a row of a file, which is not trusted: DataError says what is wrong with it."""
         return decode(cls, data, "measurement").checked()
 
     def checked(self) -> Measurement:

@@ -171,7 +171,7 @@ class Row(Record):
 @dataclass(frozen=True)
 class Stamp(Record, json="device signature place policy capabilities builds library",
             names={"library": "layerzero"}):
-    """Where a table is valid."""
+    """The machine and settings for which a table is valid."""
 
     device: Device
     # as measurements have it: the device's signature and threads

@@ -98,7 +98,7 @@ class SoakPart(Record, whole=True):
 
 @dataclass(frozen=True)
 class Bound:
-    """How much one series may grow in an hour: in its own unit, or as a share of its level."""
+    """The most that one series may grow in an hour: in its own unit, or as a share of its level."""
 
     name: str
     unit: str

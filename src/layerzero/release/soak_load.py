@@ -48,7 +48,7 @@ BURST_SECONDS, BURST_CALLS = 0.05, 400
 
 @dataclass
 class Tally:
-    """What happened, counted; of what went wrong, the first few in words."""
+    """Counts what happened; of what went wrong, the first few in words."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Case:
                    else formula(op, upcast(values)), eager)
 
     def complaint(self, result: Any) -> str:
-        """What is wrong with a result; "" if it is right."""
+        """Returns what is wrong with a result; "" if it is right."""
         results = results_of(result)
         if self.op.read is not None:
             return ("" if results == self.eager

@@ -154,14 +154,14 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
 
 
 def _needs_layout(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
-    """Whether the inputs must be viewed in another layout."""
+    """Returns whether the inputs must be viewed in another layout."""
     return bool(op.variant and kernel.variants and facts[op.variant] not in kernel.variants)
 
 
 def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
            around: Surroundings, demands: Demands,
            largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """All reasons against a kernel; its transforms; its workspace in bytes."""
+    """Returns all reasons against a kernel, its transforms and its workspace in bytes."""
     reasons: list[Reason] = []
     denied = around.policy.verdict(kernel.id, op.name, facts)
     if denied is not None:
@@ -221,7 +221,8 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
 
 
 def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
-    """Why a launch would exceed the device's shared memory, if so. An absent number counts as 0."""
+    """Returns why a launch would exceed the device's shared memory, if so. An absent number counts
+    as 0."""
     room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
     if not room:                               # unknown for this device
         return None
@@ -255,8 +256,8 @@ INVARIANCE_CODES = {"batch_invariant": Code.BATCH_INVARIANCE_REQUIRED,
 
 
 def compiles_in_request(kernel: Kernel, settings: Mapping[str, Any]) -> bool:
-    """Whether a kernel may compile within a call: where policy says so, and where it keeps bits
-    that must stay, since a choice that waits until a size was compiled would change them."""
+    """Returns whether a kernel may compile within a call: where policy says so, and where it keeps
+    bits that must stay, since a choice that waits until a size was compiled would change them."""
     return (settings["jit"] == "in_request"
             or (kernel.batch_invariant and settings["batch_invariant"])
             or (kernel.tp_invariant and settings["tp_invariant"]))
@@ -267,7 +268,7 @@ def _is_invariant(to: str, facts: Mapping[str, Any], kernel: Kernel) -> bool:
 
 
 class Demands(NamedTuple):
-    """What the mode of the call and the policy demand of every kernel."""
+    """The demands of mode and policy on every kernel."""
 
     grad: bool
     deterministic: bool
@@ -316,18 +317,20 @@ class Demands(NamedTuple):
                     or kernel.id in self.failed)
 
     def switched_off(self, kernel: Kernel) -> bool:
-        """Whether torch.nn.attention.sdpa_kernel excludes this implementation of attention."""
+        """Returns whether torch.nn.attention.sdpa_kernel excludes this implementation of
+        attention."""
         return (self.sdpa_backends is not None
                 and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends))
 
     def unproven(self, kernel: Kernel) -> bool:
-        """Whether it lacks a certificate; the reference, with which others are compared, needs
-        none."""
+        """Returns whether it lacks a certificate; the reference, with which others are compared,
+        needs none."""
         return (self.certified is not None and kernel.backend != "reference"
                 and kernel.id not in self.certified)
 
     def uncapturable(self, kernel: Kernel) -> str | None:
-        """Why it may not be captured in a CUDA graph. A tried capture overrides the declaration."""
+        """Returns why it may not be captured in a CUDA graph. A tried capture overrides the
+        declaration."""
         captured = self.captures.get(kernel.id)
         if captured is None:
             if self.certified is not None and kernel.backend != "reference":

@@ -27,7 +27,8 @@ OFF_CPU = "_off_cpu"
 
 @dataclass(frozen=True)
 class NumberField:
-    """What the key keeps of a size, derived number or numeric parameter; None is distinct too."""
+    """The part of the key that holds a size, derived number or numeric parameter; None is distinct
+    too."""
 
     fact: str
     exact: bool = False

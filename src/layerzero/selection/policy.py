@@ -269,7 +269,8 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         return matches_any(self.kernels, kernel_id)
 
     def holds(self, facts: Facts) -> bool:
-        """Whether all conditions hold; one on a fact that is absent or of another type does not."""
+        """Returns whether all conditions hold; one on a fact that is absent or of another type does
+        not."""
         try:
             return all(test.fact in facts and test.check(facts) is None for test in self.when)
         except TypeError:
@@ -293,7 +294,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                     f"{test.fact!r}{suggest(test.fact, facts)}")
 
     def unknown_kernels(self, kernels: OpOfKernel) -> Iterator[str]:
-        """For each pattern that no kernel of its ops matches, a sentence with what is near."""
+        """Returns a sentence with near names for each pattern that no kernel of its ops matches."""
         for pattern in self.kernels:
             if not any(fnmatchcase(k, pattern) and self.applies_to(op)
                        for k, op in kernels.items()):
@@ -407,7 +408,7 @@ class Policy(Record, json="hash layers"):
         return views
 
     def has_rules_for(self, op: str) -> bool:
-        """Whether any rule is about this op."""
+        """Returns whether any rule is about this op."""
         return bool(self._views(op))
 
     def lock(self, op: str, facts: Facts) -> PolicyRule | None:
@@ -422,7 +423,7 @@ class Policy(Record, json="hash layers"):
         return None
 
     def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
-        """Why policy forbids the kernel for this call, or None.
+        """Returns why policy forbids the kernel for this call, or None.
 
         Lock beats deny beats allow in a layer.
         """

@@ -301,7 +301,7 @@ class Trial:
 
 
 def worth_trying(guess_us: float, base_guess_us: float) -> bool:
-    """Whether a kernel is not expected to be many times slower than the base kernel."""
+    """Returns whether a kernel is not expected to be many times slower than the base kernel."""
     return guess_us <= TOO_SLOW * base_guess_us
 
 

@@ -57,7 +57,7 @@ class GPUGeneration(IntEnum):
 
 @dataclass(frozen=True)
 class Generation(Record):
-    """What one range of NVIDIA SMs, or one AMD architecture, can do."""
+    """The abilities of one range of NVIDIA SMs, or of one AMD architecture."""
 
     name: str
     sm_first: int = 0
@@ -206,8 +206,8 @@ class Device(Record):
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
     def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
-        """Whether torch multiplies matrices of a dtype that needs one of `isa` at full speed here.
-        """
+        """Returns whether torch multiplies matrices of a dtype that needs one of `isa` at full
+        speed here."""
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property

@@ -202,18 +202,18 @@ class Kernel:
 
     @property
     def isolated(self) -> bool:
-        """Whether it runs in a worker process (world/registry/isolation.py)."""
+        """Returns whether it runs in a worker process (world/registry/isolation.py)."""
         return self.id.startswith("worker.")
 
     def does_less(self, facts: Facts) -> bool:
-        """Whether the kernel claims to do less work than the baseline for this call."""
+        """Returns whether the kernel claims to do less work than the baseline for this call."""
         return (bool(self.less_work)
                 and all(rule.check(facts) is None for rule in self.less_work_when))
 
     def is_invariant(self, to: str, facts: Facts) -> bool:
-        """Whether results of such calls keep their bits, "batch" or "tp": whatever else is in the
-        batch, or on how many ranks heads and columns are. Those of text do, and of an op that ranks
-        do not share."""
+        """Returns whether results of such calls keep their bits, "batch" or "tp": whatever else is
+        in the batch, or on how many ranks heads and columns are. Those of text do, and of an op
+        that ranks do not share."""
         dims, declared = ((self.op.batch_dims, self.batch_invariant) if to == "batch"
                           else (self.op.shard_dims, self.tp_invariant))
         return dims == () or self.op.read is not None or (

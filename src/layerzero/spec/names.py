@@ -73,7 +73,7 @@ def kernel_patterns(name: str) -> tuple[str, ...]:
 
 
 def names_kernel(name: str, kernel: str) -> bool:
-    """Whether the kernel with this id is one of those that `name` stands for."""
+    """Returns whether the kernel with this id is one of those that `name` stands for."""
     return any(fnmatchcase(kernel, pattern) for pattern in kernel_patterns(name))
 
 

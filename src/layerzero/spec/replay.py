@@ -28,7 +28,7 @@ class Varying(NamedTuple):
     """
 
     tensor: Any
-    what: str                                  # size | stride
+    kind: str                                  # size | stride
     axis: int
     field: int = -1
     low: int = 0
@@ -49,15 +49,15 @@ class Launch:
     cluster: int
     params: bytes
     # where in `params` each parameter of the kernel begins
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     # offset and size of each number and pointer in `params`
     fields: tuple[tuple[int, int], ...]
     pointers: tuple[tuple[int, Any], ...]      # field and tensor
     varying: tuple[Varying, ...]
     # the error for a driver code, device and grid
-    refused: Callable[[int, int, Grid], BaseException]
+    launch_error: Callable[[int, int, Grid], BaseException]
     hooks: tuple[list[Any], ...] = ()          # while one is not empty, the launch is not replayed
-    kept: Any = None                           # what must live as long as the function
+    keep_alive: Any = None                     # what must live as long as the function
 
 
 class Watcher(Protocol):
@@ -106,5 +106,5 @@ def expand_format(format: str) -> list[str]:
     return codes
 
 
-def places_of(fields: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+def field_offsets(fields: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(offset for offset, _ in fields)

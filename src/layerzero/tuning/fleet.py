@@ -80,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Options:
-    """What `lz tune` was asked for, as every node needs it."""
+    """The options of `lz tune` that every node needs."""
 
     device: str | None = None
     rounds: int = ROUNDS

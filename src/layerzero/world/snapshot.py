@@ -222,8 +222,8 @@ class World:
 
     @property
     def next_deadline(self) -> float | None:
-        """When something changes with time: a policy expires, a breaker cools, caches expire, a
-        file is due."""
+        """Returns when something changes with time: a policy expires, a breaker cools, caches
+        expire, a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
         times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_check(),
                  min(self.refused_until.values(), default=None),
@@ -257,7 +257,8 @@ _tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """What the rule says of every call on the CPU; None if that depends on more than the device."""
+    """Returns what the rule says of every call on the CPU; None if that depends on more than the
+    device."""
     return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 

@@ -20,7 +20,7 @@ from .registry.catalog import Catalog
 
 
 class SelectionTable(Protocol):
-    """What the world needs of a table."""
+    """The interface of a table that the world uses."""
 
     miss_code: ClassVar[Code]                  # of a call that it has no answer for
 

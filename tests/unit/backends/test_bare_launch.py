@@ -105,7 +105,7 @@ def test_parameters_are_what_the_driver_says(driver: Any) -> None:
     x = torch.randn(8)
     launch = told(driver, x, torch.empty(8))
     assert isinstance(launch, replay.Launch)
-    assert (launch.places == (0, 8, 16, 20, 24, 32, 40) and launch.threads == 128
+    assert (launch.offsets == (0, 8, 16, 20, 24, 32, 40) and launch.threads == 128
             and launch.shared == 96)
     assert [field for field, _ in launch.pointers] == [0, 1]
 

@@ -223,7 +223,7 @@ def test_an_xformers_built_for_another_cuda_is_a_reason_and_a_hint(made_for, tmp
     if "xformers.attention" not in {k.id for k in lz.list_kernels("attention")}:
         lz.register(xformers.KERNELS[0])
     check = next(c for c in lz.doctor().checks if c.name == "library xformers")
-    assert not check.ok and check.hint == reason.code.advice and check.found == reason.message
+    assert not check.ok and check.hint == reason.code.advice and check.detail == reason.message
 
 
 def test_flashinfer_without_a_compiler_says_so(monkeypatch, tmp_path):

@@ -211,7 +211,7 @@ def _table(format: str, device: torch.device) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """What both kernels read of a weight."""
+    """The tensors of a weight that both kernels read."""
 
     weight: Tensor
     scales: Tensor

@@ -63,7 +63,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class DispatcherLike(Caller, Protocol):
-    """What is needed of a dispatcher here."""
+    """The interface of a dispatcher that is used here."""
 
     def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
              fixed: Mapping[str, Any]) -> Any: ...
@@ -339,7 +339,7 @@ def _compile(job: _Job) -> str | None:
 
 @dataclass(frozen=True)
 class CompileStatus(Record):
-    """What is compiled in the background, and what waits for it."""
+    """The state of compiling in the background, and how many calls wait for it."""
 
     compiling: str = ""                        # kernel and kind of call
     seconds: float = 0.0                       # so far
@@ -400,7 +400,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    """In the child: the thread is gone. Forget the requests, so that they may be made again."""
+    """Runs in a forked child: the thread is gone. Forget the requests, so that they may be made
+    again."""
     global _thread, _current, _compile_lock
     _thread, _current, _compile_lock = None, None, threading.RLock()
     _queue.clear()

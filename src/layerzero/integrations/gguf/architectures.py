@@ -29,7 +29,7 @@ _MAX_LAYERS, _MAX_SIZE, _MAX_POSITIONS = 1024, 1 << 24, 1 << 31
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the metadata of a file does not say, for it goes without saying in llama.cpp."""
+    """The facts that llama.cpp knows of an architecture and its files do not state."""
 
     pairs: bool = False                        # rows of q and k are stored as interleaved pairs
     activation: str = "swiglu"

@@ -46,7 +46,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in the file; `shape` is torch's order, the rows last."""
+    """The place of a tensor in the file; `shape` is torch's order, the rows last."""
 
     name: str
     type: str                                  # "f32", "q4_k", ...

@@ -356,8 +356,8 @@ class _Load:
 
     @property
     def remote(self) -> dict[str, Any] | None:
-        """How a worker process (world/registry/isolation.py) loads it. Each has one version,
-        so that two whose torch operations share a namespace serve beside each other."""
+        """Returns how a worker process (world/registry/isolation.py) loads it. Each has one
+        version, so that two whose torch operations share a namespace serve beside each other."""
         if self.adapt is not None:             # a function of this process
             return None
         hub = {f.name: getattr(self.hub, f.name) for f in fields(self.hub)}

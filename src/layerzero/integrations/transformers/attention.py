@@ -69,7 +69,7 @@ def attention_forward(
                    sliding_window, softcap, s_aux, position_bias, indices), None
 
 
-def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
+def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
     weights, or dropout."""
     parameters = eager_parameters(stock)

@@ -32,7 +32,7 @@ from ...spec.errors import ConfigError
 from ..rewiring import public
 from .replacements import stock_of
 
-CODES = "_layerzero_codes"                     # of a quantized layer: its _Held
+CODES = "_layerzero_codes"                     # of a quantized layer: its _QuantizedState
 MIN_FEATURES = 32                              # inputs and outputs of a weight that is worth it
 
 _quantize, _dequantize = public("quantize"), public("dequantize")
@@ -41,13 +41,13 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
-    """What a quantized layer knows beside its weight."""
+class _QuantizedState:
+    """The state of a quantized layer beside its weight."""
 
     codes: WeightCodes
-    whole: WeightCodes                         # of all layers of its product
+    joined: WeightCodes                        # of all layers of its product
     transposed: bool                           # the weight is kept as (in, out)
-    before: type                               # the class that it had
+    stock_class: type                          # the class that it had
     dropped: bool                              # the weight as it was is gone
 
     def dequantized(self, like: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ def codes_of(module: Any) -> WeightCodes | None:
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
     """The codes of layers whose rows follow one another, as one weight; None where they do not."""
     held = [vars(module).get(CODES) for module in modules]
-    if any(h is None or h.whole is not held[0].whole for h in held):
+    if any(h is None or h.joined is not held[0].joined for h in held):
         return None
-    codes: WeightCodes = held[0].whole
+    codes: WeightCodes = held[0].joined
     return codes if codes.shape[0] == sum(h.codes.shape[0] for h in held) else None
 
 
@@ -171,14 +171,14 @@ class QuantizedLayers:
             first += len(weight)
             own = shared[id(module.weight)] == 1
             drop = own and self.wanted.originals == "drop"
-            vars(module)[CODES] = _Held(codes, whole, transposed, type(module), drop)
+            vars(module)[CODES] = _QuantizedState(codes, whole, transposed, type(module), drop)
             module.__class__ = quantized_class(stock_of(module))
             self.modules.append(module)
             self.stock_bytes += weight.nbytes
             if own:
-                self._put_away(module.weight)
+                self._store_original(module.weight)
 
-    def _put_away(self, parameter: nn.Parameter) -> None:
+    def _store_original(self, parameter: nn.Parameter) -> None:
         """Moves a weight as it was to where it is kept."""
         self._moved[parameter] = parameter.device
         if self.wanted.originals == "drop":
@@ -193,7 +193,7 @@ class QuantizedLayers:
                 held = vars(module).pop(CODES, None)
                 if held is None:
                     continue
-                module.__class__ = held.before
+                module.__class__ = held.stock_class
                 weight, device = module.weight, held.codes.codes.device
                 if held.dropped:
                     weight.data = held.dequantized(weight)
@@ -266,11 +266,11 @@ def quantized_class(stock: type) -> type:
         result = super(ours, self)._apply(convert, recurse)
         if like.device != held.codes.codes.device:
             moved = held.codes.to(like.device)
-            vars(self)[CODES] = replace(held, codes=moved, whole=moved)
+            vars(self)[CODES] = replace(held, codes=moved, joined=moved)
         return result
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        check_kept(self, "a state dict of it")
+        check_not_dropped(self, "a state dict of it")
         super(ours, self)._save_to_state_dict(destination, prefix, keep_vars)
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,7 +279,7 @@ def quantized_class(stock: type) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """A copy or a pickle is that of the layer as it was."""
-        check_kept(self, "a copy or a pickle of it")
+        check_not_dropped(self, "a copy or a pickle of it")
         held, state = vars(self)[CODES], dict(vars(self))
         del state[CODES]
         weight, device = self._parameters["weight"], held.codes.codes.device
@@ -309,7 +309,7 @@ def _empty(stock: Any) -> Any:
     return stock.__new__(stock)
 
 
-def check_kept(module: Any, what: str) -> None:
+def check_not_dropped(module: Any, what: str) -> None:
     if vars(module)[CODES].dropped:
         raise ConfigError(
             f"{what} wants weights as they were, and lz.accelerate(weights=WeightOnly(..., "

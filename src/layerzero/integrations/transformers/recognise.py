@@ -207,7 +207,7 @@ Look = Callable[[Recogniser, nn.Module], Verdict]
 
 
 def _kind_of_candidate(module: nn.Module) -> Look | None:
-    """What the module may be, by its parts alone."""
+    """Returns what the module may be, by its parts alone."""
     sizes = [tuple(p.shape) for p in module._parameters.values() if p is not None]
     dims = [len(s) for s in sizes]
     if isinstance(module, (nn.Embedding, nn.modules.batchnorm._NormBase, nn.GroupNorm,
@@ -258,7 +258,7 @@ def rotary_names(forward: FunctionType) -> tuple[str, ...]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why this module cannot get another forward, whatever it computes; "" if it can."""
+    """Returns why this module cannot get another forward, whatever it computes; "" if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit"
     if "forward" in vars(module):
@@ -270,7 +270,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _unfit(module: nn.Module) -> str:
-    """Why its computation cannot be replaced as a whole; "" if it can."""
+    """Returns why its computation cannot be replaced as a whole; "" if it can."""
     for t in (p for m in (module, *module.children()) for p in m._parameters.values()
               if p is not None):
         if type(t) not in (nn.Parameter, Tensor):
@@ -298,7 +298,7 @@ def _writes(module: nn.Module) -> str:
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """In training its result may be random."""
+    """Returns whether the result may be random in training."""
     return (any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children())
             or bool(
          {"dropout", "training"} & set(_code(module).co_names)))
@@ -340,7 +340,7 @@ class ModuleTrial:
 
     def _result(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         try:
-            return functional_call(_Alone(self.module, run), self.weights, inputs)
+            return functional_call(_WithoutHooks(self.module, run), self.weights, inputs)
         except torch.OutOfMemoryError:
             raise
         # whatever unknown code says to an input that it does not expect: then it is something else
@@ -358,7 +358,8 @@ class ModuleTrial:
 
 @contextmanager
 def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[ModuleTrial]:
-    """In eval mode, without autocast, with gradients; everything is as it was afterwards."""
+    """Runs the block in eval mode, without autocast, with gradients; everything is as it was
+    afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     device = next(module.parameters(), NOWHERE).device
     try:
@@ -376,7 +377,7 @@ def _unserved(*args: Any) -> Any:
     raise NotImplementedError("the stock forward would have to serve this")
 
 
-class _Alone(nn.Module):
+class _WithoutHooks(nn.Module):
     """Calls a forward alone: hooks are not for trials."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -388,8 +389,8 @@ class _Alone(nn.Module):
 
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its own matrices, and random vectors: those of a fresh model are all ones or zeros, which
-    tell nothing."""
+    """Yields the module's own matrices, and random vectors: those of a fresh model are all ones or
+    zeros, which tell nothing."""
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
         low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
                      else (0.0, 0.0))

@@ -45,7 +45,7 @@ class ServedCalls:
 
 @dataclass(frozen=True, repr=False)
 class ModelExplanation(Displayed):
-    """Which kernels served; `note` says whose calls these are."""
+    """Lists the kernels that served; `note` says whose calls these are."""
 
     rows: tuple[ServedCalls, ...]
     note: str
@@ -79,7 +79,7 @@ class PatchReport(Displayed):
         return tuple(row for row in self.rows if not row.patched)
 
     def counts(self) -> dict[str, int]:
-        """How many modules of each kind lz computes."""
+        """Returns how many modules of each kind lz computes."""
         totals: Counter[str] = Counter()
         for row in self.patched:
             totals[row.kind] += row.count

@@ -23,11 +23,11 @@ from .weight_error import QuantizedWeights, default_ids, prediction_error
 if TYPE_CHECKING:
     from .accelerate import Acceleration
 
-# The largest relative error of the results, by dtype; or, where it is more, AS_OWN times the
+# The largest relative error of the results, by dtype; or, where it is more, SPREAD_FACTOR times the
 # difference between the model's own results token by token and all at once, which is large where
 # rounded scores choose among many experts.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-AS_OWN = 4
+SPREAD_FACTOR = 4
 # the error that activations rounded to eight bits may have: a tie may go to either code
 ROUNDED = 0.05
 # the latter where one call takes longer than all should
@@ -164,7 +164,7 @@ class Trial:
         step = self.report._step
         assert step is not None
         rounded = self.report._layers is not None and self.report._layers.rounds_activations
-        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread,
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), SPREAD_FACTOR * spread,
                     ROUNDED * rounded)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:

@@ -16,7 +16,7 @@ from ...spec.errors import ConfigError
 from .quantized import QuantizedLayers
 
 Text = Union[str, Tensor, Sequence[int]]
-KEPT = {"cpu": "kept in the memory of the CPU: undoing it gives their bits back",
+ORIGINALS = {"cpu": "kept in the memory of the CPU: undoing it gives their bits back",
         "device": "kept where they were: undoing it gives their bits back",
         "drop": "dropped: undoing it leaves the weights that the codes stand for"}
 DEFAULT_TEXT = (
@@ -49,7 +49,7 @@ class PredictionError(Record):
 
 @dataclass(frozen=True)
 class QuantizedWeights(Record):
-    """What became of the weights of a model's linear layers."""
+    """Reports what became of the weights of a model's linear layers."""
 
     format: str                                # as asked for
     layers: dict[str, int]                     # format that they are held in -> layers
@@ -68,7 +68,7 @@ class QuantizedWeights(Record):
     def __str__(self) -> str:
         held = ", ".join(f"{n} in {name}" for name, n in self.layers.items())
         lines = [f"weights in {self.format}: {held}; {self.stock_bytes / 1e6:.1f} MB -> "
-                 f"{self.bytes / 1e6:.1f} MB; originals {KEPT[self.originals]}"]
+                 f"{self.bytes / 1e6:.1f} MB; originals {ORIGINALS[self.originals]}"]
         if self.error is not None:
             lines.append(f"error of the weights: {self.error}")
         lines += [f"{n} linear layer{'s' * (n > 1)} as before: {why}"
@@ -76,7 +76,7 @@ class QuantizedWeights(Record):
         return "\n  ".join(lines)
 
 
-def given_ids(text: Text, model: Any) -> Tensor:
+def text_ids(text: Text, model: Any) -> Tensor:
     """The tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer that
     lies beside the model's files."""
     if not isinstance(text, str):

@@ -63,7 +63,7 @@ class Late(Exception):
 
 
 class Garbled(Exception):
-    """What came is no frame, or none that can be read."""
+    """Raised where bytes are no frame, or none that can be read."""
 
 
 class Link:

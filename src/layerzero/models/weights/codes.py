@@ -105,7 +105,7 @@ class WeightCodes:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     def options(self, rows: int) -> dict[str, Any]:
-        """What lz.quantized_linear is told beside the tensors."""
+        """Returns the options of lz.quantized_linear, beside the tensors."""
         whole = {} if self.global_scale is None else {"global_scale": self.global_scale}
         rounded = self.prompts if rows > FEW_ROWS and self.prompts != "none" else self.activations
         return {"format": self.format, "group_size": self.group_size, "activations": rounded,
@@ -127,7 +127,7 @@ class WeightCodes:
 
 
 def obstacle(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
-    """Why a weight with so many inputs cannot be held in the format, or ""."""
+    """Returns why a weight with so many inputs cannot be held in the format, or ""."""
     name = wanted.stored_format(device, inputs)
     block = GGML_FORMATS[name].block if name in GGML_FORMATS else 1
     return f"{inputs} inputs are no whole blocks of {block} for {name}" if inputs % block else ""

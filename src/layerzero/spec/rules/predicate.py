@@ -19,7 +19,7 @@ Number = Union[int, float]
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number that a double holds."""
+    """Returns whether it is a finite number that a double holds."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
@@ -37,7 +37,7 @@ def above(n: Number) -> Number:
 
 
 class Cuts(NamedTuple):
-    """Where on the number line an answer may change."""
+    """The points on the number line where an answer may change."""
 
     at: frozenset[Number] = frozenset()        # between this number and all others
     above: frozenset[Number] = frozenset()     # just above this number
@@ -46,7 +46,7 @@ class Cuts(NamedTuple):
 
     @classmethod
     def of(cls, predicates: Iterable[Predicate]) -> Cuts:
-        """All cuts that any of the predicates makes."""
+        """Returns all cuts that any of the predicates makes."""
         kinds = zip(*(p.cuts() for p in predicates))
         return cls(*(frozenset[Any]().union(*sets) for sets in kinds))
 
@@ -68,7 +68,7 @@ class Predicate(ABC):
 
     @abstractmethod
     def holds(self, value: Any) -> bool:
-        """Whether `value` passes."""
+        """Returns whether `value` passes."""
 
     def code(self, x: str) -> str:
         return self.expression.format(x=x, n=repr(self.operand))

@@ -37,8 +37,8 @@ FAILED = ".failed.json"                        # beside the certificates
 
 @dataclass(frozen=True)
 class Certificate(Record, header={"format": FORMAT}):
-    """What was verified of a kernel, and where. `worst` is its largest error over the allowed
-    error, at most 1."""
+    """Certifies what was verified of a kernel, and where. `worst` is its largest error over the
+    allowed error, at most 1."""
 
     kernel: str
     op: str

@@ -91,7 +91,8 @@ def why_not(kernel: Kernel) -> str:
 
 
 def conflicts(kernel: Kernel, entry: Isolation, unloadable: Mapping[str, Reason]) -> bool:
-    """Whether the library cannot be used here and may be usable in the entry's interpreter."""
+    """Returns whether the library cannot be used here and may be usable in the entry's
+    interpreter."""
     reason = unloadable.get(kernel.id) or loading.availability(kernel)
     if reason is None or not kernel.package:
         return False
@@ -179,7 +180,7 @@ def _origin(kernel: Kernel) -> tuple[Kernel, Isolation] | None:
 
 
 def _remote(kernel: Kernel) -> dict[str, Any] | None:
-    """How a worker loads what is not declared in a module; None for what is."""
+    """Returns how a worker loads what is not declared in a module; None for what is."""
     remote: dict[str, Any] | None = getattr(kernel.load, "remote", None)
     return remote
 
@@ -195,8 +196,8 @@ def _module(kernel: Kernel) -> str:
 
 
 def _folder(kernel: Kernel) -> list[str]:
-    """Where a worker finds the module of a kernel that is not ours; never a folder of installed
-    packages, which may hold another torch than the worker's."""
+    """Returns where a worker finds the module of a kernel that is not ours; never a folder of
+    installed packages, which may hold another torch than the worker's."""
     top = _module(kernel).partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None)
     if top == "layerzero" or not file:

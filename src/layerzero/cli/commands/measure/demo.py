@@ -201,7 +201,7 @@ def _introduce(diagnosis: inspection.DoctorReport, sizes: Sizes, device: str) ->
     show.heading("This machine")
     show.devices(diagnosis.devices)
     path = next(c for c in diagnosis.checks if c.name == "native fast path")
-    show.text(f"{path.name}: {path.found}")
+    show.text(f"{path.name}: {path.detail}")
     show.heading(
         f"A decoder block on {device}: hidden {sizes.hidden}, {sizes.heads} heads, "
         f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, ffn {sizes.ffn}, batch 1")

@@ -73,7 +73,8 @@ class NotRecognised(Exception):
 
 @dataclass(frozen=True)
 class FunctionCode:
-    """What a function does: its parameters and its body, without annotations and documentation."""
+    """The code of a function: its parameters and its body, without annotations and
+    documentation."""
 
     text: str
     # everything that is named in it, keyword arguments too

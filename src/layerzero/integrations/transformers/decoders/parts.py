@@ -185,11 +185,12 @@ class DecoderParts:
     single: bool = False                       # the model's cos and sin hold each column once
 
     @property
-    def unusual(self) -> str:
-        """What this decoder has that kernels written for the plain one cannot do, or "". Plain are
-        norms, one product for q, k and v, attention, and a feed-forward part that lz computes."""
-        if self.ungraphed:
-            return self.ungraphed
+    def plain_obstacle(self) -> str:
+        """Returns what this decoder has that kernels written for the plain one cannot do, or "".
+        Plain are norms, one product for q, k and v, attention, and a feed-forward part that lz
+        computes."""
+        if self.graph_obstacle:
+            return self.graph_obstacle
         for layer in self.layers:
             norms = (layer.norm, layer.attn_post, layer.mlp_norm, layer.mlp_post, self.norm)
             features = {
@@ -206,8 +207,8 @@ class DecoderParts:
                 or self.embed_norm is not None else "")
 
     @property
-    def ungraphed(self) -> str:
-        """What of this decoder the buffers and graphs of captured.py cannot do, or ""."""
+    def graph_obstacle(self) -> str:
+        """Returns what of this decoder the buffers and graphs of captured.py cannot do, or ""."""
         for layer in self.layers:
             if layer.cross is not None:
                 return "cross-attention"

@@ -275,7 +275,8 @@ class Reader:
         return experts
 
     def recipe(self, module: Any, *kinds: str) -> Recipe:
-        """What a module computes: the recipe it was patched by, or the one that a trial proves."""
+        """Returns what a module computes: the recipe it was patched by, or the one that a trial
+        proves."""
         patched = recipe_of(module) if isinstance(module, nn.Module) else None
         verdict = patched or (self.tried(module) if isinstance(module, nn.Module) else None)
         if not isinstance(verdict, Recipe) or verdict.kind not in kinds:

@@ -37,7 +37,7 @@ from . import shared_prompt
 from .cuda.captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
 from .growing_cache import growing
-from .memories import memory_for, one_token, updates
+from .kv_states import kv_for, one_token, updates
 from .prompt import PromptStep
 from .reduction import REDUCE, Reduce
 
@@ -51,8 +51,8 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 class ModelWatch:
-    """What must stay as it is: the modules, their weights and where these lie, and that nobody
-    hooks into them."""
+    """Watches that a model stays as it is: the modules, their weights and where these lie, and that
+    nobody hooks into them."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -60,11 +60,11 @@ class ModelWatch:
         self._hooks = [getattr(m, name) for m in inner for name in _HOOKS]
         self._attributes = [vars(m) for m in inner]
         self._held = [held for m in modules for held in (m._modules, m._parameters) if held]
-        self._known = self._all_held()
+        self._known = self._members()
         self._weights = list(model.parameters())
         self._places = list(map(Tensor.data_ptr, self._weights))
 
-    def _all_held(self) -> list[Any]:
+    def _members(self) -> list[Any]:
         return list(chain.from_iterable(held.values() for held in self._held))
 
     def _hooked(self) -> bool:
@@ -77,12 +77,12 @@ class ModelWatch:
         return bool(others) or recorder is None or recorder.get() is not None
 
     def disturbed(self) -> str:
-        """What is no longer as it was, or nothing."""
+        """Returns what is no longer as it was, or ""."""
         if (any(self._hooks) and self._hooked()) or nn_module._has_any_global_hook():
             return "a hook on one of its modules"
         if any(map(contains, self._attributes, repeat("forward"))):
             return "a module with a forward of its own"
-        held = self._all_held()
+        held = self._members()
         if len(held) != len(self._known) or not all(map(is_, held, self._known)):
             return "a module or weight in the place of another"
         if list(map(Tensor.data_ptr, self._weights)) != self._places:
@@ -118,7 +118,7 @@ class Accelerated:
         functools.update_wrapper(self, type(model).forward.__get__(model))
 
     def _prompt_step(self) -> PromptStep | None:
-        """None where something of its prompts is not known."""
+        """Returns the step for prompts; None where something of them is not known."""
         try:
             return PromptStep(self.parts, self.layers)
         except NotRecognised:
@@ -276,13 +276,13 @@ class Accelerated:
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=token.device)
         x = token if token.is_floating_point() else self.parts.embedded(token)
-        memory = memory_for(step, self.parts, layers, masks, position_ids, length)
+        kv = kv_for(step, self.parts, layers, masks, position_ids, length)
         try:
-            out = step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            out = step(self.parts.first_input(x, position_ids), kv.angles, kv)
             return out.to(self.parts.weights.dtype)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
     def _check(self, cache: Any, keep: Any, others: Mapping[str, Any]) -> None:
@@ -345,7 +345,8 @@ class Accelerated:
         return position_ids  # type: ignore[no-any-return]
 
     def _masks(self, mask: Any, batch: int, length: int) -> list[Tensor | None]:
-        """Which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every one."""
+        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every
+        one."""
         if isinstance(mask, Mapping):          # made outside, for each kind of layer
             kinds = getattr(self.parts.base.config, "layer_types", None) or ()
             if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
@@ -407,8 +408,8 @@ def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor 
 
 
 def _shift(position_ids: Tensor | None, length: int) -> int | None:
-    """How far the new token stands from the place after `length` others; None where rows or axes
-    differ."""
+    """Returns how far the new token stands from the place after `length` others; None where rows or
+    axes differ."""
     if position_ids is None:
         return 0
     shifts = {int(p) - length for p in position_ids.flatten().tolist()}

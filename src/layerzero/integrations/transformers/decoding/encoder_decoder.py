@@ -18,10 +18,10 @@ from ..decoders.families import NotRecognised
 from .accelerated import Accelerated
 from .decode_step import DecodeStep
 from .growing_cache import growing
-from .host_memory import HostMemory
+from .host_kv import HostKV
 
 
-class AcrossMemory(HostMemory):
+class CrossKV(HostKV):
     """Keys and values of a token, and those of the encoder; `seen` is (batch, 1, 1, keys), or None
     where all are."""
 
@@ -30,14 +30,14 @@ class AcrossMemory(HostMemory):
         super().__init__(step, layers, masks, angles, bias)
         self._across, self._seen = across, () if seen is None else (seen,)
 
-    def attend_across(self, layer: int, query: Tensor) -> Tensor:
+    def cross_attend(self, layer: int, query: Tensor) -> Tensor:
         at = self._across[layer]
-        run = self._step.attention_across(layer, at.keys, at.values, *self._seen)
+        run = self._step.cross_attention(layer, at.keys, at.values, *self._seen)
         out = run(query.transpose(1, 2), at.keys, at.values, *self._seen)
         return out.transpose(1, 2).reshape(len(query), 1, -1)  # type: ignore[no-any-return]
 
 
-class AcceleratedAcross(Accelerated):
+class AcceleratedEncoderDecoder(Accelerated):
     """Takes the place of the decoder's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +90,13 @@ class AcceleratedAcross(Accelerated):
             position_ids = torch.full((1, 1), length, device=token.device)
         x = token if token.is_floating_point() else self.parts.embedded(token)
         bias = None if self.parts.bias is None else self.parts.bias(length)
-        memory = AcrossMemory(step, layers, masks, self.parts.angles_at(position_ids), bias,
+        kv = CrossKV(step, layers, masks, self.parts.angles_at(position_ids), bias,
                               across, seen)
         try:
-            return step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            return step(self.parts.first_input(x, position_ids), kv.angles, kv)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
     @staticmethod

@@ -34,8 +34,8 @@ class _Growing:
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.key_room: Tensor | None = None
-        self.value_room: Tensor | None = None
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
         self.repeated = 1, 0                   # so many rows begin with the same so many tokens
         self.start = 0                         # the place of the first token in `keys`
         self.end = 0                           # the place after what was last written
@@ -43,7 +43,7 @@ class _Growing:
     def reserve(self, more: int) -> int:
         """Make room for `more` tokens after those that are there; return the place of the first."""
         length = int(self.keys.shape[2])
-        room = self.key_room
+        room = self.key_buffer
         if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
             size = length + max(more, MIN_CAPACITY, length // GROWTH)
             self.move(_moved(self.keys, size), _moved(self.values, size), length)
@@ -53,17 +53,17 @@ class _Growing:
         """Are the keys still a part of this buffer, and the values of the other one?"""
         keys, values = self.keys, self.values
         before = self.start * room.stride(1) * room.element_size() if self.start else 0
-        return (self.key_room is room and keys.data_ptr() == room.data_ptr() + before
+        return (self.key_buffer is room and keys.data_ptr() == room.data_ptr() + before
                 and keys.shape[0] == room.shape[0]
-                and values.data_ptr() == self.value_room.data_ptr() + before  # type: ignore[union-attr]
+                and values.data_ptr() == self.value_buffer.data_ptr() + before  # type: ignore[union-attr]
                 and keys.shape[2] == values.shape[2] <= self.end - self.start)
 
-    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+    def move(self, key_buffer: Tensor, value_buffer: Tensor, end: int) -> None:
         """Use these buffers, which hold tokens up to this place."""
-        if self.key_room is None or not self.is_in(self.key_room):
+        if self.key_buffer is None or not self.is_in(self.key_buffer):
             self.repeated = 1, 0               # others have put their tensors here
-        self.key_room, self.value_room = key_room, value_room
-        self._all_keys, self._all_values = key_room.transpose(1, 2), value_room.transpose(1, 2)
+        self.key_buffer, self.value_buffer = key_buffer, value_buffer
+        self._all_keys, self._all_values = key_buffer.transpose(1, 2), value_buffer.transpose(1, 2)
         self.show(end)
 
     def show(self, end: int) -> None:
@@ -94,13 +94,13 @@ class _Growing:
         """Write keys and values (batch, tokens, heads, dim) at this place, where there is room."""
         more = key.shape[1]
         self.repeated = self.repeated[0], min(self.repeated[1], place)
-        self.key_room.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
-        self.value_room.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
+        self.key_buffer.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
+        self.value_buffer.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
         self.show(place + more)
 
     def reset(self) -> None:
         super().reset()                        # type: ignore[misc]
-        self.key_room = self.value_room = None
+        self.key_buffer = self.value_buffer = None
         self.start = self.end = 0
 
 
@@ -109,11 +109,11 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let rows go on from others. What they have in common with these stays where it is."""
-        room, (copies, common) = self.key_room, self.repeated
+        room, (copies, common) = self.key_buffer, self.repeated
         if copies == 1 or room is None or not self.is_in(room) or not stays(beam_idx, copies):
             super().reorder_cache(beam_idx)
             return
-        for t in (room, self.value_room):
+        for t in (room, self.value_buffer):
             own = t[:, common:self.end]        # type: ignore[index]
             own.copy_(own.index_select(0, beam_idx))
 
@@ -137,10 +137,10 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     cumulative_length: int
 
-    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+    def move(self, key_buffer: Tensor, value_buffer: Tensor, end: int) -> None:
         # tokens that were before the first place
         self.dropped = self.cumulative_length - end
-        super().move(key_room, value_room, end)
+        super().move(key_buffer, value_buffer, end)
 
     def show(self, end: int) -> None:
         self.start = max(0, end - self.sliding_window + 1)

@@ -114,8 +114,8 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """As many calls as it takes that the large tensors of the first have left the cache after the
-    last."""
+    """Returns as many calls as it takes that the large tensors of the first have left the cache
+    after the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS

@@ -141,8 +141,8 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
             super().reorder_cache(beam_idx)
 
 
-class SharedMemory:
-    """Keys and values of one token of each row, in SharedLayers. A `Memory` for the decode step."""
+class SharedPromptKV:
+    """Keys and values of one token of each row, in SharedLayers. A `StepKV` for the decode step."""
 
     def __init__(self, step: DecodeStep, layers: list[SharedLayer], angles: Any) -> None:
         self._step, self._layers, self.angles = step, layers, angles
@@ -161,7 +161,7 @@ class SharedMemory:
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def undo(self) -> None:
-        """As it was before this token: the step broke."""
+        """Takes this token back, after the step broke."""
         for layer in self._layers:
             layer.show(self._length)
 
@@ -210,7 +210,7 @@ def _can_share(accelerated: Any, cache: DynamicCache, rows: int) -> bool:
 
 def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config: Any,
             kwargs: dict[str, Any], is_first_iteration: bool = True) -> Any:
-    """What `own`, the model's _prefill, does, for each prompt once."""
+    """Calls `own`, the model's _prefill, once for each prompt."""
     rows = len(input_ids)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     cache: Any = kwargs.get("past_key_values")

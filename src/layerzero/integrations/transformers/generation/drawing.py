@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass
 class DrawPlan:
-    """What happens to logits until a token is chosen, and to the token."""
+    """The steps from logits to a token, and what happens to the token."""
 
     stages: list[Stage] = field(default_factory=list)
     sample: bool = False
@@ -56,13 +56,13 @@ class DrawPlan:
     pad: int | None = None                     # of rows that are finished; None: they go on
 
     @property
-    def few(self) -> bool:
-        """Is the top-k so small that its tokens are listed (triton_few.py)?"""
+    def lists_top_k(self) -> bool:
+        """Is the top-k so small that its tokens are listed (triton_top_k.py)?"""
         return 0 < self.by.get("top_k", 0) <= MAX_K
 
     @property
     def key(self) -> Hashable:
-        return (self.sample, self.fused, self.few, len(self.eos), self.pad is not None,
+        return (self.sample, self.fused, self.lists_top_k, len(self.eos), self.pad is not None,
                 tuple((s.key, *(n.shape for n in s.numbers)) for s in self.stages))
 
     @property
@@ -198,7 +198,7 @@ class Tail:
             self._by[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
-        """How many rows of the log are written after so many tokens in all."""
+        """Returns how many rows of the log are written after so many tokens in all."""
         return issued - self.before
 
     def __call__(self, logits: Tensor) -> None:
@@ -222,7 +222,7 @@ class Tail:
             return torch.argmax(scores, dim=-1)
         if not self.plan.fused:                # as transformers does it: a seed gives its tokens
             return torch.multinomial(torch.softmax(scores, dim=-1), 1).squeeze(1)
-        if self.plan.few and self._kernels is not None:
+        if self.plan.lists_top_k and self._kernels is not None:
             self._uniforms.uniform_()
             return self._kernels.draw(scores, *self._rows.values())  # type: ignore[no-any-return]
         run = self._samplers.get(scores.dtype)
@@ -251,7 +251,7 @@ def _sampler(bind: Binder, logits: Tensor, rows: dict[str, Tensor]) -> Callable[
 
 
 def seen_tokens(input_ids: Tensor, vocab: int) -> Tensor:
-    """Which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the last.
-    """
+    """Returns which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the
+    last."""
     seen = torch.zeros((len(input_ids), vocab + 1), dtype=torch.bool, device=input_ids.device)
     return seen.scatter_(1, input_ids.clamp(max=vocab), True)

@@ -40,8 +40,8 @@ from .drawing import Tail, plan_draw, seen_tokens
 AHEAD, AHEAD_ON_HOST = 3, 0
 MAX_CAPACITY = 2048        # tokens that the first buffers have room for, where so many may come
 # arguments of the model that the loop makes itself, or that only the prompt needs
-KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
-         "inputs_embeds", "cache_position"}
+SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
+                    "logits_to_keep", "inputs_embeds", "cache_position"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -161,7 +161,7 @@ class _Loop:
             raise NotRecognised("synced_gpus" if synced_gpus else "it is an assistant"
                                 if config.is_assistant else "no cache")
         more = [name for name, value in self.kwargs.items()
-                if name not in KNOWN and value is not None]
+                if name not in SERVED_ARGUMENTS and value is not None]
         if more:
             raise NotRecognised(f"the argument {more[0]}")
         if ids.device != step.parts.weights.device or step.parts.by_axes:
@@ -382,7 +382,7 @@ class _Loop:
         """A launch of the persistent step gave up: the graph of kernels goes on after the last
         token that was looked at."""
         assert self.tail is not None and self.fixed is not None
-        persistent.report_lost(self.step.step(self.batch))
+        persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()
         self.issued, tail = self.accepted, self.tail
         new = torch.cat([*self.logs, tail.log[:tail.rows(self.issued)]])

@@ -2,7 +2,7 @@
 
 `Speculation` takes the place of `model.generate`. A round feeds the last token and the proposed
 ones through the decode step of as many rows: every product reads its weights once for all of them,
-and only the attention knows that the rows are one after the other (`RowsMemory`), or a tree. What
+and only the attention knows that the rows are one after the other (`RowsKV`), or a tree. What
 the model would have chosen is kept, up to the first proposal that differs; so greedy tokens are
 those without speculation. Whatever is no greedy generation of one text goes the way it went before,
 and is counted with the reason.
@@ -35,13 +35,13 @@ DRAFTED = 4                                    # tokens that a model proposes in
 LOOKED_UP = 8                                  # and that the text so far does
 LONGEST_MATCH = 3                              # last tokens that are looked for in the text
 # what a call may hold: the loop makes the rest by itself
-KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
-         "cache_position"}
+SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
+                    "logits_to_keep", "cache_position"}
 
 
 @dataclass
 class Speculated:
-    """What speculation did so far."""
+    """Counts what speculation did so far."""
 
     rounds: int = 0
     drafted: int = 0
@@ -56,7 +56,7 @@ class Speculated:
                 "tokens accepted")
 
 
-class Written:
+class AppendedRows:
     """Rows that were written to a cache, of which some stay."""
 
     def __init__(self, layers: list[Any], places: list[int]) -> None:
@@ -72,12 +72,12 @@ class Written:
         if list(nodes) != list(range(len(nodes))):
             for layer, place in zip(self._layers, self._places):
                 at = torch.tensor(nodes, device=layer.keys.device) + place
-                for room in (layer.key_room, layer.value_room):
+                for room in (layer.key_buffer, layer.value_buffer):
                     room[:, place:place + len(nodes)] = room.index_select(1, at)
         self.undo(len(nodes))
 
 
-class RowsMemory(Written):
+class RowsKV(AppendedRows):
     """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], length: int, angles: Any,
@@ -119,15 +119,15 @@ class Rows:
             raise NotRecognised("the decoder with the step has no head: another model feeds it")
         if any(layer.window for layer in parts.layers):
             raise NotRecognised("its layers have a window, out of which nothing comes back")
-        if parts.ungraphed:
-            raise NotRecognised(f"it has {parts.ungraphed}")
+        if parts.graph_obstacle:
+            raise NotRecognised(f"it has {parts.graph_obstacle}")
         self._runs: dict[Any, tuple[Any, Span]] = {}
         self.captured = (None if accelerated._captured is None
                          else CapturedRows(accelerated._captured, parts))
         self.declined: Counter[str] = Counter()
 
     def __call__(self, tokens: Tensor, cache: DynamicCache,
-                 parents: Tensor | None = None) -> tuple[Tensor, Written]:
+                 parents: Tensor | None = None) -> tuple[Tensor, AppendedRows]:
         """Logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them all
         until the memory says otherwise."""
         of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
@@ -142,18 +142,18 @@ class Rows:
         if self.captured is not None and of._captured is not None and parents is None:
             try:
                 out = self.captured(of.step(1), step, tokens, cache, length)
-                return out, Written(cache.layers, [length] * len(cache.layers))
+                return out, AppendedRows(cache.layers, [length] * len(cache.layers))
             except NotRecognised as why:
                 self.declined[f"verified without a graph: {why}"] += 1
                 self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
-        memory = RowsMemory(step, cache.layers, length, parts.angles_at(positions), parents,
+        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents,
                             self._runs)
         try:
-            return step(x, memory.angles, memory)[:, 0], memory
+            return step(x, kv.angles, kv)[:, 0], kv
         # passed on, an interrupt too: half a round must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
 
@@ -191,8 +191,8 @@ class Draft:
 
 
 class Lookup:
-    """What followed the last tokens where they stood before: the longest match, the latest first.
-    Two places that go on differently are a tree."""
+    """Drafts what followed the last tokens where they stood before: the longest match, the latest
+    first. Two places that go on differently are a tree."""
 
     def __init__(self, count: int, branches: int = 1) -> None:
         self.count, self.branches = count, branches
@@ -318,7 +318,7 @@ class Speculation:
                                 logits_to_keep=1).logits[0]
             self.done.rounds += 1
             return self._chosen(ids, logits, processors)[0, -1:]
-        logits, memory = self.rows(tokens, cache, tree)
+        logits, kv = self.rows(tokens, cache, tree)
         if processors:
             logits = self._processed(ids, drafted, tree, logits, processors)
         best, proposed = logits.argmax(-1).tolist(), tokens.tolist()
@@ -331,7 +331,7 @@ class Speculation:
                 break
             at = node
             path.append(at)
-        memory.keep(path)
+        kv.keep(path)
         self.done.rounds += 1
         self.done.drafted += len(drafted)
         self.done.accepted += len(path) - 1
@@ -368,7 +368,7 @@ class Speculation:
         return None
 
     def _refused(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str:
-        """Why this call is left to transformers, or nothing."""
+        """Returns why this call is left to transformers, or nothing."""
         mode = config.get_generation_mode(None)
         if mode != "greedy_search":
             return f"its mode is {getattr(mode, 'value', mode)}"
@@ -378,7 +378,7 @@ class Speculation:
                                                                "hidden_states")):
             return "more than tokens is asked for"
         unknown = sorted(name for name, value in kwargs.items()
-                         if value is not None and name not in KNOWN)
+                         if value is not None and name not in SERVED_ARGUMENTS)
         if unknown:
             return f"the argument {', '.join(unknown)}"
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_few import draw
+from .triton_top_k import draw
 
 __all__ = ["append", "draw"]
 BLOCK = 4096               # logits of one program

@@ -1,7 +1,7 @@
 """The decode step in a CUDA graph: everything that changes from token to token lies in memory that
 stays where it is.
 
-A cache moves into the buffers of a `Fixed` memory, which has room for a number of tokens; how many
+A cache moves into the buffers of a `Fixed`, which has room for a number of tokens; how many
 there are is a number on the device, which the graph itself raises by one. The token is copied in,
 the graph is replayed, and the logits are where they were the last time. A cache that outgrows its
 buffers moves to larger ones with a graph of their own. While a cache is in use its buffers are its
@@ -39,7 +39,7 @@ MAX_CACHES = 4             # in use at the same time; more are served without a 
 
 
 class Fixed:
-    """Buffers, and the graph that works on them. A `Memory` for the decode step."""
+    """Buffers, and the graph that works on them. A `StepKV` for the decode step."""
 
     def __init__(self, step: DecodeStep, parts: DecoderParts, size: int,
                  embeds: bool = False) -> None:
@@ -133,7 +133,7 @@ class Fixed:
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:
-        """What is captured."""
+        """Computes the step that is captured."""
         if self._whole is not None:
             return self._whole(self._step_input, self._state)
         angles: Any = None
@@ -159,7 +159,7 @@ class Fixed:
 
     def gave_up(self) -> bool:
         """Did a launch of the whole step end without a result?"""
-        return self._whole is not None and self._whole.lost()
+        return self._whole is not None and self._whole.timed_out()
 
     def holds(self, cache: Any) -> bool:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
@@ -182,7 +182,7 @@ class Fixed:
         return self.logits(token, cache, length).to(self.parts.weights.dtype)
 
     def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
-        """As precise as the step has them."""
+        """Returns the logits as precise as the step has them."""
         self._step_input.copy_(token)
         self.go_to(length)
         replay, out = self._graphs.get("step", (None, None))
@@ -306,7 +306,7 @@ class CapturedSteps:
     def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int, room: int,
                   wanted: int, capture: Callable[[Fixed, int], None] | None) -> Fixed:
         """Replace buffers whose step gave up, and run its last token again in the new ones."""
-        persistent.report_lost(step)
+        persistent.report_timeout(step)
         known = self._fixed[step.batch]
         known.remove(lost)
         fixed = self._free(step, known, length, lost.embeds, room, wanted)
@@ -338,7 +338,7 @@ class CapturedSteps:
 
 
 def _capture(fixed: Fixed, capture: Callable[[Fixed, int], None] | None, length: int) -> None:
-    """After so many tokens: 0 where the buffers hold nothing that is needed."""
+    """Captures the step after so many tokens, 0 where the buffers hold nothing that is needed."""
     with torch.inference_mode(False), torch.no_grad():
         if capture is not None:
             capture(fixed, length)

@@ -19,7 +19,7 @@ from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
 
 
 class FixedRows:
-    """A graph of so many rows over the buffers of one cache. A `Memory` for the decode step."""
+    """A graph of so many rows over the buffers of one cache. A `StepKV` for the decode step."""
 
     def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: Fixed) -> None:
         self.step, self.parts, self.buffers = step, parts, buffers
@@ -59,7 +59,7 @@ class FixedRows:
         x = self.parts.first_input(self.parts.embedded(self._step_input), self._position[:, None])
         return self.step(x, angles, self)  # type: ignore[arg-type]
 
-    def _stand(self, length: int) -> None:
+    def _set_position(self, length: int) -> None:
         torch.add(self._order, length, out=self._position)
         torch.add(self._order, length + 1, out=self._lengths)
 
@@ -67,7 +67,7 @@ class FixedRows:
         """The warm-up writes to the places after so many tokens, where nothing is yet."""
         if not self._step_input.is_cuda:
             return
-        self._stand(length)
+        self._set_position(length)
         trial = graphs.attempt(self._run)
         if trial.problems:
             raise Uncapturable(f"the rows cannot be captured: {trial.problems[0]}")
@@ -76,7 +76,7 @@ class FixedRows:
     def __call__(self, tokens: Tensor, length: int) -> Tensor:
         """Logits (rows, vocab), which stay until the next call."""
         self._step_input.copy_(tokens[:, None])
-        self._stand(length)
+        self._set_position(length)
         if self._replay is None:
             return self._run()[:, 0]
         self._replay()

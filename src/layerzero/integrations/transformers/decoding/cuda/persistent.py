@@ -46,9 +46,10 @@ def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> 
     """The decoder as the kernel knows it; NotRecognised says what it does not know."""
     if parts.weights.dtype != torch.bfloat16:
         raise NotRecognised(f"its weights are {str(parts.weights.dtype)[6:]}, not bfloat16")
-    if parts.unusual or parts.norm is None or parts.codebooks:
-        raise NotRecognised(f"it has {parts.unusual}" if parts.unusual else "no last norm"
-                            if parts.norm is None else "tokens of several codebooks")
+    if obstacle := parts.plain_obstacle:
+        raise NotRecognised(f"it has {obstacle}")
+    if parts.norm is None or parts.codebooks:
+        raise NotRecognised("no last norm" if parts.norm is None else "tokens of several codebooks")
     if parts.head is None or parts.head.module.bias is not None:
         raise NotRecognised("it has no head" if parts.head is None else "its head has a bias")
     for there, what in ((parts.embed_scale is not None, "its embedding is scaled"),
@@ -135,7 +136,7 @@ def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)
-    configs = plan.configs_of(shape, machine)
+    configs = plan.candidate_configs(shape, machine)
     whys = [plan.problem(shape, cfg, machine) for cfg in configs]
     if all(whys):
         raise NotRecognised(str(whys[0]))
@@ -210,7 +211,7 @@ def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, 
             _place(state, middle)
             logits = one(step_input, state).flatten()
             apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
-            if not one.lost() and apart <= MAX_APART:
+            if not one.timed_out() and apart <= MAX_APART:
                 runs[str(number)] = partial(one, step_input, state)
         if len(runs) == 1:
             raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
@@ -249,7 +250,7 @@ def _place(state: Tensor, length: int) -> None:
     state[:1].fill_(length)
 
 
-def report_lost(step: DecodeStep) -> None:
+def report_timeout(step: DecodeStep) -> None:
     """A launch gave up: the graph of kernels serves from here on."""
     _lost.add(step)
     events.emit(Fallback("decode step", NAME, "a graph of kernels",

@@ -87,8 +87,8 @@ def test_a_launch_that_gave_up_is_done_again(happened: list[Any],
     cache = model(ids[:, :40], use_cache=True).past_key_values
     got = [model(ids[:, n:n + 1], past_key_values=cache).logits.float() for n in range(40, 45)]
     fixed, = (f for f in report._step._captured._fixed[1] if f.owner() is cache)
-    fixed._whole.problem[0] = 1                # as a launch says it
-    for room in (r for pair in fixed.rooms for r in pair):
+    fixed._persistent.problem[0] = 1           # as a launch says it
+    for room in (r for pair in fixed.kv_buffers for r in pair):
         room[:, 44] = torch.nan                # and what it had not kept yet
     got += [model(ids[:, n:n + 1], past_key_values=cache).logits.float() for n in range(45, 50)]
     assert [e.served_by for e in happened if isinstance(e, Fallback)] == ["a graph of kernels"]

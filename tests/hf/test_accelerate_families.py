@@ -105,7 +105,7 @@ MORE |= {"gpt_oss": models.FAMILIES["gpt_oss"], "llama dynamic": (
 MORE |= {name: (f"{name.split()[0]}ForCausalLM", f"{name.split()[0]}Config", {**_PLAIN, **more})
          for name, more in OTHERS.items()}
 MAX_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
-             "qwen2_moe", "opt")
+            "qwen2_moe", "opt")
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes):

@@ -233,9 +233,9 @@ class Tired:
     def __call__(self, given, state):
         self.left -= 1
         self.given_up = self.given_up or self.left < 0
-        self.fixed._whole = None
+        self.fixed._persistent = None
         out = self.fixed._run()
-        self.fixed._whole = self
+        self.fixed._persistent = self
         return out.fill_(torch.nan) if self.given_up else out
 
     def timed_out(self) -> bool:

@@ -73,8 +73,8 @@ def test_beams_in_fixed_buffers_do_not_move(stock):
     model, ids, taken = copy.deepcopy(stock), prompt(2), []
     report = accelerate(model, measure=False, patch=False, capture=True)
     with pytest.MonkeyPatch.context() as patch:
-        take = captured.Fixed.take
-        patch.setattr(captured.Fixed, "take", lambda *args: taken.append(take(*args)))
+        take = captured.FixedBuffers.take
+        patch.setattr(captured.FixedBuffers, "take", lambda *args: taken.append(take(*args)))
         got = generate(model, ids, num_beams=3)
     want = generate(stock, ids, num_beams=3)
     assert torch.equal(got.sequences, want.sequences) and len(taken) == 1

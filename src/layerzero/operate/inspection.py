@@ -91,8 +91,8 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
         if adaptation is None:
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **adaptation.values)
-        rates = _with_device(worlds.current(), on).surroundings(plan.facts["device"],
-                                                                override).rates
+        rates = _with_device(worlds.current(), on).selection_context(plan.facts["device"],
+                                                                     override).rates
         return replace(plan, steps=tuple(with_casts(step, adaptation.casts, rates)
                                          for step in plan.steps))
     world = _with_device(worlds.current(), on)
@@ -194,12 +194,12 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
     if op is not None:
         dispatcher_of(op)
     kind = device or hardware.main_kind()
-    surroundings = world.surroundings(kind, None)
+    context = world.selection_context(kind, None)
     rows = []
     for o in world.catalog.ops.values():
         if op is not None and o.name != op:
             continue
-        roster = world.roster(o, kind, surroundings)
+        roster = world.roster(o, kind, context)
         reasons = {r.kernel: r.reasons for r in roster.rejected}
         rows += [KernelInfo(k.id, o.name, status_of(k, reasons.get(k.id, ()), world),
                             reasons.get(k.id, ()), tuple(map(str, k.requires)), k.package, k.note)

@@ -106,7 +106,7 @@ def matrix(deep: bool = False) -> Matrix:
 
 def _in_worker(kernel: Kernel, name: str, entry: Isolation, deep: bool,
                imported: dict[tuple[str, str], str]) -> tuple[str, str, str]:
-    why = isolation.why_not(kernel)
+    why = isolation.worker_obstacle(kernel)
     if why:
         return entry.python or "this one", NONE, why
     versions, verdict = _compare(kernel, name, entry.python, None)

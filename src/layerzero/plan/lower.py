@@ -49,7 +49,7 @@ def lower(table: Table) -> str:
     return "\n".join(lines)
 
 
-def lowered(table: Table) -> Callable[[str, Facts], int]:
+def compiled_find(table: Table) -> Callable[[str, Facts], int]:
     """Return the module's `find`, ready to call."""
     return module(table)["find"]  # type: ignore[no-any-return]
 

@@ -76,8 +76,8 @@ watcher: Callable[[], Watcher | None] = _watcher.get
 
 
 @contextmanager
-def watching(by: Watcher) -> Iterator[None]:
-    token = _watcher.set(by)
+def watching(recorder: Watcher) -> Iterator[None]:
+    token = _watcher.set(recorder)
     try:
         yield
     finally:

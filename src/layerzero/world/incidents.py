@@ -372,7 +372,7 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
     plan: Plan = world.plan(op, facts, override, thorough=True)
     reasons = [r for rejected in plan.rejected for r in rejected.reasons]
     if plan.locked:
-        lock = world.surroundings(facts["device"], override).policy.lock(op.name, facts)
+        lock = world.selection_context(facts["device"], override).policy.lock(op.name, facts)
         patterns = lock.kernels if lock else ()
         matching = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in matching] or [

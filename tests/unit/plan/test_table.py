@@ -468,7 +468,7 @@ def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     make, rng = MAKERS[op], random.Random(7)
     solved = [c for c in (described(op, *make(rng)) for _ in range(90)) if c is not None]
     table = lz.tables.solve(solved, device="cpu", fill=op != "synthetic")
-    find, world = lowering.lowered(table), worlds.current()
+    find, world = lowering.compiled_find(table), worlds.current()
     known = [facts_of(c, world, "cpu")[1] for c in solved]
     asked = [*known, *(moved(rng, dispatcher_of(op).op, rng.choice(known)) for _ in range(2500))]
     for args, kwargs in (make(rng) for _ in range(500)):

@@ -105,9 +105,9 @@ def test_without_a_store_it_is_kept_in_memory(perfdb):
 def test_measured_rates_are_the_roof_of_the_place(perfdb):
     place = worlds.current().place("cpu")
     measurements.record([], {place: Rates(123.0, 456.0)})
-    assert worlds.current().surroundings("cpu", None).rates == Rates(123.0, 456.0)
+    assert worlds.current().selection_context("cpu", None).rates == Rates(123.0, 456.0)
     measurements.reload_measurements()
-    assert worlds.current().surroundings("cpu", None).rates == Rates(123.0, 456.0)
+    assert worlds.current().selection_context("cpu", None).rates == Rates(123.0, 456.0)
 
 
 def test_days_after_which_a_measurement_counts_no_more(perfdb):

@@ -46,7 +46,7 @@ from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes
-from .inputs import Inputs, describe, why_not
+from .inputs import Inputs, describe, inputs_obstacle
 from .sizes import Caller
 
 # seconds to wait for another process that compiles the same
@@ -240,9 +240,9 @@ def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, overrid
 
 def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
     """Does an op have kernels that compile, and may they compile in the background?"""
-    surroundings = world.surroundings(facts["device"], override)
-    return surroundings.policy.setting("jit") == "background" and any(
-        k.jit for k in world.roster(op, facts["device"], surroundings).viable)
+    context = world.selection_context(facts["device"], override)
+    return context.policy.setting("jit") == "background" and any(
+        k.jit for k in world.roster(op, facts["device"], context).viable)
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
@@ -275,7 +275,7 @@ def request(
             full = len(_queue) >= MAX_QUEUED
             if full:
                 del _requested[warmed]         # it may be requested again
-        problem = f"{MAX_QUEUED} wait already" if full else why_not(kernel, facts, values)
+        problem = f"{MAX_QUEUED} wait already" if full else inputs_obstacle(kernel, facts, values)
         try:
             inputs = None if problem else describe(values, facts["grad"])
         # no memory for the copies: the caller must not see that

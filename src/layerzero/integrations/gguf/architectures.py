@@ -223,7 +223,7 @@ class WeightReader:
     def __init__(self, facts: Facts, c: DecoderConfig, dtype: torch.dtype,
                  apart: Container[str] = ()) -> None:
         self.file, self.pairs, self.c, self.apart = facts.file, facts.architecture.pairs, c, apart
-        self.dtype, self.left = dtype, dict.fromkeys(facts.file.tensors)
+        self.dtype, self.unread = dtype, dict.fromkeys(facts.file.tensors)
 
     def read(self) -> dict[str, Weight]:
         c = self.c
@@ -235,10 +235,10 @@ class WeightReader:
         for i in range(c.layers):
             weights |= {f"{i}.{name}": w for name, w in self.layer(f"blk.{i}.")}
         for name in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
-            self.left.pop(f"{name}.weight", None)
-        if self.left:
-            raise DataError(f"{self.file.path}: {len(self.left)} tensors have no place in a "
-                            f"decoder of this architecture, such as {next(iter(self.left))}")
+            self.unread.pop(f"{name}.weight", None)
+        if self.unread:
+            raise DataError(f"{self.file.path}: {len(self.unread)} tensors have no place in a "
+                            f"decoder of this architecture, such as {next(iter(self.unread))}")
         return weights
 
     def layer(self, at: str) -> Iterator[tuple[str, Weight]]:
@@ -252,7 +252,7 @@ class WeightReader:
                 yield name, self.take(f"{at}{stored}.weight", sizes[name])
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         rows = {"attn_q": q, "attn_k": kv, "attn_v": kv}
-        if f"{at}attn_qkv.weight" in self.left:
+        if f"{at}attn_qkv.weight" in self.unread:
             yield from self.linear(at, "attn_qkv", "qkv", q + 2 * kv, c.hidden)
         else:
             yield from self.joined(at, "qkv", ("q", "k", "v"), rows)
@@ -265,7 +265,7 @@ class WeightReader:
             yield "experts_down", self.take(f"{at}ffn_down_exps.weight", c.experts, c.hidden,
                                             c.inner)
             return
-        if f"{at}ffn_gate.weight" in self.left:
+        if f"{at}ffn_gate.weight" in self.unread:
             yield from self.joined(at, "in", ("gate", "up"), {"ffn_gate": c.inner,
                                                               "ffn_up": c.inner})
         else:                                  # gate and up in one tensor, gate first
@@ -297,13 +297,13 @@ class WeightReader:
 
     def linear(self, at: str, stored: str, name: str, *shape: int) -> Iterator[tuple[str, Weight]]:
         yield name, self.take(f"{at}{stored}.weight", *shape)
-        if f"{at}{stored}.bias" in self.left:
+        if f"{at}{stored}.bias" in self.unread:
             yield f"{name}.bias", self.take(f"{at}{stored}.bias", shape[0])
 
     def take(self, name: str, *shape: int) -> Weight:
         blocks = self.file.blocks(name)
         info = self.file.tensors[name]
-        self.left.pop(name, None)
+        self.unread.pop(name, None)
         if info.shape != shape:
             raise DataError(f"{self.file.path}: wanted the tensor {name} of shape {list(shape)}, "
                             f"got {list(info.shape)}; convert the model again")

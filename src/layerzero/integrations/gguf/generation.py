@@ -55,7 +55,7 @@ class TextGeneration:
         capacity = len(self.prompt) + length
         phases = {"prefill": self._calls(), "decode": self._calls()}
         kv = SequenceKV(c, capacity, self.kv or str(model.dtype).removeprefix("torch."),
-                            device=model.device)
+                        device=model.device)
         run = model.decoder(phases["prefill"], capacity)
         one: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)

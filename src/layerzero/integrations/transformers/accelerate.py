@@ -95,7 +95,7 @@ class Acceleration(
     @property
     def speculated(self) -> str:
         """Returns what speculation did so far, in words; "" where there is none."""
-        return "" if self._speculation is None else str(self._speculation.done)
+        return "" if self._speculation is None else str(self._speculation.stats)
 
     @property
     def generated(self) -> dict[str, int]:
@@ -186,7 +186,7 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     ids = None if text is None else text_ids(text, model)
     before = vars(model).get(ACCELERATION)
     if before is not None:
-        if wanted is not None and (before._layers is None or before._layers.wanted != wanted):
+        if wanted is not None and (before._layers is None or before._layers.config != wanted):
             raise ConfigError("lz.accelerate wants a model that is not accelerated to quantize its "
                               "weights, got one that is: lz.unaccelerate(model) first")
         return before  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ class QuantizedLayers:
     """The layers of a model that were quantized, and how to make them what they were."""
 
     def __init__(self, wanted: WeightOnly) -> None:
-        self.wanted, self.modules = wanted, []  # type: WeightOnly, list[Any]
+        self.config, self.modules = wanted, []  # type: WeightOnly, list[Any]
         self.left: Counter[str] = Counter()    # layers that stay as they are, by reason
         self.stock_bytes = 0
         self._moved: dict[nn.Parameter, torch.device] = {}
@@ -144,7 +144,7 @@ class QuantizedLayers:
         groups: layers of one product each. conv: classes that keep weights as (in, out). heads:
         layers that give logits.
         """
-        known = _candidates(model, self.wanted, conv, {id(h) for h in heads}, self.left)
+        known = _candidates(model, self.config, conv, {id(h) for h in heads}, self.left)
         shared = Counter(id(p) for m in model.modules() for p in m._parameters.values()
                          if p is not None)
         together = [list(group) for group in groups if all(id(m) in known for m in group)]
@@ -164,13 +164,13 @@ class QuantizedLayers:
         turned = [isinstance(m, conv) for m in group]
         weights = [m.weight.detach().t() if t else m.weight.detach() for m, t in zip(group, turned)]
         whole = encode(weights[0].contiguous() if len(group) == 1 else torch.cat(weights),
-                       self.wanted)
+                       self.config)
         first = 0
         for module, weight, transposed in zip(group, weights, turned):
             codes = whole.rows(first, first + len(weight))
             first += len(weight)
             own = shared[id(module.weight)] == 1
-            drop = own and self.wanted.originals == "drop"
+            drop = own and self.config.originals == "drop"
             vars(module)[CODES] = _QuantizedState(codes, whole, transposed, type(module), drop)
             module.__class__ = quantized_class(stock_of(module))
             self.modules.append(module)
@@ -181,9 +181,9 @@ class QuantizedLayers:
     def _store_original(self, parameter: nn.Parameter) -> None:
         """Moves a weight as it was to where it is kept."""
         self._moved[parameter] = parameter.device
-        if self.wanted.originals == "drop":
+        if self.config.originals == "drop":
             parameter.data = _nothing(parameter, parameter.dtype)
-        elif self.wanted.originals == "cpu":
+        elif self.config.originals == "cpu":
             parameter.data = parameter.detach().to("cpu")
 
     def undo(self) -> None:
@@ -211,7 +211,7 @@ def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], he
     for path, module in model.named_modules():
         if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in modules:
             continue
-        reason = _why_not(path, module, wanted, conv, id(module) in heads)
+        reason = _layer_obstacle(path, module, wanted, conv, id(module) in heads)
         if reason:
             left[reason] += 1
         else:
@@ -219,8 +219,8 @@ def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], he
     return modules
 
 
-def _why_not(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
-             is_head: bool) -> str:
+def _layer_obstacle(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
+                    is_head: bool) -> str:
     weight = module._parameters.get("weight")
     if stock_of(module) not in (nn.Linear, *conv):
         return f"{stock_of(module).__name__} is a linear layer with more to it"

@@ -37,10 +37,10 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, **by: float) -> None:
-        self.by = by
+        self.filters = by
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = _sample(scores, **self.by).unsqueeze(1)
+        token = _sample(scores, **self.filters).unsqueeze(1)
         # as softmax has it of no score at all
         nothing = torch.where(token < 0, torch.nan, 0.0).to(scores.dtype)
         return torch.full_like(scores, -torch.inf).scatter_(1, token.clamp(min=0), nothing)

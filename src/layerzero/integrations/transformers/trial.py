@@ -191,7 +191,7 @@ class Trial:
         elif ids is not None:
             self.report.left.append("the error of the weights was not measured: the model gives no "
                                     "predictions for tokens alone")
-        self.report.weights = QuantizedWeights.of(layers.wanted, layers, error)
+        self.report.weights = QuantizedWeights.of(layers.config, layers, error)
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()

@@ -17,8 +17,8 @@ from .quantized import QuantizedLayers
 
 Text = Union[str, Tensor, Sequence[int]]
 ORIGINALS = {"cpu": "kept in the memory of the CPU: undoing it gives their bits back",
-        "device": "kept where they were: undoing it gives their bits back",
-        "drop": "dropped: undoing it leaves the weights that the codes stand for"}
+             "device": "kept where they were: undoing it gives their bits back",
+             "drop": "dropped: undoing it leaves the weights that the codes stand for"}
 DEFAULT_TEXT = (
     "The lighthouse had stood on the headland for a hundred and forty years before anyone thought "
     "to measure how far its light could be seen. In 1969 a schoolteacher, Ada Marsh, took her "

@@ -59,7 +59,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
     wanted: dict[str, tuple[Kernel, Isolation]] = {}
     for kernel in kernels:
         entry = next((e for e in entries if e.covers(kernel.id)), None)
-        if entry is not None and not why_not(kernel) and (
+        if entry is not None and not worker_obstacle(kernel) and (
                 entry.mode == "worker" or conflicts(kernel, entry, unloadable)):
             wanted[f"worker.{kernel.id}"] = kernel, entry
     if wanted == present:
@@ -76,7 +76,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
                    {**origins, **dict.fromkeys(wanted, "isolation")})
 
 
-def why_not(kernel: Kernel) -> str:
+def worker_obstacle(kernel: Kernel) -> str:
     """Says why a kernel cannot run in a worker; "" if it can."""
     op = kernel.op
     if kernel.backend == "reference":

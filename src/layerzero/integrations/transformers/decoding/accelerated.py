@@ -36,8 +36,8 @@ from ..implementations import DECODED
 from . import shared_prompt
 from .cuda.captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
-from .growing_cache import growing
-from .kv_states import kv_for, one_token, updates
+from .growing_cache import make_growing
+from .kv_states import is_updating, kv_for, updating_token
 from .prompt import PromptStep
 from .reduction import REDUCE, Reduce
 
@@ -59,13 +59,13 @@ class ModelWatch:
         inner = [m for m in modules if m is not model]
         self._hooks = [getattr(m, name) for m in inner for name in _HOOKS]
         self._attributes = [vars(m) for m in inner]
-        self._held = [held for m in modules for held in (m._modules, m._parameters) if held]
-        self._known = self._members()
+        self._containers = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._initial_members = self._members()
         self._weights = list(model.parameters())
         self._places = list(map(Tensor.data_ptr, self._weights))
 
     def _members(self) -> list[Any]:
-        return list(chain.from_iterable(held.values() for held in self._held))
+        return list(chain.from_iterable(held.values() for held in self._containers))
 
     def _hooked(self) -> bool:
         """Hooks of transformers itself, which stay once outputs were recorded, do nothing while
@@ -82,8 +82,8 @@ class ModelWatch:
             return "a hook on one of its modules"
         if any(map(contains, self._attributes, repeat("forward"))):
             return "a module with a forward of its own"
-        held = self._members()
-        if len(held) != len(self._known) or not all(map(is_, held, self._known)):
+        members, initial = self._members(), self._initial_members
+        if len(members) != len(initial) or not all(map(is_, members, initial)):
             return "a module or weight in the place of another"
         if list(map(Tensor.data_ptr, self._weights)) != self._places:
             return MOVED
@@ -192,7 +192,7 @@ class Accelerated:
         if shared_prompt.serves(cache.layers):
             return ""
         shared_prompt.unshare(cache)
-        return growing(cache, self._windows) or (
+        return make_growing(cache, self._windows) or (
             "a cache whose layers hold different numbers of tokens"
             if any(layer.get_seq_length() != length for layer in cache.layers) else "")
 
@@ -200,9 +200,9 @@ class Accelerated:
                    position_ids: Any = None, past_key_values: Any = None,
                    inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
                    **others: Any) -> Any:
-        if updates(past_key_values):
-            return one_token(self, input_ids, attention_mask, position_ids, past_key_values,
-                             inputs_embeds, logits_to_keep, **others)
+        if is_updating(past_key_values):
+            return updating_token(self, input_ids, attention_mask, position_ids, past_key_values,
+                                  inputs_embeds, logits_to_keep, **others)
         self._check(past_key_values, logits_to_keep, others)
         token = self._token(input_ids, inputs_embeds)
         batch = token.shape[0]

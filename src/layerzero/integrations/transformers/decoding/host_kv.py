@@ -57,11 +57,11 @@ class HostKV:
                         0 if bound.angles is None else self._step.half,
                         cos.stride(0) if len(cos) > 1 else 0,
                         keys.stride(0), place - first, bound.scale, torch.get_num_threads())
-            at.show(place + 1)
+            at.set_end(place + 1)
             return out
         queries = both.shape[2] - value.shape[2]
         at.write(place, both[:, :, queries:], value)
-        seen = at.seen(first, place + 1)
+        seen = at.view(first, place + 1)
         query = both[:, :, :queries].transpose(1, 2)
         if self._query_scale is not None:
             query = query * self._query_scale
@@ -75,4 +75,4 @@ class HostKV:
     def undo(self) -> None:
         """Takes this token back, after the step broke."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place)
+            layer.set_end(place)

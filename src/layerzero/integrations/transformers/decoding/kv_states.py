@@ -26,7 +26,7 @@ QuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer",
 
 
 def kv_for(step: DecodeStep, parts: DecoderParts, layers: list[Any],
-               masks: Sequence[Tensor | None], positions: Tensor, length: int) -> Any:
+           masks: Sequence[Tensor | None], positions: Tensor, length: int) -> Any:
     """Returns the StepKV for one token after `length` others, in layers that append in place."""
     if parts.layers[0].latent is not None:
         return LatentKV(parts, layers, masks, positions)
@@ -51,11 +51,11 @@ class _LayerAdapter:
     def write(self, place: int, key: Tensor, value: Tensor) -> None:
         self._all = self.layer.update(key.transpose(1, 2), value.transpose(1, 2))
 
-    def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def view(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys, values = self._all               # of a static cache also what is not written yet
         return keys[:, :, start:end], values[:, :, start:end]
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         if isinstance(self.layer, StaticLayer):
             length = self.layer.cumulative_length
             if isinstance(length, Tensor):
@@ -75,14 +75,15 @@ class UpdatingKV(HostKV):
         super().__init__(step, [_LayerAdapter(layer) for layer in layers], *others)
 
 
-def updates(cache: Any) -> bool:
+def is_updating(cache: Any) -> bool:
     """Is it a static or quantized cache?"""
     return isinstance(cache, (StaticCache, QuantizedCache))
 
 
-def one_token(accelerated: Any, input_ids: Tensor | None = None, attention_mask: Any = None,
-              position_ids: Any = None, past_key_values: Any = None,
-              inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0, **others: Any) -> Any:
+def updating_token(accelerated: Any, input_ids: Tensor | None = None, attention_mask: Any = None,
+                   position_ids: Any = None, past_key_values: Any = None,
+                   inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
+                   **others: Any) -> Any:
     """Computes one token in such a cache, as Accelerated does in others."""
     accelerated._check(DynamicCache(), logits_to_keep, others)
     parts, layers = accelerated.parts, past_key_values.layers

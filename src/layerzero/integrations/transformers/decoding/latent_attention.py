@@ -40,7 +40,7 @@ class LatentKV:
         """(batch, 1, 1, rank) and (batch, 1, 1, rope_dim): written, and all states and keys."""
         at, place = self._layers[layer], self._places[layer]
         at.write(place, state, key)
-        states, keys = at.seen(0, place + 1)
+        states, keys = at.view(0, place + 1)
         return states[:, 0], keys[:, 0]
 
     def mask(self, layer: int) -> Tensor | None:
@@ -49,7 +49,7 @@ class LatentKV:
     def undo(self) -> None:
         """Takes this token back, after the step broke."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place)
+            layer.set_end(place)
 
 
 def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
@@ -75,7 +75,7 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
         plain, rotated = query.transpose(1, 2).split((latent.nope_dim, rope), -1)
         rotated, key = rotate(rotated, key.view(batch, 1, 1, rope), kv.rope)
         states, keys = kv.keep(layer, state_norm(state).view(batch, 1, 1, rank),
-                                   key.view(batch, 1, 1, rope))
+                               key.view(batch, 1, 1, rope))
         # (heads, nope_dim + value_dim, rank), read anew: the weight may be written to
         key_up, value_up = up.view(heads, -1, rank).split((latent.nope_dim, latent.value_dim), 1)
         absorbed = torch.matmul(plain.squeeze(2).transpose(0, 1), key_up).transpose(0, 1)

@@ -69,12 +69,13 @@ class PromptStep(DecodeStep):
     """All tokens of a prompt through the layers; NotRecognised says what is not known."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...]) -> None:
-        why = parts.graph_obstacle or ("positions of several axes" if parts.by_axes else
-                                  "tokens of several codebooks" if parts.codebooks else
-                                  "a mixture of experts" if any(
-                                      isinstance(at.mlp, Experts) for at in parts.layers) else
-                                  "" if all(isinstance(at.mlp, FeedForward) for at in parts.layers)
-                                  else "a feed-forward part of the model's own")
+        mlps = [at.mlp for at in parts.layers]
+        why = parts.graph_obstacle or (
+            "positions of several axes" if parts.by_axes else
+            "tokens of several codebooks" if parts.codebooks else
+            "a mixture of experts" if any(isinstance(mlp, Experts) for mlp in mlps) else
+            "" if all(isinstance(mlp, FeedForward) for mlp in mlps) else
+            "a feed-forward part of the model's own")
         if why:
             raise NotRecognised(why)
         super().__init__(parts, layers, 1)

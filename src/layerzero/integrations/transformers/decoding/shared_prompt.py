@@ -19,7 +19,7 @@ from ....backends.native.declaration import DTYPES
 from ....backends.native.grouped import load_grouped
 from ....spec.errors import LayerZeroError
 from .decode_step import DecodeStep
-from .growing_cache import MIN_CAPACITY, GrowingLayer, stays
+from .growing_cache import MIN_CAPACITY, GrowingLayer, keeps_groups
 
 SHARED = "prompts computed once for several rows"
 MIN_PROMPT_TOKENS = 64     # tokens from which one read for all rows is faster than a read for each
@@ -81,7 +81,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         for to, t in zip(self._own_tokens(), (key, value)):
             to[:, -more:] = t
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         """Let it hold so many tokens."""
         self.own = end - self.prompt
 
@@ -134,7 +134,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let rows go on from others, of the same prompt: what is their own is copied."""
-        if self.shared and len(beam_idx) == self.rows and stays(beam_idx, self.copies):
+        if self.shared and len(beam_idx) == self.rows and keeps_groups(beam_idx, self.copies):
             for t in self._own_tokens():
                 t.copy_(t.index_select(0, beam_idx))
         else:
@@ -163,7 +163,7 @@ class SharedPromptKV:
     def undo(self) -> None:
         """Takes this token back, after the step broke."""
         for layer in self._layers:
-            layer.show(self._length)
+            layer.set_end(self._length)
 
 
 def serves(layers: Sequence[Any]) -> bool:

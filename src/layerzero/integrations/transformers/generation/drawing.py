@@ -50,7 +50,7 @@ class DrawPlan:
 
     stages: list[Stage] = field(default_factory=list)
     sample: bool = False
-    by: dict[str, float] = field(default_factory=dict)   # filters of lz.sample; empty: of stages
+    filters: dict[str, float] = field(default_factory=dict)  # of lz.sample; empty: of stages
     fused: bool = False                        # the draw is lz.sample's
     eos: tuple[int, ...] = ()
     pad: int | None = None                     # of rows that are finished; None: they go on
@@ -58,7 +58,7 @@ class DrawPlan:
     @property
     def lists_top_k(self) -> bool:
         """Is the top-k so small that its tokens are listed (triton_top_k.py)?"""
-        return 0 < self.by.get("top_k", 0) <= MAX_K
+        return 0 < self.filters.get("top_k", 0) <= MAX_K
 
     @property
     def key(self) -> Hashable:
@@ -77,27 +77,27 @@ def plan_draw(processors: Any, sample: bool, start: int, vocab: int, fused: bool
         raise NotRecognised(f"a {type(processors).__name__} of logits processors")
     plan, rest = DrawPlan(sample=sample, fused=fused and sample), list(processors)
     if plan.fused:
-        plan.by = _take_filters(rest)
+        plan.filters = _take_filters(rest)
     plan.stages = [_stage(p, start, vocab) for p in rest]
     return plan
 
 
 def _take_filters(processors: list[Any]) -> dict[str, float]:
     """Remove the filters at the end of the list that lz.sample applies itself; return them."""
-    by: dict[str, float] = {}
+    filters: dict[str, float] = {}
     if processors and type(processors[-1]) is stock.LogitNormalization:
         processors.pop()                       # a draw does not see it
     if processors and type(processors[-1]) is Draw:
-        return {**OFF, **processors.pop().by}
+        return {**OFF, **processors.pop().filters}
     while processors and type(processors[-1]) in FILTERS:
         last = processors[-1]
         name, later = FILTERS[type(last)], list(FILTERS.values())
         if (getattr(last, "min_tokens_to_keep", 1) != 1
                 or getattr(last, "filter_value", -torch.inf) != -torch.inf
-                or any(later.index(n) <= later.index(name) for n in by)):
+                or any(later.index(n) <= later.index(name) for n in filters)):
             break
-        by[name] = getattr(processors.pop(), name)
-    return {**OFF, **by}
+        filters[name] = getattr(processors.pop(), name)
+    return {**OFF, **filters}
 
 
 def _stage(processor: Any, start: int, vocab: int) -> Stage:
@@ -117,7 +117,7 @@ def _stage(processor: Any, start: int, vocab: int) -> Stage:
     if kind is stock.RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length:
         return Stage("repetition penalty", _penalize, (torch.tensor([processor.penalty]),))
     if kind is Draw:
-        return Stage((kind, *sorted(processor.by.items())),
+        return Stage((kind, *sorted(processor.filters.items())),
                      lambda tail, numbers, scores: processor(None, scores))
     if kind in PURE and all(isinstance(v, (int, float, type(None)))
                             for v in vars(processor).values()):
@@ -175,9 +175,9 @@ class Tail:
         if plan.fused:
             wide = torch.float32 if place.type == "mps" else torch.float64
             self._uniforms = torch.zeros(batch, dtype=wide, device=place)
-            self._by = {name: torch.full((batch,), value, device=place)
-                        for name, value in OFF.items()}
-            rows = {f"{name}_rows": value for name, value in self._by.items()}
+            self._filters = {name: torch.full((batch,), value, device=place)
+                             for name, value in OFF.items()}
+            rows = {f"{name}_rows": value for name, value in self._filters.items()}
             self._rows = {**rows, "uniforms": self._uniforms}
 
     def start(self, plan: DrawPlan, before: int, unfinished: Tensor | None,
@@ -194,8 +194,8 @@ class Tail:
         for held, stage in zip(self._numbers, plan.stages):
             for number, value in zip(held, stage.numbers):
                 number.copy_(value, non_blocking=True)
-        for name, chosen in plan.by.items():
-            self._by[name].fill_(chosen)
+        for name, chosen in plan.filters.items():
+            self._filters[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
         """Returns how many rows of the log are written after so many tokens in all."""

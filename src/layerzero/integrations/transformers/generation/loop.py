@@ -30,7 +30,7 @@ from ....world import events
 from ..decoders.families import NotRecognised
 from ..decoding import shared_prompt
 from ..decoding.cuda import persistent
-from ..decoding.cuda.captured import Fixed, Uncapturable
+from ..decoding.cuda.captured import FixedBuffers, Uncapturable
 from ..decoding.reduction import ON_DEVICE
 from ..replacements import recipe_of
 from ..sampling import with_draw
@@ -145,7 +145,7 @@ class _Loop:
         self.tail: Tail | None = None
         self.logs: list[Tensor] = []           # tokens of tails that were left behind
         self.once: Callable[[], None] | None = None            # one step, where it is captured
-        self.fixed: Fixed | None = None
+        self.fixed: FixedBuffers | None = None
         self.issued, self.accepted = 0, 0      # tokens enqueued; and looked at
         self.running = [True] * self.batch
         self.slots: deque[tuple[Tensor, Any]] = deque()        # tokens on their way to the host
@@ -288,7 +288,7 @@ class _Loop:
         key = ("loop", plan.key)
         wanted = min(self.most - self.issued, MAX_CAPACITY) + graphs.WARM_UPS + 1
 
-        def capture(fixed: Fixed, length: int) -> None:
+        def capture(fixed: FixedBuffers, length: int) -> None:
             tail = fixed.loops.get(key)
             if tail is None:
                 tail = fixed.loops[key] = Tail(
@@ -332,7 +332,7 @@ class _Loop:
 
     def _show(self, length: int) -> None:
         for layer in self.cache.layers:
-            layer.show(length)
+            layer.set_end(length)
 
     def _send(self) -> None:
         """Start copying the newest token to the host, on a side stream: reading it waits for no

@@ -28,7 +28,7 @@ from ..decoding.accelerated import Accelerated
 from ..decoding.cuda.captured import Uncapturable
 from ..decoding.cuda.captured_rows import CapturedRows
 from ..decoding.decode_step import ANY, DecodeStep
-from ..decoding.growing_cache import growing
+from ..decoding.growing_cache import make_growing
 
 PROMPT_LOOKUP = "prompt_lookup"
 DRAFTED = 4                                    # tokens that a model proposes in a round
@@ -40,7 +40,7 @@ SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_ca
 
 
 @dataclass
-class Speculated:
+class SpeculationStats:
     """Counts what speculation did so far."""
 
     rounds: int = 0
@@ -65,7 +65,7 @@ class AppendedRows:
     def undo(self, keep: int = 0) -> None:
         """Take back all rows but the first `keep`."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place + keep)
+            layer.set_end(place + keep)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """Keep these rows, in this order, and take back the others."""
@@ -90,7 +90,7 @@ class RowsKV(AppendedRows):
         at, place, rows = self._layers[layer], self._places[layer], self._rows
         queries = both.shape[2] - value.shape[2]
         at.write(place, both[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
-        keys, values = at.seen(0, place + rows)
+        keys, values = at.view(0, place + rows)
         query = both[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
         out = self._run(layer, query, keys, values)(query, keys, values, *self._mask)
         return out.permute(2, 0, 1, 3).reshape(rows, 1, -1)  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ class Rows:
         until the memory says otherwise."""
         of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
         of._check(cache, 0, {})
-        refused = growing(cache, of._windows)
+        refused = make_growing(cache, of._windows)
         if refused:
             raise NotRecognised(refused)
         length = cache.get_seq_length()
@@ -148,7 +148,7 @@ class Rows:
                 self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
         kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents,
-                            self._runs)
+                    self._runs)
         try:
             return step(x, kv.angles, kv)[:, 0], kv
         # passed on, an interrupt too: half a round must not stay in the cache
@@ -240,7 +240,7 @@ class Speculation:
 
     def __init__(self, model: Any, accelerated: Accelerated, draft: Draft | Lookup) -> None:
         self.model, self.rows, self.draft = model, Rows(accelerated), draft
-        self.done, self.declined = Speculated(), Counter[str]()
+        self.stats, self.declined = SpeculationStats(), Counter[str]()
         self._plain = vars(model).get("generate") or type(model).generate.__get__(model)
         functools.update_wrapper(self, type(model).generate.__get__(model))
 
@@ -281,7 +281,7 @@ class Speculation:
         self.draft.begin()
         ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
         done = self._stopped(ids, 1, stopping_criteria, streamer)
-        self.done.tokens += 1
+        self.stats.tokens += 1
         while not done:
             most = config.max_length - ids.shape[1] - 1
             drafted, parents = self.draft(ids[0], most) if most > 0 else (ids[0, :0], None)
@@ -292,7 +292,7 @@ class Speculation:
             if stop is not None:               # what came after it is dropped, in the cache too
                 cache.crop(-(ids.shape[1] - stop))
                 ids, done = ids[:, :stop], True
-            self.done.tokens += ids.shape[1] - before
+            self.stats.tokens += ids.shape[1] - before
             self.draft.accept(ids.shape[1])
         if streamer is not None:
             streamer.end()
@@ -316,7 +316,7 @@ class Speculation:
         if len(tokens) == 1:
             logits = self.model(tokens[None], past_key_values=cache, use_cache=True,
                                 logits_to_keep=1).logits[0]
-            self.done.rounds += 1
+            self.stats.rounds += 1
             return self._chosen(ids, logits, processors)[0, -1:]
         logits, kv = self.rows(tokens, cache, tree)
         if processors:
@@ -332,9 +332,9 @@ class Speculation:
             at = node
             path.append(at)
         kv.keep(path)
-        self.done.rounds += 1
-        self.done.drafted += len(drafted)
-        self.done.accepted += len(path) - 1
+        self.stats.rounds += 1
+        self.stats.drafted += len(drafted)
+        self.stats.accepted += len(path) - 1
         return torch.tensor([best[i] for i in path], dtype=ids.dtype, device=ids.device)
 
     @staticmethod

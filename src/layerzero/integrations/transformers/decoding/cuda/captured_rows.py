@@ -15,13 +15,13 @@ from .....operate import graphs
 from .....spec.errors import NoKernelFoundError
 from ...decoders.recognition import DecoderParts
 from ..decode_step import DecodeStep
-from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
+from .captured import CapturedSteps, FixedBuffers, Uncapturable, whole_buffers
 
 
 class FixedRows:
     """A graph of so many rows over the buffers of one cache. A `StepKV` for the decode step."""
 
-    def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: Fixed) -> None:
+    def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: FixedBuffers) -> None:
         self.step, self.parts, self.buffers = step, parts, buffers
         rows, place = step.batch, parts.weights.device
         self._table = buffers._table.expand(rows, -1).contiguous()
@@ -41,13 +41,13 @@ class FixedRows:
         except NoKernelFoundError:             # as in captured.py
             if at.softcap:
                 raise
-            whole = whole_buffers(self.step, layer, *self.buffers.rooms[layer])
+            whole = whole_buffers(self.step, layer, *self.buffers.kv_buffers[layer])
             return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
                 0, 1)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        keys, values = self.buffers.rooms[layer]
+        keys, values = self.buffers.kv_buffers[layer]
         queries = both.shape[2] - value.shape[2]
         keys.index_copy_(1, self._position, both[:, 0, queries:][None])
         values.index_copy_(1, self._position, value[:, 0][None])
@@ -106,5 +106,5 @@ class CapturedRows:
             self._fixed[id(buffers), step.batch] = rows
         out = rows(tokens, length)
         for layer in cache.layers:
-            layer.show(length + step.batch)
+            layer.set_end(length + step.batch)
         return out

@@ -33,7 +33,7 @@ from ...quantized import codes_of
 from ..decode_step import DecodeStep, JoinedLayer
 from ..joined import Weight
 
-Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, tokens, kv_heads, dim)
+KVBuffers = Sequence[tuple[Tensor, Tensor]]    # for keys and values, (batch, tokens, kv_heads, dim)
 
 NAME, WHAT = "one persistent kernel", "the captured step"
 MIN_CAPABILITY = (9, 0)        # copies in bulk
@@ -129,7 +129,7 @@ def _rms(norm: Norm, size: int) -> float:
     return norm.eps
 
 
-def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
+def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
                angles: Sequence[Tensor]) -> list[PersistentStep]:
     """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
     is none."""
@@ -144,7 +144,7 @@ def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
     assert first.norm is not None and head is not None and parts.norm is not None
     if codes_of(head.module) is not None:
         raise NotRecognised("its weights are quantized")
-    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)]
+    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, kv_buffers)]
     return [PersistentStep(
         shape, cfg, tensors, parts.weights, parts.norm.weights[0], head.module.weight.detach(),
         eps=first.norm.eps, head_eps=parts.norm.eps, scale=first.scale,
@@ -167,7 +167,7 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
                         at.window, scales)
 
 
-def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],
+def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles: Sequence[Tensor],
            step_input: Tensor, state: Tensor,
            by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
     """The kernel where it is right and faster than the graph of kernels (`by_kernels`) of the same
@@ -179,11 +179,11 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
-        resident = [one for one in candidates(step, parts, rooms, angles)
+        resident = [one for one in candidates(step, parts, kv_buffers, angles)
                     if one.resident(step_input.device.index or 0)]
         if not resident:
             raise NotRecognised("its blocks cannot all run at the same time")
-        chosen = _race(resident, rooms, step_input, state, by_kernels) or resident[0]
+        chosen = _race(resident, kv_buffers, step_input, state, by_kernels) or resident[0]
     except NotRecognised as why:
         step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
         return None
@@ -197,12 +197,12 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
     return chosen
 
 
-def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, state: Tensor,
-          by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input: Tensor,
+          state: Tensor, by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
     """The fastest of them; NotRecognised says by how much they are wrong or slower."""
-    middle = rooms[0][0].shape[1] // 2
+    middle = kv_buffers[0][0].shape[1] // 2
     runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
-    for room in chain.from_iterable(rooms):
+    for room in chain.from_iterable(kv_buffers):
         room.normal_()
     try:
         _place(state, middle)
@@ -240,7 +240,7 @@ def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, 
                                 f"{theirs:.0f}")
         return resident[int(best)]
     finally:
-        for room in chain.from_iterable(rooms):
+        for room in chain.from_iterable(kv_buffers):
             room.zero_()
 
 

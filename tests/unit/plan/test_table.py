@@ -555,9 +555,9 @@ def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, af
     plan = world.plan(found.op, facts)
     if plan.table:
         kernel = worlds.current().catalog.by_id[plan.kernel]
-        mended = {t.target for t in plan.steps[0].transforms}
+        fixed = {t.target for t in plan.steps[0].transforms}
         assert not [r for r in kernel.reasons({**device, **facts})
-                    if r.fact.partition(".")[0] not in mended]
+                    if r.fact.partition(".")[0] not in fixed]
         assert 1 <= rows <= 3072 and hidden == 64 and not half and affine
     else:
         assert plan.missed.code is Code.PLAN_BUCKET_MISS and f"rows={rows}" in plan.missed.message

@@ -1,9 +1,9 @@
 """Kernels from repositories in the layout of the Kernel Hub: found, checked, imported, registered.
 
-A repository is code of strangers. Before any of it runs, it must be allowed or pinned, its build
-must fit this machine, its files must be the pinned or signed ones, and a private copy is imported.
-Before selection may choose a kernel of it, the kernel must pass the contract of its operation on
-this machine.
+A repository is the code of third parties. Before any of it runs, it must be allowed or pinned, its
+build must fit this machine, its files must be the pinned or signed ones, and a private copy is
+imported. Before selection may choose a kernel of it, the kernel must pass the contract of its
+operation on this machine.
 """
 
 from __future__ import annotations

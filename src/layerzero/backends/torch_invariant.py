@@ -115,7 +115,8 @@ def _unaligned(t: Tensor) -> bool:
 
 
 def _attention_efficient() -> Callable[..., Any]:
-    """The memory-efficient kernel, which has one program for each block of queries of a head."""
+    """Returns the memory-efficient kernel, which has one program for each block of queries of a
+    head."""
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,

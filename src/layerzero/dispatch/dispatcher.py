@@ -124,8 +124,8 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary
-        one."""
+        """Does as `miss` does, for a call that is not in the native table; puts it there if it is
+        an ordinary one."""
         values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
                                                                          for name in hotpath.EXTRAS)
         self.ensure_world()
@@ -335,8 +335,8 @@ class Dispatcher:
         return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it
-        is inlined."""
+        """Serves a call under torch.compile or export: chooses for symbolic sizes, and runs the
+        kernel so that it is inlined."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -366,7 +366,8 @@ class Dispatcher:
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                        fault: BaseException,
                        changed: int) -> Any:
-        """As `recover`; `changed` has a bit for each parameter whose tensor was written into."""
+        """Does as `recover` does; `changed` has a bit for each parameter whose tensor was written
+        into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],
                                   fault)

@@ -43,8 +43,8 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _broadcast_axes(flags: tuple[int, ...], axes: tuple[str, ...]) -> str:
-    """The names of the axes that a tensor is broadcast over, as facts.read has them, from its
-    `broadcast_flags`."""
+    """Returns the names of the axes that a tensor is broadcast over, as facts.read has them, from
+    its `broadcast_flags`."""
     missing = axes[:len(axes) - flags[0]]
     return ",".join([*missing, *(axis for axis, repeated in zip(axes[len(missing):], flags[1:])
                                  if repeated)])

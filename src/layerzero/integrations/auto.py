@@ -221,7 +221,7 @@ def _patching(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The attention that the caller names, in an argument or in the configuration."""
+    """Returns the attention that the caller names, in an argument or in the configuration."""
     configs = (value for value in (*args, kwargs.get("config")) if hasattr(value, _CONFIGURED))
     return kwargs.get("attn_implementation") or getattr(next(configs, None), _CONFIGURED, None)
 

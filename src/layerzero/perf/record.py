@@ -215,7 +215,7 @@ def place_of(device: Device, threads: int = 0) -> str:
 
 
 def is_cpu_place(place: str) -> bool:
-    """Only the places of CPUs name a number of threads."""
+    """Returns whether it is the place of a CPU: only these name a number of threads."""
     return place.endswith("t") and "-" in place
 
 

@@ -234,7 +234,8 @@ def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | 
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
-    """The kind of call that a JIT kernel is compiled for, as selection distinguishes them."""
+    """Returns the kind of call that a JIT kernel is compiled for, as selection distinguishes
+    them."""
     return f"{facts['device']} {kind_of(op, facts).bucket}"
 
 
@@ -381,7 +382,8 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
 
 def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any],
                     target: str) -> Iterator[Rule]:
-    """Rules that hold for a tensor as passed, but not for the view of it in another layout."""
+    """Returns rules that hold for a tensor as passed, but not for the view of it in another
+    layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:
         if (isinstance(rule, Rule) and rule.fact.endswith(".contiguous")
@@ -400,7 +402,7 @@ def _tensor_bytes(op: Op, tensor: str, facts: Mapping[str, Any]) -> int:
 
 
 def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of the largest call with this call's key: its memory must fit too."""
+    """Returns the facts of the largest call with this call's key: its memory must fit too."""
     top = dict(facts)
     integers = [p.name for p in op.params if p.kind == "int"]
     for name in (*op.dims, *integers):

@@ -42,8 +42,8 @@ def _estimates(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
 
 def timings_of(op: Op, ids: Sequence[str], facts: Mapping[str, Any], context: SelectionContext,
                roofline: float, default: Kernel | None) -> CandidateTimings:
-    """The timings of the best source that has the default: measured here, shipped, in a graph where
-    that makes no difference, neighbours."""
+    """Returns the timings of the best source that has the default: measured here, shipped, in a
+    graph where that makes no difference, neighbours."""
     if not context.perf and not context.shipped.view:
         return CandidateTimings()
     kind, mode, place = kind_of(op, facts), mode_of(facts), context.place
@@ -72,8 +72,8 @@ def timings_of(op: Op, ids: Sequence[str], facts: Mapping[str, Any], context: Se
 
 def _long_calls(view: PerfView, default: str, ids: Sequence[str], kind: Kind,
                 place: str) -> dict[str, Timing]:
-    """The times in a graph, if torch's own kernel keeps the device busy for so long that launching
-    it makes no difference; {} otherwise."""
+    """Returns the times in a graph, if torch's own kernel keeps the device busy for so long that
+    launching it makes no difference; {} otherwise."""
     own = view.get(default, kind.bucket, place, CAPTURED) if view else None
     if own is None or own.median_us < LONG_CALL_US:
         return {}

@@ -132,21 +132,23 @@ class Trial:
         return self.base
 
     def expected_us(self, kernel: str) -> float:
-        """The measured median; before that, the base's median scaled by the ratio of guesses."""
+        """Returns the measured median; before that, the base's median scaled by the ratio of
+        guesses."""
         runner, base = self.runners[kernel], self.runners[self.base]
         if runner.rounds:
             return runner.median
         return base.median * runner.guess_us / base.guess_us if base.rounds else runner.guess_us
 
     def extra_us(self, kernel: str) -> float:
-        """The expected cost of a call beyond that of the base kernel."""
+        """Returns the expected cost of a call beyond that of the base kernel."""
         return max(self.expected_us(kernel) - self.expected_us(self.base), 0.0)
 
     # the next call
 
     def next(self, available: Callable[[str], bool],
              allowed: Callable[[float], bool]) -> Ticket | None:
-        """A ticket for the kernel to time on the next call; None if `serving` serves it untimed."""
+        """Returns a ticket for the kernel to time on the next call; None if `serving` serves it
+        untimed."""
         if self.winner:
             return None
         self.calls += 1
@@ -287,11 +289,11 @@ class Trial:
         self.winner, self.clear = best.kernel, True
 
     def results(self) -> Mapping[str, list[float]]:
-        """The samples of each kernel that has any, in microseconds."""
+        """Returns the samples of each kernel that has any, in microseconds."""
         return {r.kernel: list(r.rounds.values()) for r in self.runners.values() if r.rounds}
 
     def standing(self, kernel: str) -> str:
-        """The state of a kernel in words, for explain; "" if it is not in the trial."""
+        """Returns the state of a kernel in words, for explain; "" if it is not in the trial."""
         runner = self.runners.get(kernel)
         if runner is None:
             return ""
@@ -313,7 +315,7 @@ def ratios(base: Runner, other: Runner) -> list[float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float] | None:
-    """A confidence interval of the median behind `values`; None if they are too few."""
+    """Returns a confidence interval of the median behind `values`; None if they are too few."""
     ordered = sorted(values)
     rank = _rank(len(ordered))
     return (ordered[rank - 1], ordered[-rank]) if rank else None
@@ -334,7 +336,7 @@ def _rank(n: int) -> int:
 
 @lru_cache(maxsize=None)
 def fewest_samples() -> int:
-    """The smallest number of samples that has an interval."""
+    """Returns the smallest number of samples that has an interval."""
     n = 1
     while not _rank(n):
         n += 1

@@ -97,7 +97,7 @@ Count = Annotated[int, Check("a whole number >= 0", lambda n: n >= 0)]
 # Writing
 
 def encode(value: Any) -> Any:
-    """The value as plain data for `json.dumps`."""
+    """Returns the value as plain data for `json.dumps`."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "to_json"):
@@ -114,7 +114,7 @@ def encode(value: Any) -> Any:
 
 
 def encode_fields(value: Any) -> dict[str, Any]:
-    """The members of a dataclass or named tuple, without its own `to_json`."""
+    """Returns the members of a dataclass or named tuple, without its own `to_json`."""
     kind: Any = type(value)
     layout, members, defaults = _shape(kind)
     data = dict(layout.header)
@@ -127,8 +127,8 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _shape(kind: type) -> tuple[Layout, Mapping[str, str], Mapping[str, Any]]:
-    """The layout of a class, its members (name in JSON -> attribute), and the defaults of its
-    fields."""
+    """Returns the layout of a class, its members (name in JSON -> attribute), and the defaults of
+    its fields."""
     layout: Layout = getattr(kind, "json_layout", Layout())
     if is_dataclass(kind):
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory()
@@ -149,7 +149,7 @@ class At:
         self.path, self.mistakes, self.reasons = path, mistakes, reasons
 
     def __truediv__(self, name: str) -> At:
-        """The place of a member, `at / "rows" / "[0]"`."""
+        """Returns the place of a member, `at / "rows" / "[0]"`."""
         path = self.path + name if name[:1] == "[" else f"{self.path}.{name}" if self.path else name
         return At(path, self.mistakes, self.reasons)
 

@@ -53,7 +53,8 @@ class Direct:
         return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
 
     def resolve(self, known: Mapping[str, Any]) -> Direct:
-        """The same for calls with the facts in `known`: every `ByFact` becomes a constant."""
+        """Returns the same for calls with the facts in `known`: every `ByFact` becomes a
+        constant."""
         def constant(value: Any) -> Any:
             return value.constant(known) if isinstance(value, ByFact) else value
 
@@ -232,7 +233,7 @@ class Kernel:
         return decode(cls, declared, "kernel", op=op, load=resolve(data["load"]))
 
     def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
-        """The same kernel with other limits, as stated in a capabilities descriptor."""
+        """Returns the same kernel with other limits, as stated in a capabilities descriptor."""
         return replace(self, requires=requires, **changes)
 
 
@@ -243,7 +244,8 @@ Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
-    """The op parameters that `run` takes; RegistrationError if it needs one that the op lacks."""
+    """Returns the op parameters that `run` takes; RegistrationError if it needs one that the op
+    lacks."""
     if isinstance(run, Direct):
         named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise)
                                 if run.otherwise is not None else ())]

@@ -51,12 +51,12 @@ def is_pattern(text: str) -> bool:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The known word that is most like this one; "" if none is."""
+    """Returns the known word that is most like this one; "" if none is."""
     return next(iter(difflib.get_close_matches(word[:100], sorted(known), 1, likeness)), "")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known word, or all of them."""
+    """Returns the end of an error message: the nearest known word, or all of them."""
     options = sorted(known)
     near = nearest(word, options)
     return f"; did you mean {near!r}?" if near else f"; known are {', '.join(options)}"
@@ -64,7 +64,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @lru_cache(maxsize=256)
 def kernel_patterns(name: str) -> tuple[str, ...]:
-    """The patterns over kernel ids that a name stands for, whether or not such a kernel exists."""
+    """Returns the patterns over kernel ids that a name stands for, whether or not such a kernel
+    exists."""
     word = name.strip().lower()
     if is_pattern(word) or not word:
         return (word,)
@@ -78,7 +79,7 @@ def names_kernel(name: str, kernel: str) -> bool:
 
 
 def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> tuple[str, ...]:
-    """The ids of the kernels of `op` (a name or pattern) that `name` stands for.
+    """Returns the ids of the kernels of `op` (a name or pattern) that `name` stands for.
 
     ConfigError with the nearest names if there is none; it begins with `what`, such as the option.
     """
@@ -89,7 +90,8 @@ def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") 
 
 
 def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> str:
-    """The id of the one kernel of `op` that `name` stands for; ConfigError if it is not one."""
+    """Returns the id of the one kernel of `op` that `name` stands for; ConfigError if it is not
+    one."""
     matches = find_kernels(name, kernels, op, what)
     exact = [pattern for pattern in kernel_patterns(name) if pattern in matches]
     if len(matches) > 1 and not exact:
@@ -99,7 +101,8 @@ def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -
 
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
-    """The sentence about a name that stands for no kernel of `op`: what is near, where to look."""
+    """Returns the sentence about a name that stands for no kernel of `op`: what is near, where to
+    look."""
     ours = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
     of_op = "" if is_pattern(op) else f" of lz.{op}"
     text = f"no kernel{of_op} is called {name.removesuffix('.*')[:100]!r}"
@@ -113,7 +116,8 @@ def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
 
 
 def _near(name: str, kernels: OpOfKernel) -> list[str]:
-    """The kernels, libraries and other names that may have been meant, the likeliest first."""
+    """Returns the kernels, libraries and other names that may have been meant, the likeliest
+    first."""
     word = re.sub(r"\.\*$", "", name.strip().lower().replace("-", "_"))[:100]
     same_name = [k for k in kernels if k.partition(".")[2] == word]
     if same_name:

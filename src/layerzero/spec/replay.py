@@ -86,7 +86,7 @@ def watching(recorder: Watcher) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def fields_of(format: str) -> tuple[tuple[int, int], ...]:
-    """Offset and size of each field of a `struct` format with native alignment."""
+    """Returns offset and size of each field of a `struct` format with native alignment."""
     codes = expand_format(format)
     return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code),
                   struct.calcsize(code))
@@ -94,7 +94,7 @@ def fields_of(format: str) -> tuple[tuple[int, int], ...]:
 
 
 def expand_format(format: str) -> list[str]:
-    """One format character for each field: "@2Pi" gives P, P, i."""
+    """Returns one format character for each field: "@2Pi" gives P, P, i."""
     codes: list[str] = []
     count = ""
     for c in format.lstrip("@"):

@@ -233,7 +233,7 @@ def read(weight: Tensor, scales: Tensor, zeros: Tensor | None, format: str, grou
 
 
 def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """The weight (outputs, inputs) in this dtype."""
+    """Returns the weight (outputs, inputs) in this dtype."""
     weight, (n, width) = codes.weight, codes.weight.shape
     out = torch.empty((n, codes.options["K"]), dtype=dtype, device=weight.device)
     block_k = min(512, triton.next_power_of_2(width))

@@ -236,7 +236,7 @@ class LearnedKind:
                       else max(BEHIND_WINNER * best.median / s.median, 1.0))
 
             def kernel_us(us: float, score: Any = score, behind: float = behind) -> float:
-                """The time of the kernel alone: transforms of inputs are counted apart, and
+                """Returns the time of the kernel alone: transforms of inputs are counted apart, and
                 estimated."""
                 total = us * behind * score.boost
                 return max(total - score.transform_us, 0.05 * total)

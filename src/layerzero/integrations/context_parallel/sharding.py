@@ -56,8 +56,8 @@ class Sequences:
     world_size: int
 
     def gathered(self, rank: int, tokens: int, is_causal: bool) -> Items:
-        """A rank's queries over the keys of all ranks, gathered rank by rank and addressed where
-        they lie."""
+        """Returns a rank's queries over the keys of all ranks, gathered rank by rank and addressed
+        where they lie."""
         def build() -> Items:
             rows = [(self._starts(slot), self._visible(chunk, is_causal))
                     for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))]
@@ -77,8 +77,9 @@ class Sequences:
         return self._cached(("exchanged", tokens, is_causal), build)
 
     def of_rank(self, rank: int, source: int, is_causal: bool) -> Items | None:
-        """A rank's queries over the keys of one rank; None where it sees none of them. Causality is
-        in the choice of keys, and a diagonal only where the rank is the source itself."""
+        """Returns a rank's queries over the keys of one rank; None where it sees none of them.
+        Causality is in the choice of keys, and a diagonal only where the rank is the source
+        itself."""
         def build() -> Items | None:
             held = chunks_of(source, self.world_size, self.layout)
             queries = enumerate(chunks_of(rank, self.world_size, self.layout))

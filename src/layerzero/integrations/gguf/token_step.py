@@ -162,7 +162,8 @@ class TokenStep(ChosenKernels):
         return lambda x: second(activate(c, first(x)))
 
     def _compiled_decoder(self) -> NativeDecode | None:
-        """The whole token as one call; None where lz may not choose our compiled kernels."""
+        """Returns the whole token as one call; None where lz may not choose our compiled
+        kernels."""
         decoder = self.decoder
         if native_obstacle(decoder, self.kv):
             return None

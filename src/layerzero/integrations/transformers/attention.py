@@ -186,7 +186,8 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
-    """The mask with all but the selected keys hidden; `indices` is (batch, seq_q, how many)."""
+    """Returns the mask with all but the selected keys hidden; `indices` is (batch, seq_q, how
+    many)."""
     hidden = indices.new_ones((*indices.shape[:-1], keys),
                               dtype=torch.bool).scatter(-1, indices.long(), False)
     hidden = hidden.unsqueeze(1)

@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """A mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
+    """Returns a mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
     pattern = _pattern(arguments) if "q_offset" in arguments and not _tracing(arguments) else None
     if pattern is None:
         return masking_utils.sdpa_mask(**arguments)  # type: ignore[no-any-return]
@@ -51,8 +51,8 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
-    """The pattern of a mask for so many queries and keys, if it has one and was not overwritten
-    since."""
+    """Returns the pattern of a mask for so many queries and keys, if it has one and was not
+    overwritten since."""
     noted = getattr(mask, _ATTRIBUTE, None)
     if noted is None or noted[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None

@@ -242,7 +242,7 @@ def _rope_obstacle(module: nn.Module) -> str:
 
 
 def _generic_path(path: str) -> str:
-    """The path of a module in a report: modules alike have the same."""
+    """Returns the path of a module in a report: modules alike have the same."""
     return re.sub(r"\b\d+\b", "*", path) or "(model)"
 
 
@@ -325,7 +325,7 @@ def _switch(config: Any) -> None:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """The outermost models of transformers in it."""
+    """Returns the outermost models of transformers in it."""
     if "transformers" not in sys.modules:
         return
     kind = sys.modules["transformers"].PreTrainedModel

@@ -51,7 +51,7 @@ class _QuantizedState:
     dropped: bool                              # the weight as it was is gone
 
     def dequantized(self, like: Tensor) -> Tensor:
-        """The weight that the codes stand for."""
+        """Returns the weight that the codes stand for."""
         c = self.codes
         value: Tensor = (
             _dequantize(c.codes, format=c.format) if c.scales is None else _dequantize(
@@ -61,13 +61,14 @@ class _QuantizedState:
 
 
 def codes_of(module: Any) -> WeightCodes | None:
-    """The codes of a quantized layer; None for any other module."""
+    """Returns the codes of a quantized layer; None for any other module."""
     held = vars(module).get(CODES)
     return None if held is None else held.codes
 
 
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
-    """The codes of layers whose rows follow one another, as one weight; None where they do not."""
+    """Returns the codes of layers whose rows follow one another, as one weight; None where they do
+    not."""
     held = [vars(module).get(CODES) for module in modules]
     if any(h is None or h.joined is not held[0].joined for h in held):
         return None
@@ -76,8 +77,8 @@ def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
 
 
 def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
-    """A weight (outputs, inputs) in the format that is wanted, or the one that stands for it on
-    this device."""
+    """Returns a weight (outputs, inputs) in the format that is wanted, or the one that stands for
+    it on this device."""
     inputs, on_cpu = weight.shape[1], weight.device.type == "cpu"
     name, size = wanted.stored_format(weight.device, inputs), wanted.group_size
     if name in GGML_FORMATS:
@@ -206,7 +207,7 @@ class QuantizedLayers:
 
 def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], heads: set[int],
                 left: Counter[str]) -> dict[int, Any]:
-    """The layers that can be quantized, by id; why others cannot is counted in `left`."""
+    """Returns the layers that can be quantized, by id; why others cannot is counted in `left`."""
     modules: dict[int, Any] = {}
     for path, module in model.named_modules():
         if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in modules:
@@ -240,7 +241,7 @@ def _layer_obstacle(path: str, module: Any, wanted: WeightOnly, conv: tuple[type
 
 @lru_cache(maxsize=None)
 def quantized_class(stock: type) -> type:
-    """The subclass of a linear layer's class that multiplies with codes."""
+    """Returns the subclass of a linear layer's class that multiplies with codes."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         held, bias = vars(self)[CODES], self._parameters.get("bias")
@@ -300,12 +301,12 @@ def quantized_class(stock: type) -> type:
 
 
 def _nothing(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number that no one takes for a weight, in the shape of this one."""
+    """Returns a number that no one takes for a weight, in the shape of this one."""
     return torch.full((), float("nan"), dtype=dtype, device=weight.device).expand(weight.shape)
 
 
 def _empty(stock: Any) -> Any:
-    """A module of this class, as unpickling fills it."""
+    """Returns a module of this class, as unpickling fills it."""
     return stock.__new__(stock)
 
 

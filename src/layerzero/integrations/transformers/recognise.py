@@ -242,7 +242,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """The functions among the forward's globals that rotate queries and keys by cos and sin."""
+    """Returns the functions among the forward's globals that rotate queries and keys by cos and
+    sin."""
     names = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -284,14 +285,15 @@ def _unfit(module: nn.Module) -> str:
 
 
 def _code(module: nn.Module) -> CodeType:
-    """The code of its forward, below its decorators."""
+    """Returns the code of its forward, below its decorators."""
     forward: Any = stock_of(module).forward  # type: ignore[attr-defined]
     below = inspect.unwrap(forward)
     return below.__code__ if isinstance(below, FunctionType) else forward.__code__
 
 
 def _writes(module: nn.Module) -> str:
-    """The attribute or global that its forward stores to: something a replacement would not do."""
+    """Returns the attribute or global that its forward stores to: something a replacement would not
+    do."""
     stores = (i.argval for i in dis.get_instructions(_code(module))
               if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"))
     return str(next(stores, ""))
@@ -307,8 +309,8 @@ def _may_drop(module: nn.Module) -> bool:
 # Trying it out.
 
 def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """The same numbers each time, wherever `like` is, and torch's own generators stay as they are.
-    """
+    """Returns the same numbers each time, wherever `like` is, and torch's own generators stay as
+    they are."""
     generator = torch.Generator("cpu").manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=like.device, dtype=like.dtype)
@@ -348,7 +350,8 @@ class ModuleTrial:
             return None
 
     def spread(self, weight: str, width: int, transposed: bool) -> Tensor:
-        """An input whose product with this weight is spread wide enough to tell activations."""
+        """Returns an input whose product with this weight is spread wide enough to tell
+        activations."""
         matrix = self.weights[f"module.{weight}"].detach()
         matrix = matrix[0] if matrix.dim() == 3 else matrix
         x = random(self.like, 2, 3, width)

@@ -62,7 +62,7 @@ class Recipe:
 
 
 def patched_class(stock: type, recipe: Recipe) -> type:
-    """The subclass of `stock` that follows the recipe; one for all modules alike."""
+    """Returns the subclass of `stock` that follows the recipe; one for all modules alike."""
     key = (stock, recipe)
     known = _classes.get(key)
     if known is not None:
@@ -110,7 +110,7 @@ def _forward_of(stock: type) -> Any:
 
 
 def remade(stock: type, recipe: Recipe) -> Any:
-    """An empty module of a patched class, as unpickling fills it."""
+    """Returns an empty module of a patched class, as unpickling fills it."""
     ours: Any = patched_class(stock, recipe)
     return ours.__new__(ours)
 
@@ -261,7 +261,8 @@ def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
-    """A forward that calls torch's attention by itself, or the eager function of its model."""
+    """Returns a forward that calls torch's attention by itself, or the eager function of its
+    model."""
     assert isinstance(stock, FunctionType)
     if recipe.eager:
         ours = rewired(stock, _eager(stock, recipe))

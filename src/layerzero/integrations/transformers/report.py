@@ -103,8 +103,8 @@ class PatchReport(Displayed):
                           *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])
 
     def explain(self, *args: Any, **kwargs: Any) -> ModelExplanation:
-        """The kernels that serve a call of the model with these arguments, which is made; without
-        arguments, those that served since the model was patched."""
+        """Returns the kernels that serve a call of the model with these arguments, which is made;
+        without arguments, those that served since the model was patched."""
         if not args and not kwargs:
             rows = [ServedCalls(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
                     for op, kernels in stats().calls.items() for kernel, n in kernels.items()]

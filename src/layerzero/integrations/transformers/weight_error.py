@@ -77,8 +77,8 @@ class QuantizedWeights(Record):
 
 
 def text_ids(text: Text, model: Any) -> Tensor:
-    """The tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer that
-    lies beside the model's files."""
+    """Returns the tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer
+    that lies beside the model's files."""
     if not isinstance(text, str):
         ids = torch.as_tensor(text)
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.numel() < 2:
@@ -94,8 +94,8 @@ def text_ids(text: Text, model: Any) -> Tensor:
 
 
 def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tuple[Tensor, str]:
-    """The first `count` tokens of a text of ours, and what it is called; seeded tokens where no
-    tokenizer lies beside the model's files."""
+    """Returns the first `count` tokens of a text of ours, and what it is called; seeded tokens
+    where no tokenizer lies beside the model's files."""
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         return seeded(count), "seeded numbers (give text= for real ones)"
@@ -103,7 +103,8 @@ def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tupl
 
 
 def _tokenizer(model: Any) -> Any:
-    """The tokenizer in the folder that the model was loaded from, without asking the network."""
+    """Returns the tokenizer in the folder that the model was loaded from, without asking the
+    network."""
     name = getattr(model, "name_or_path", "")
     if not name:
         return None

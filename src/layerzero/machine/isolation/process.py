@@ -438,7 +438,7 @@ class Worker:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """The variables of a worker: another interpreter has its own path, and no worker has
+    """Returns the variables of a worker: another interpreter has its own path, and no worker has
     workers."""
     environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}
     if python:

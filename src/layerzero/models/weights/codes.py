@@ -76,7 +76,7 @@ class WeightOnly:
         return any(fnmatch(path, pattern) for pattern in self.skip)
 
     def stored_format(self, device: torch.device, inputs: int) -> str:
-        """The format in which a weight with so many inputs is held on this device."""
+        """Returns the format in which a weight with so many inputs is held on this device."""
         name = self.format
         if device.type == "cpu" and not self.group_size and inputs % 32 == 0:
             name = ON_CPU.get(name, name)

@@ -73,12 +73,13 @@ class Rule(Record, omit="repair"):
                 else wording.message(self.want, got, facts))
 
     def circumstance(self, words: Words) -> str:
-        """The rule as a fulfilled condition, as in "where dtype is float16"."""
+        """Returns the rule as a fulfilled condition, as in "where dtype is float16"."""
         name = words[self.fact].name if self.fact in words else self.fact.removesuffix(".dtype")
         return f"{name} is {self.want.replace('absent', 'None')}"
 
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
-        """The answer if each leaf has that of `verdict`; None is "unknown", there and here."""
+        """Returns the answer if each leaf has that of `verdict`; None is "unknown", there and
+        here."""
         return verdict(self)
 
     def expression(self, variable: Callable[[str], str]) -> str:

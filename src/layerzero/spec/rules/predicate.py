@@ -28,7 +28,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def below(n: Number) -> Number:
-    """The whole number just below `n`, or the float if `n` is one."""
+    """Returns the whole number just below `n`, or the float if `n` is one."""
     return n - 1 if isinstance(n, int) else math.nextafter(n, -math.inf)
 
 
@@ -74,11 +74,11 @@ class Predicate(ABC):
         return self.expression.format(x=x, n=repr(self.operand))
 
     def text(self) -> str:
-        """The wording in a message, as in "head_dim must be <= 256"."""
+        """Returns the wording in a message, as in "head_dim must be <= 256"."""
         return self.phrase.format(_joined(self.operand, " or "))
 
     def short_text(self) -> str:
-        """The wording in a table, as in "`head_dim` ≤ 256"."""
+        """Returns the wording in a table, as in "`head_dim` ≤ 256"."""
         return self.relation.format(_joined(self.operand, "/"))
 
     def cuts(self) -> Cuts:
@@ -89,7 +89,8 @@ class Predicate(ABC):
 
     def over_span(self, low: Number, high: Number, multiples: Collection[int] = (),
                   others: Collection[int] = ()) -> bool | None:
-        """The answer for all numbers from `low` to `high`; None if they differ or cannot be told.
+        """Returns the answer for all numbers from `low` to `high`; None if they differ or cannot be
+        told.
 
         All these numbers are multiples of each of `multiples` and of none of `others`.
         """

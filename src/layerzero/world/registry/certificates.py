@@ -80,8 +80,8 @@ class Certificate(Record, header={"format": FORMAT}):
 
 @dataclass(frozen=True)
 class FailedCertification(Record, header={"format": FORMAT}):
-    """That a kernel failed verification: its build, contract and device, the class of the mistake
-    and its evidence. It holds as long as a certificate would."""
+    """Records that a kernel failed verification: its build, contract and device, the class of the
+    mistake and its evidence. It holds as long as a certificate would."""
 
     kernel: str
     op: str

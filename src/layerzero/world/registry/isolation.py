@@ -230,7 +230,8 @@ def version_in(python: str, distribution: str) -> str:
 
 
 def _build(kernel: Kernel, python: str) -> str:
-    """The build of a worker kernel: that of the kernel in its interpreter, and the torch there."""
+    """Returns the build of a worker kernel: that of the kernel in its interpreter, and the torch
+    there."""
     if not python:
         return f"worker {builds.build_of(kernel)}"
     name = loading.distribution_of(kernel)

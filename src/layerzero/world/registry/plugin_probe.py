@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _import(load: Callable[[], object], answer: int) -> None:
-    """In the other process: imports, answers, and ends without running anything more.
+    """Runs in the other process: imports, answers, and ends without running anything more.
 
     Locals hold what is needed afterwards: an import may replace any global, and a fork that does
     not end would go on as a second copy of the program.

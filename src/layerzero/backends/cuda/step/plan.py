@@ -84,7 +84,7 @@ def plain_tiles(k: int, tile: int) -> Tiles:
 
 
 def gated_tiles(k: int, tile: int) -> Tiles:
-    """Rows are pairs, one of gate and one of up; an even number, or one."""
+    """Cuts the weight of gate and up: rows are pairs, one of each; an even number, or one."""
     if 8 * k <= tile:
         return Tiles(min(MAX_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
     return Tiles(1, 1 if 4 * k <= tile else _slices(k, tile // 2))
@@ -96,22 +96,23 @@ def _slices(k: int, tile: int) -> int:
 
 
 def code_tile(blocks: int, codes: str) -> int:
-    """Bytes of a tile of codes: rows with what keeps their banks apart, and the scales of int4."""
+    """Returns the bytes of a tile of codes: rows with what keeps their banks apart, and the scales
+    of int4."""
     if codes == "int4":
         return CODE_ROWS * (blocks * BLOCK // 2 + 16) + blocks * 2 * CODE_ROWS
     return CODE_ROWS * (blocks * BLOCK + 32)
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Parts of rows of k codes, as many for each warp; 0: there are none."""
+    """Returns the number of parts of rows of k codes, as many for each warp; 0: there are none."""
     blocks = k // BLOCK
     return next((n for n in range(cfg.warps, blocks + cfg.warps, cfg.warps)
                  if code_tile(-(-blocks // n), shape.codes) <= cfg.tile), 0)
 
 
 def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
-    """Scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of inputs, 8
-    rows, and those 8 later); of gate and up each tile has eight rows of either."""
+    """Returns scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of
+    inputs, 8 rows, and those 8 later); of gate and up each tile has eight rows of either."""
     blocks = k // BLOCK
     each, half = -(-blocks // slices), CODE_ROWS // 2
     scales = scales.repeat_interleave(blocks // scales.shape[1], 1)
@@ -122,7 +123,8 @@ def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
 
 
 def cached_tokens(dim: int, tile: int) -> int:
-    """Tokens of a tile of keys and values, in steps of 16 that the tensor cores take."""
+    """Returns the number of tokens of a tile of keys and values, in steps of 16 that the tensor
+    cores take."""
     return tile // (2 * (2 * dim + 16)) // 16 * 16
 
 
@@ -218,9 +220,9 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
 
 
 def candidate_configs(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
-    """Those that are worth a trial, the likeliest first, as measured on an H200: a tile is a whole
-    row that is little longer than others, or has 32 tokens of wide heads; fewer stages where what
-    is kept of x leaves less room."""
+    """Returns the configurations that are worth a trial, the likeliest first, as measured on an
+    H200: a tile is a whole row that is little longer than others, or has 32 tokens of wide heads;
+    fewer stages where what is kept of x leaves less room."""
     tile = Config().tile
     wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
     row = 2 * shape.inner

@@ -97,7 +97,8 @@ class FunctionCode:
 
 
 def known(module: Any, role: str) -> FunctionCode:
-    """The code of a module that does what a module of this role does in one of the families."""
+    """Returns the code of a module that does what a module of this role does in one of the
+    families."""
     if not is_known(module, role):
         raise NotRecognised(
             f"{type(module).__name__} does not do what the {role} does in any family that is known")
@@ -115,7 +116,7 @@ def is_known(module: Any, role: str) -> bool:
 
 
 def code_of(module: nn.Module) -> FunctionCode:
-    """The code of its class's own forward, whether or not the module is patched."""
+    """Returns the code of its class's own forward, whether or not the module is patched."""
     kind: Any = stock_of(module)
     return _code(kind.forward)
 

@@ -234,7 +234,7 @@ class DecoderParts:
         return int(angles[0][0].shape[-1]) // 2 if angles else 0
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """The tokens embedded as the model does it, which is what `inputs_embeds` holds."""
+        """Returns the tokens embedded as the model does it, which is what `inputs_embeds` holds."""
         if self.codebooks:
             books = ids.view(-1, len(self.codebooks), ids.shape[-1]).unbind(1)
             return sum(F.embedding(i, book.weight) for i, book in zip(books, self.codebooks))  # type: ignore[return-value]
@@ -243,7 +243,7 @@ class DecoderParts:
         return x * self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else x
 
     def first_input(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The input of the first layer, from embedded tokens."""
+        """Returns the input of the first layer, from embedded tokens."""
         if self.embed_scale is not None and not isinstance(self.embed_scale, Tensor):
             x = x * self.embed_scale
         if self.positions is not None:
@@ -255,8 +255,8 @@ class DecoderParts:
         return x
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none
-        where positions are learned. The model's own rotary module computes them."""
+        """Returns cos and sin, (batch, tokens, 2 * half), where the second half is the first again;
+        none where positions are learned. The model's own rotary module computes them."""
         if self.rotary is None:
             return ()
         like, twice = self.weights, ROTATIONS[self.rotation][1]

@@ -43,8 +43,8 @@ _MULTIPLIED = ("op=Mult(), right=Attribute(value=Attribute(value=Name(id='self',
 
 
 def decoders_in(model: nn.Module) -> list[nn.Module]:
-    """The model itself, where it is a decoder that is known or holds none; else those that it
-    holds, the largest first: the language model of one that sees or hears."""
+    """Returns the model itself, where it is a decoder that is known or holds none; else those that
+    it holds, the largest first: the language model of one that sees or hears."""
     if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
         return [model]                         # what torch.compile made of a model stays as it is
     decoders = [m for m in model.modules() if hasattr(m, "get_input_embeddings")
@@ -58,7 +58,7 @@ def _encodes(stack: Any) -> bool:
 
 
 def recognise(model: nn.Module) -> DecoderParts:
-    """The parts of a decoder; NotRecognised says what stands in the way."""
+    """Returns the parts of a decoder; NotRecognised says what stands in the way."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not is_known(
             model, "decoder"):
         raise NotRecognised("its decoder attends to what an encoder gives as well "

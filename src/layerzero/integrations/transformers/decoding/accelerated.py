@@ -68,8 +68,8 @@ class ModelWatch:
         return list(chain.from_iterable(held.values() for held in self._containers))
 
     def _hooked(self) -> bool:
-        """Hooks of transformers itself, which stay once outputs were recorded, do nothing while
-        none are."""
+        """Returns whether there are hooks. Those of transformers itself, which stay once outputs
+        were recorded, do nothing while none are."""
         others = [h for held in self._hooks for h in held.values()
                   if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
         recorder = getattr(sys.modules.get("transformers.utils.output_capturing"),
@@ -333,7 +333,8 @@ class Accelerated:
         return embeds
 
     def _position(self, position_ids: Any) -> Tensor | None:
-        """The position of the new token, (batch, 1), or (axes, batch, 1) for rope over axes."""
+        """Returns the position of the new token, (batch, 1), or (axes, batch, 1) for rope over
+        axes."""
         if position_ids is None:
             return None
         if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):
@@ -386,8 +387,8 @@ def detach(step: Accelerated) -> None:
 
 
 def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
-    """A mask as transformers makes it for one token, of the keys that a layer with this window
-    sees."""
+    """Returns a mask as transformers makes it for one token, of the keys that a layer with this
+    window sees."""
     if mask is None:
         return None
     seen = total if window is None else min(total, window)

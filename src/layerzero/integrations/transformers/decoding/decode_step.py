@@ -339,7 +339,7 @@ class DecodeStep(ChosenKernels):
         return normed
 
     def cross_attention(self, layer: int, keys: Tensor, values: Tensor, *mask: Tensor) -> Run:
-        """The kernel of a layer for the keys and values of the encoder."""
+        """Returns the kernel of a layer for the keys and values of the encoder."""
         cross = self.parts.layers[layer].cross
         assert cross is not None
         key = keys.shape, keys.stride(), values.stride(), cross.scale, len(mask)
@@ -352,8 +352,8 @@ class DecodeStep(ChosenKernels):
         return run
 
     def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
-        """The kernel of a layer for so many keys in a growing cache; the mask shows some of them
-        to all heads, or is a bias for each head."""
+        """Returns the kernel of a layer for so many keys in a growing cache; the mask shows some of
+        them to all heads, or is a bias for each head."""
         at = self.layers[layer]
         key = (at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased,
                at.sinks is None)
@@ -444,7 +444,7 @@ class _Rotation:
 
 
 def _on_device() -> Any:
-    """The kernels of cuda/triton_step.py; None where Triton is not installed."""
+    """Returns the kernels of cuda/triton_step.py; None where Triton is not installed."""
     try:
         from .cuda import triton_step
     except ImportError:

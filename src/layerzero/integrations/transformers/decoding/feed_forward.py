@@ -33,7 +33,7 @@ class JoinedFeedForward:
 
 
 def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
-    """The feed-forward layer that serves all tokens, if there is one."""
+    """Returns the feed-forward layer that serves all tokens, if there is one."""
     if isinstance(parts, OwnPart):
         return None
     return parts.shared if isinstance(parts, Experts) else parts

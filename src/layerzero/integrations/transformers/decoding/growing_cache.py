@@ -74,7 +74,7 @@ class _Growing:
         self.keys, self.values = self.view(self.start, end)
 
     def view(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values from one place to another."""
+        """Returns keys and values from one place to another."""
         return self._all_keys.narrow(2, start,
                                      end - start), self._all_values.narrow(2, start, end - start)
 

@@ -66,7 +66,7 @@ def _of_tensors(function: Callable[..., Any], tensors: Sequence[Tensor | None],
 
 
 class PromptStep(DecodeStep):
-    """All tokens of a prompt through the layers; NotRecognised says what is not known."""
+    """Computes all tokens of a prompt through the layers; NotRecognised says what is not known."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...]) -> None:
         mlps = [at.mlp for at in parts.layers]
@@ -102,8 +102,8 @@ class PromptStep(DecodeStep):
         return run
 
     def _decoded(self, x: Tensor, codes: WeightCodes, bias: Tensor | None) -> Run | None:
-        """The kernel that writes the weight for torch's product, compiled now: a prompt that comes
-        before it would be done by a formula of many passes. None where there is none."""
+        """Returns the kernel that writes the weight for torch's product, compiled now: a prompt
+        that comes before it would be done by a formula of many passes. None where there is none."""
         if not x.is_cuda or codes.prompts != "none":
             return None
         rows = x.new_zeros((1, 2 * FEW_ROWS, codes.inputs))

@@ -127,7 +127,7 @@ def _stage(processor: Any, start: int, vocab: int) -> Stage:
 
 
 def _forbid(tokens: list[int], vocab: int, first: int = 0, end: int = FOREVER) -> Stage:
-    """The stage that forbids tokens from new token number `first` up to `end`."""
+    """Returns the stage that forbids tokens from new token number `first` up to `end`."""
     known = [t for t in tokens if 0 <= t < vocab]
     if not known or end <= first or end <= 0:
         return Stage("nothing", lambda tail, numbers, scores: scores)

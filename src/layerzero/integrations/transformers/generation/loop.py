@@ -435,8 +435,8 @@ _kernels: dict[str, Any] = {}                  # "here": those of triton_draw.py
 
 
 def device_kernels() -> Any:
-    """The kernels of triton_draw.py; None where Triton is not installed or does not compile them.
-    """
+    """Returns the kernels of triton_draw.py; None where Triton is not installed or does not compile
+    them."""
     if not _kernels:
         try:
             from . import triton_draw

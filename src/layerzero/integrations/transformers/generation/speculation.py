@@ -128,8 +128,8 @@ class Rows:
 
     def __call__(self, tokens: Tensor, cache: DynamicCache,
                  parents: Tensor | None = None) -> tuple[Tensor, AppendedRows]:
-        """Logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them all
-        until the memory says otherwise."""
+        """Returns logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them
+        all until the KV state says otherwise."""
         of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
         of._check(cache, 0, {})
         refused = make_growing(cache, of._windows)
@@ -310,7 +310,8 @@ class Speculation:
 
     def _round(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
                processors: Any) -> Tensor:
-        """The tokens that follow: one, and those of the draft that the model chose as well."""
+        """Returns the tokens that follow: one, and those of the draft that the model chose as
+        well."""
         tokens = torch.cat((ids[0, -1:], drafted))
         tree = None if parents is None else torch.cat((torch.tensor([-1]), parents + 1))
         if len(tokens) == 1:
@@ -361,7 +362,7 @@ class Speculation:
         return bool(criteria(ids, None).all())
 
     def _stop_at(self, ids: Tensor, before: int, criteria: Any, streamer: Any) -> int | None:
-        """The length at which generation ends; every token is shown in its turn."""
+        """Returns the length at which generation ends; every token is shown in its turn."""
         for end in range(before + 1, ids.shape[1] + 1):
             if self._stopped(ids[:, :end], 1, criteria, streamer):
                 return end

@@ -140,8 +140,9 @@ def _draw_kernel(scores_ptr, listed_ptr, values_ptr, places_ptr, uniform_ptr, te
 
 def draw(scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
          uniforms: Tensor) -> Tensor:
-    """A token of each row of scores (batch, vocab) as lz.sample has it, the draw in the order of
-    rank; -1 where none can be drawn. top_k is 1 to drawing.MAX_K, temperatures are above 0."""
+    """Returns a token of each row of scores (batch, vocab) as lz.sample has it, the draw in the
+    order of rank; -1 where none can be drawn. top_k is 1 to drawing.MAX_K, temperatures are above
+    0."""
     batch, vocab = scores.shape
     pieces = triton.cdiv(vocab, BLOCK)
     groups, device = pieces * (BLOCK // GROUP), scores.device

@@ -94,7 +94,8 @@ class FixedBuffers:
             self.shift = shift
 
     def _bound(self, layer: int) -> Callable[..., Any]:
-        """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
+        """Returns the attention of a layer, as a function of turned queries, (batch, heads,
+        dim)."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
         try:
@@ -179,7 +180,7 @@ class FixedBuffers:
         self.length = length
 
     def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
-        """Logits in the model's precision, as it gives them."""
+        """Returns logits in the model's precision, as it gives them."""
         return self.logits(token, cache, length).to(self.parts.weights.dtype)
 
     def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
@@ -200,8 +201,8 @@ class FixedBuffers:
         return out
 
     def step_then(self, key: Hashable, after: Callable[[Tensor], None]) -> Callable[[], None]:
-        """One step of the token in `step_input`, and `after` its logits (batch, vocab), as one
-        graph; made once for a key, by `capture`."""
+        """Computes one step of the token in `step_input`, and `after` its logits (batch, vocab), as
+        one graph; made once for a key, by `capture`."""
         def run() -> None:
             after(self._run()[:, -1])
 
@@ -277,16 +278,16 @@ class CapturedSteps:
 
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
-        """One token, its number or embedded; NotRecognised where no graph can do it."""
+        """Computes one token, its number or embedded; NotRecognised where no graph can do it."""
         fixed = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
         return fixed(token, cache, length)
 
     def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
              embeds: bool = False, room: int = 1, wanted: int = 0,
              capture: Callable[[FixedBuffers, int], None] | None = None) -> FixedBuffers:
-        """Buffers that hold this cache and have room for more tokens after its own; new ones are
-        made with room for as many as are wanted. `capture` makes another graph than that of the
-        step alone, after the number of tokens that it is told."""
+        """Returns buffers that hold this cache and have room for more tokens after its own; new
+        ones are made with room for as many as are wanted. `capture` makes another graph than that
+        of the step alone, after the number of tokens that it is told."""
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
             fixed = next((f for f in known if f.owner() is cache and f.size >= length + room

@@ -74,7 +74,7 @@ class FixedRows:
         self._out, self._replay = trial.result, trial.graph.replay
 
     def __call__(self, tokens: Tensor, length: int) -> Tensor:
-        """Logits (rows, vocab), which stay until the next call."""
+        """Returns logits (rows, vocab), which stay until the next call."""
         self._step_input.copy_(tokens[:, None])
         self._set_position(length)
         if self._replay is None:

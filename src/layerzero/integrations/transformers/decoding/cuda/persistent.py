@@ -43,7 +43,7 @@ _lost: weakref.WeakSet[DecodeStep] = weakref.WeakSet()     # those of which a la
 
 
 def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> Shape:
-    """The decoder as the kernel knows it; NotRecognised says what it does not know."""
+    """Returns the decoder as the kernel knows it; NotRecognised says what it does not know."""
     if parts.weights.dtype != torch.bfloat16:
         raise NotRecognised(f"its weights are {str(parts.weights.dtype)[6:]}, not bfloat16")
     if obstacle := parts.plain_obstacle:
@@ -100,7 +100,7 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
 
 
 def _stored(weight: Weight) -> str:
-    """The format of a weight's codes, or "" for one in bf16."""
+    """Returns the format of a weight's codes, or "" for one in bf16."""
     if isinstance(weight, Tensor):
         if weight.dtype != torch.bfloat16:
             raise NotRecognised(f"a weight is {str(weight.dtype)[6:]}")
@@ -131,8 +131,8 @@ def _rms(norm: Norm, size: int) -> float:
 
 def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
                angles: Sequence[Tensor]) -> list[PersistentStep]:
-    """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
-    is none."""
+    """Returns the kernel for these buffers, in each way that is worth a trial; NotRecognised says
+    why there is none."""
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)
@@ -170,8 +170,9 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
 def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles: Sequence[Tensor],
            step_input: Tensor, state: Tensor,
            by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
-    """The kernel where it is right and faster than the graph of kernels (`by_kernels`) of the same
-    buffers, which no cache has moved into yet; None, and the reason in the report, where not."""
+    """Returns the kernel where it is right and faster than the graph of kernels (`by_kernels`) of
+    the same buffers, which no cache has moved into yet; None, and the reason in the report, where
+    not."""
     if not step_input.is_cuda:
         return None
     try:
@@ -199,7 +200,7 @@ def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles:
 
 def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input: Tensor,
           state: Tensor, by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
-    """The fastest of them; NotRecognised says by how much they are wrong or slower."""
+    """Returns the fastest of them; NotRecognised says by how much they are wrong or slower."""
     middle = kv_buffers[0][0].shape[1] // 2
     runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
     for room in chain.from_iterable(kv_buffers):

@@ -115,7 +115,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
 
 
 def _notes(step: Step, dispatcher: Dispatcher, world: worlds.World) -> Iterator[str]:
-    """Returns what happened to earlier calls of a kernel."""
+    """Yields what happened to earlier calls of a kernel."""
     if step.note:
         yield step.note
     health = world.health.get(world.catalog.by_id[step.kernel].health)

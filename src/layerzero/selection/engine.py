@@ -382,7 +382,7 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
 
 def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any],
                     target: str) -> Iterator[Rule]:
-    """Returns rules that hold for a tensor as passed, but not for the view of it in another
+    """Yields rules that hold for a tensor as passed, but not for the view of it in another
     layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:

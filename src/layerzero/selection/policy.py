@@ -295,7 +295,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                     f"{test.fact!r}{suggest(test.fact, facts)}")
 
     def unknown_kernels(self, kernels: OpOfKernel) -> Iterator[str]:
-        """Returns a sentence with near names for each pattern that no kernel of its ops matches."""
+        """Yields a sentence with near names for each pattern that no kernel of its ops matches."""
         for pattern in self.kernels:
             if not any(fnmatchcase(k, pattern) and self.applies_to(op)
                        for k, op in kernels.items()):

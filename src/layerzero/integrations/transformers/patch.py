@@ -325,7 +325,7 @@ def _switch(config: Any) -> None:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """Returns the outermost models of transformers in it."""
+    """Yields the outermost models of transformers in it."""
     if "transformers" not in sys.modules:
         return
     kind = sys.modules["transformers"].PreTrainedModel

@@ -71,7 +71,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                       "pad_token_id": 0}),
     "phi": ("Phi", {**_SMALL, "intermediate_size": 3072}),
     "neox": ("GPTNeoX", {**_SMALL, "intermediate_size": 3072})}
-MOST_APART = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+MAX_APART = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 class Way:
@@ -174,8 +174,8 @@ def one_layer(args: argparse.Namespace) -> dict[str, Any]:
     for name, row in rows.items():
         print(
             f"{name:30}{row['us']:12.1f}{row['device_us']:10.1f}{base / row['us']:7.2f}x{row['apart']:10.1e}")
-    agree = all(row["apart"] <= MOST_APART[args.dtype] for row in rows.values())
-    print("results agree" if agree else f"RESULTS DIFFER by more than {MOST_APART[args.dtype]}")
+    agree = all(row["apart"] <= MAX_APART[args.dtype] for row in rows.values())
+    print("results agree" if agree else f"RESULTS DIFFER by more than {MAX_APART[args.dtype]}")
     return {"layer": args.layer, "context": args.context, "batch": args.batch, "dtype": args.dtype,
             "rows": rows, "weight_bytes": weights, "report": report.to_json(), "agree": agree}
 
@@ -283,7 +283,7 @@ def main() -> int:
     parser.add_argument("--first-token", default="",
                         help="a shape and lengths of prompts: llama-3.2-1b,128,2048,8192")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=MOST_APART)
+    parser.add_argument("--dtype", default="bfloat16", choices=MAX_APART)
     parser.add_argument("--context", type=int, default=0,
                         help="tokens before; 4096 for a layer, 128 for a model")
     parser.add_argument("--batch", type=int, default=1)

@@ -226,7 +226,7 @@ def misses(s: Setting, effort: Effort) -> list[dict[str, Any]]:
 
 def _viable(s: Setting) -> tuple[lz.Kernel, ...]:
     world, device = s.attention.ensure_world(), s.tiny.device
-    return world.roster(s.attention.op, device, world.surroundings(device, None)).viable
+    return world.roster(s.attention.op, device, world.selection_context(device, None)).viable
 
 
 def _misses(s: Setting, effort: Effort) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import layerzero as lz
 
 LISTS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
-MOST = 3e7                                     # weights: what is larger has a part that stays large
+MAX_WEIGHTS = 3e7                              # weights: what is larger has a part that stays large
 NEW = 8
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -68,7 +68,7 @@ def tiny(kind: str, name: str) -> Any:
     config = config_class(**{**small, **EXTRA.get(kind, {})})
     with torch.device("meta"):
         size = sum(p.numel() for p in getattr(transformers, name)(config).parameters())
-    if size > MOST:
+    if size > MAX_WEIGHTS:
         raise ValueError(f"{size / 1e6:.0f} million weights: a part of it has sizes of its own")
     torch.manual_seed(0)
     model = getattr(transformers, name)(config).eval()

@@ -182,7 +182,7 @@ class Bare:
             config.attributes, config.attribute_count = ctypes.pointer(attribute), 1
         params = ctypes.create_string_buffer(launch.params, len(launch.params))
         base = ctypes.addressof(params)
-        places = (ctypes.c_void_p * len(launch.places))(*[base + at for at in launch.places])
+        places = (ctypes.c_void_p * len(launch.offsets))(*[base + at for at in launch.offsets])
         times = []
         for _ in range(LOOPS):
             torch.cuda.synchronize()

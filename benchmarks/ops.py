@@ -42,7 +42,7 @@ LOSS = 0.97
 # of the chosen one's time: what takes less should have been chosen
 NEARLY = 0.9
 # rounds: before the slow ones leave, at least, at most
-LOOK, LEAST, MOST = 5, 9, 300
+LOOK, MIN_TURNS, MAX_TURNS = 5, 9, 300
 SHORT_US = 1e3
 # times slower than lz: clear after three calls, after the first look
 HOPELESS_AT_ONCE, HOPELESS = 8.0, 2.5
@@ -117,7 +117,7 @@ def measure(shape: Shape, dtype: str, device: str, seconds: float) -> Row:
         if found.median(name) > HOPELESS * found.median(LZ):
             race.drop(name)
     end, turns = time.perf_counter() + seconds, LOOK
-    while turns < LEAST or (turns < MOST and time.perf_counter() < end):
+    while turns < MIN_TURNS or (turns < MAX_TURNS and time.perf_counter() < end):
         race.run()
         turns += 1
     found = race.timings

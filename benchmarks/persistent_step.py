@@ -139,7 +139,7 @@ def check(decoder: Decoder, step: PersistentStep, position: int) -> dict[str, fl
     got = step(tokens, state)[:, 0]
     torch.cuda.synchronize()
     spread = truth.std()
-    return {"lost": float(step.lost()), "eager": float((eager - truth).std() / spread),
+    return {"lost": float(step.timed_out()), "eager": float((eager - truth).std() / spread),
             "ours": float((got - truth).std() / spread),
             "eager max": float((eager - truth).abs().max() / spread),
             "ours max": float((got - truth).abs().max() / spread)}
@@ -257,8 +257,8 @@ def compiled(job: tuple[Shape, Config, int]) -> float:
     start = time.perf_counter()
     machine = compiler.Machine(processors)
     if plan.problem(shape, cfg, machine) is None:
-        blocks = plan.blocks_of(shape, cfg, machine)
-        compiler.cubin("step/step.cu", plan.macros_of(shape, cfg, blocks), "sm_90a")
+        blocks = plan.grid_blocks(shape, cfg, machine)
+        compiler.cubin("step/step.cu", plan.kernel_macros(shape, cfg, blocks), "sm_90a")
     return time.perf_counter() - start
 
 
@@ -291,7 +291,7 @@ def main() -> int:
         return 0
     machine = compiler.Machine(given.processors)
     variants = ([variant(v) for v in given.variants.split(",")] if given.variants
-                else [plan.config_of(shape, machine)])
+                else [plan.default_config(shape, machine)])
     jobs = [(shape, cfg, given.processors) for cfg in variants]
     if given.profile:
         jobs.append((shape, variants[0]._replace(stamps=True), given.processors))
@@ -337,7 +337,7 @@ def main() -> int:
             if row["context"] == position and row["variant"] in times:
                 found_us = sorted(times[row["variant"]])
                 row.update(us=statistics.median(found_us), least_us=found_us[0],
-                           lost_later=steps[row["variant"]].lost())
+                           lost_later=steps[row["variant"]].timed_out())
         if given.profile:
             print("\n".join(profile(decoder.step(variants[0]._replace(stamps=True)), position)))
     for row in rows:

@@ -39,7 +39,7 @@ from layerzero.tuning.workload import merge, standard
 from layerzero.world import snapshot as worlds
 
 TABLES = shipped.FOLDER
-MOST_BYTES = 3 << 29                           # of one call: more takes a minute to make
+MAX_BYTES = 3 << 29                            # of one call: more takes a minute to make
 OWN = ("torch", "native", "cuda", "triton", "reference")
 TORCH = {"cpu": ">=2.11,<2.15", "cuda": ">=2.9,<2.15"}
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             worlds.publish(lambda w: w.replace(perf=w.perf.including(rows, rates)), "measured")
 
         jobs, _ = survey(calls(args.device), args.device)
-        jobs = sorted((job for job in jobs if job.nbytes <= MOST_BYTES
+        jobs = sorted((job for job in jobs if job.nbytes <= MAX_BYTES
                        and args.match in job.call.op), key=lambda job: job.nbytes)
         end = time.perf_counter() + (args.seconds or 1e9)
         # small ones first: making a large one's inputs takes longest

@@ -44,7 +44,7 @@ from layerzero.tuning.harness import Race, stopwatch
 from layerzero.tuning.tuner import resolve, survey
 
 BEHIND = 0.97
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 WAIT = 30.0            # seconds for what compiles in the background
 Row = dict[str, Any]
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.seconds and time.perf_counter() - began > args.seconds:
                 left += 1
                 continue
-            if call.case is None and survey([call], args.device)[0][0].nbytes > MOST_BYTES:
+            if call.case is None and survey([call], args.device)[0][0].nbytes > MAX_BYTES:
                 continue
             print(f"{len(rows)} {call.op} {call.name}"[:100], file=sys.stderr)
             row = measured(call, args.device, modes, args.seconds_per_call)

@@ -23,9 +23,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 FOUND = HERE / "found"
-MOST_FOUND = 5                                 # then it is enough
-MOST_POOLED = 200                              # files that are changed further
-MOST_KEPT = 16                                 # files of a target's corpus
+MAX_FOUND = 5                                  # then it is enough
+MAX_POOLED = 200                               # files that are changed further
+MAX_KEPT = 16                                  # files of a target's corpus
 
 
 def main() -> int:
@@ -65,20 +65,20 @@ def by_chance(name: str, seconds: float, seed: int, limit: float) -> int:
     import warnings
 
     from mutations import mutated
-    from targets import MOST_BYTES, TARGETS
+    from targets import MAX_BYTES, TARGETS
 
     from layerzero.spec.errors import LayerZeroError
     warnings.simplefilter("ignore")
     rng = random.Random(seed or None)
     pool = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     began, tried, accepted, found = time.monotonic(), 0, 0, 0
-    while time.monotonic() - began < seconds and found < MOST_FOUND:
-        content = mutated(rng.choice(pool), rng)[:MOST_BYTES * 4]
+    while time.monotonic() - began < seconds and found < MAX_FOUND:
+        content = mutated(rng.choice(pool), rng)[:MAX_BYTES * 4]
         tried, start, wrong = tried + 1, time.monotonic(), ""
         try:
             TARGETS[name](content)
             accepted += 1
-            pool = [*pool, content][-MOST_POOLED:] if len(content) <= MOST_BYTES else pool
+            pool = [*pool, content][-MAX_POOLED:] if len(content) <= MAX_BYTES else pool
         except LayerZeroError:
             pass
         except BaseException as e:             # a Rust panic is no Exception; Ctrl-C goes on
@@ -99,11 +99,11 @@ def by_chance(name: str, seconds: float, seed: int, limit: float) -> int:
 
 def run(name: str, seconds: float, seed: int, keep: bool) -> int:
     """A process of its own: libFuzzer ends the one it runs in."""
-    from targets import MOST_BYTES
+    from targets import MAX_BYTES
     FOUND.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as new:
         flags = [f"-max_total_time={max(round(seconds), 1)}", f"-seed={seed}",
-                 f"-max_len={MOST_BYTES}", f"-artifact_prefix={FOUND}/{name}-", "-timeout=20",
+                 f"-max_len={MAX_BYTES}", f"-artifact_prefix={FOUND}/{name}-", "-timeout=20",
                  "-rss_limit_mb=4096", "-print_final_stats=1"]
         done = subprocess.run([sys.executable, __file__, name, "--inside", *flags, new,
                                str(CORPUS / name)],
@@ -127,7 +127,7 @@ def _keep(name: str, new: Path) -> None:
     """The smallest of what reached new code, as many as there is room for."""
     home = CORPUS / name
     home.mkdir(parents=True, exist_ok=True)
-    room = MOST_KEPT - len(list(home.iterdir()))
+    room = MAX_KEPT - len(list(home.iterdir()))
     for path in sorted((p for p in new.iterdir()), key=lambda p: p.stat().st_size)[:max(room, 0)]:
         content = path.read_bytes()
         (home / hashlib.sha256(content).hexdigest()[:12]).write_bytes(content)

@@ -33,7 +33,7 @@ from layerzero.perf.exchange import read_lines
 from layerzero.perf.record import PerfView
 from layerzero.plan.force import unknown_facts
 from layerzero.plan.lockfile import Lockfile, compare, load_choices, load_lockfile
-from layerzero.plan.lower import lowered
+from layerzero.plan.lower import compiled_find
 from layerzero.plan.table import Table, digest
 from layerzero.release.gate import combine
 from layerzero.release.soak import SoakReport
@@ -57,7 +57,7 @@ from layerzero.world.registry import certificates
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
 SEAL = "the key of the fuzzer"
-MOST_BYTES = 8192                              # of an input; the corpus keeps to it too
+MAX_BYTES = 8192                               # of an input; the corpus keeps to it too
 
 
 def target(of: Target) -> Target:
@@ -132,7 +132,7 @@ def table(content: bytes) -> None:
         assert Table.from_json(json.loads(json.dumps(made.to_json()))) == made
         assert made.steps("nothing", {}) is None and str(made)
         assert all(str(rule) for op in made.by_op for rule in made.leaves(op))
-        find, ops = lowered(made), worlds.current().catalog.ops
+        find, ops = compiled_find(made), worlds.current().catalog.ops
         # else it is refused
         if not any(unknown_facts(row, ops[row.op]) for row in made.rows if row.op in ops):
             assert (find("attention", _facts()) < 0) == (made.find("attention", _facts()) is None)

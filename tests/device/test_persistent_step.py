@@ -24,7 +24,7 @@ __all__ = ["happened", "world"]                # fixtures
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip)
-                       or torch.cuda.get_device_capability() < persistent.LEAST_CAPABILITY,
+                       or torch.cuda.get_device_capability() < persistent.MIN_CAPABILITY,
                        reason="needs an NVIDIA GPU of compute capability 9.0"),
     pytest.mark.timeout(300),                  # every case compiles its kernels
 ]
@@ -87,8 +87,8 @@ def test_a_launch_that_gave_up_is_done_again(happened: list[Any],
     cache = model(ids[:, :40], use_cache=True).past_key_values
     got = [model(ids[:, n:n + 1], past_key_values=cache).logits.float() for n in range(40, 45)]
     fixed, = (f for f in report._step._captured._fixed[1] if f.owner() is cache)
-    fixed._whole.problem[0] = 1                # as a launch says it
-    for room in (r for pair in fixed.rooms for r in pair):
+    fixed._persistent.problem[0] = 1           # as a launch says it
+    for room in (r for pair in fixed.kv_buffers for r in pair):
         room[:, 44] = torch.nan                # and what it had not kept yet
     got += [model(ids[:, n:n + 1], past_key_values=cache).logits.float() for n in range(45, 50)]
     assert [e.served_by for e in happened if isinstance(e, Fallback)] == ["a graph of kernels"]
@@ -113,11 +113,11 @@ def test_a_launch_ends_by_itself() -> None:
     assert step.resident(torch.cuda.current_device())
     step(token, state)
     torch.cuda.synchronize()
-    assert not step.lost() and not step.logits.isnan().any() and state.tolist() == [4, 4]
+    assert not step.timed_out() and not step.logits.isnan().any() and state.tolist() == [4, 4]
     step.blocks -= 1                           # fewer blocks than there is work for: still right
     step(token, state)
     torch.cuda.synchronize()
-    assert not step.lost()
+    assert not step.timed_out()
     step._control[2] = 1                       # another block has given up
     step(token, state)
     torch.cuda.synchronize()                   # returns

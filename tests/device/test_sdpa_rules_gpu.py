@@ -153,7 +153,7 @@ def allowed_by_torch(given: dict[str, object], backend: str) -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_our_rules_and_torch_agree(backend):
-    device = dict(worlds.current().surroundings("cuda", None).device)
+    device = dict(worlds.current().selection_context("cuda", None).device)
     verdicts, strict, wrong = Counter(), Counter(), []
     for case in cases():
         given = tensors(case, "cuda")

@@ -143,7 +143,7 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
         truth = decoder.reference(tokens[:, 0], position, torch.float64)
         eager = decoder.reference(tokens[:, 0], position, torch.bfloat16)
         got = decoder.step(tokens, state)
-        assert not decoder.step.lost()
+        assert not decoder.step.timed_out()
         assert state.tolist() == [position + 1] + [position + 2] * shape.batch
         error = (got[:, 0].double() - truth).abs().max()
         assert error <= 2 * (eager.double() - truth).abs().max(), (error, position)
@@ -152,7 +152,7 @@ def test_a_token(shape: Shape, cfg: Config, blocks: int, more: dict[str, Any]) -
 def test_a_launch_that_waits_in_vain_ends_and_says_so() -> None:
     decoder = Decoder(SMALL, SMALL_CONFIG, 5, limit_s=0.0)
     decoder.step(torch.tensor([[1]]), torch.tensor([20, 21]))
-    assert decoder.step.lost()
+    assert decoder.step.timed_out()
     assert decoder.step.logits.isnan().any()
 
 
@@ -224,4 +224,4 @@ def test_known_models_fit_a_hopper(batch: int) -> None:
     machine = compiler.Machine(132)
     for shape in (Shape(2048, 32, 8, 64, 32, 8192, 128256, 16, batch),
                   Shape(1536, 12, 2, 128, 64, 8960, 151936, 28, batch, bias=True)):
-        assert plan.problem(shape, plan.config_of(shape, machine), machine) is None
+        assert plan.problem(shape, plan.default_config(shape, machine), machine) is None

@@ -21,7 +21,7 @@ FUZZ = Path(__file__).parents[2] / "fuzz"
 sys.path.insert(0, str(FUZZ))
 
 from mutations import mutated  # noqa: E402
-from targets import MOST_BYTES, SEAL, TARGETS  # noqa: E402
+from targets import MAX_BYTES, SEAL, TARGETS  # noqa: E402
 
 CORPUS = FUZZ / "corpus"
 CHANGES = 30                                   # of each file
@@ -84,7 +84,7 @@ def test_hostile_files_give_typed_errors_only(name: str) -> None:
 def test_the_corpus_is_small_and_has_no_strangers() -> None:
     assert {p.name for p in CORPUS.iterdir()} == set(TARGETS) == set(ACCEPTED)
     assert [p.name for p in CORPUS.rglob("*") if p.is_file()
-            and p.stat().st_size > MOST_BYTES] == []
+            and p.stat().st_size > MAX_BYTES] == []
 
 
 def test_without_atheris_it_goes_by_chance() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.integrations.transformers.generation import triton_draw, triton_few
+from layerzero.integrations.transformers.generation import triton_draw, triton_top_k
 
 
 def check(batch: int, vocab: int, eos: list[int], pad: int | None, dtype: torch.dtype,
@@ -56,7 +56,7 @@ def check_few(vocab: int, special: str = "", dtype: torch.dtype = torch.float32)
     t, k = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0, 5.0]), torch.tensor([50, 1, 7, 128, 3, 100])
     p, m = torch.tensor([0.9, 1.0, 0.5, 0.95, 0.0, 1.0]), torch.tensor([0.0, 0, 0.1, 0, 0, 0.3])
     u = torch.rand(batch, generator=gen, dtype=torch.float64)
-    found = triton_few.draw(scores, t, k, p, m, u)
+    found = triton_top_k.draw(scores, t, k, p, m, u)
     for i, token in enumerate(found.tolist()):
         row = torch.where(scores[i].isnan(), -torch.inf, scores[i].float())
         if not (row > -torch.inf).any():

@@ -128,7 +128,7 @@ def test_inference_mode_leaves_nothing_behind(model, capture):
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3 partly turned"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_step_in_a_cuda_graph(name, dtype, monkeypatch):
-    monkeypatch.setattr(captured, "LEAST_ROOM", 16)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 16)
     model, ids = build(name, dtype).cuda(), prompt(2).cuda()
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -150,13 +150,13 @@ def test_bfloat16_is_close():
 
 
 def test_fixed_buffers_serve_a_cache_that_outgrows_them(model, monkeypatch):
-    monkeypatch.setattr(captured, "LEAST_ROOM", 16)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 16)
     before = generate(model, new=150)
     report = accelerate(model, measure=False, capture=True)
     report._step.served.clear()
     assert torch.equal(generate(model, new=150), before)
     assert report.served == {"captured": 149} and not report.declined
-    assert len(report._step._captured._fixed[1]) <= captured.MOST_CACHES
+    assert len(report._step._captured._fixed[1]) <= captured.MAX_CACHES
 
 
 def test_two_caches_in_turns_do_not_meet(model):
@@ -182,7 +182,7 @@ def test_more_caches_than_buffers_are_served_without(model):
     report = accelerate(model, measure=False, capture=True)
     with torch.no_grad():
         caches = [model(prompt(), use_cache=True).past_key_values
-                  for _ in range(captured.MOST_CACHES + 1)]
+                  for _ in range(captured.MAX_CACHES + 1)]
         alike = [model(torch.tensor([[5]]), past_key_values=cache).logits for cache in caches]
     assert all(torch.allclose(a, alike[0], atol=1e-5) for a in alike)
     assert sum("in use in graphs" in why for why in report.declined) == 1

@@ -104,8 +104,8 @@ MORE |= {"gpt_oss": models.FAMILIES["gpt_oss"], "llama dynamic": (
             "long_factor": [2.0] * 8, "original_max_position_embeddings": 8}})}
 MORE |= {name: (f"{name.split()[0]}ForCausalLM", f"{name.split()[0]}Config", {**_PLAIN, **more})
          for name, more in OTHERS.items()}
-MOST_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
-             "qwen2_moe", "opt")
+MAX_USED = ("mistral", "gemma2", "gemma3", "mixtral", "gpt2", "phi", "gpt_neox", "falcon",
+            "qwen2_moe", "opt")
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, **changes):
@@ -146,7 +146,7 @@ def test_the_same_logits(name):
     assert torch.equal(decoded(model, ids), expected)
 
 
-@pytest.mark.parametrize("name", MOST_USED)
+@pytest.mark.parametrize("name", MAX_USED)
 def test_the_same_tokens(name):
     model, batch = build(name), models.padded(9)
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -165,7 +165,7 @@ def test_the_same_tokens(name):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "qwen3_moe"])
 def test_fixed_buffers(name, monkeypatch):
-    monkeypatch.setattr(captured, "LEAST_ROOM", 8)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
     model = build(name)
     before = generate(model, new=40)
     report = accelerate(model, measure=False, capture=True)
@@ -282,7 +282,7 @@ def test_a_window_in_a_cache_that_keeps_everything():
 def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
     """Tokens by the step and by the model in turns, in one cache whose buffer is used up again and
     again."""
-    monkeypatch.setattr(growing_cache, "LEAST_ROOM", 3)
+    monkeypatch.setattr(growing_cache, "MIN_CAPACITY", 3)
     model, ids = build("mistral"), models.tokens(1, 27)
 
     @torch.no_grad()
@@ -396,7 +396,7 @@ def test_what_is_not_recognised_says_why(name, changes, why):
     ("Glm4Moe", "a router of its own"), ("BitNet", "a norm of its heads' result"),
     ("gpt_oss", "attention sinks"), ("DeepseekV3", "latent attention"), ("Cohere2", "")])
 def test_what_a_kernel_of_the_plain_step_must_not_serve(name, what):
-    assert recognise(build(name)).unusual == what
+    assert recognise(build(name)).plain_obstacle == what
 
 
 def test_two_models_in_turns_share_nothing():

@@ -119,7 +119,7 @@ def test_biases_and_weights_written_in_place_are_seen():
 def test_relative_positions_beyond_the_first_table(monkeypatch):
     from layerzero.integrations.transformers.decoders import score_bias
 
-    monkeypatch.setattr(score_bias, "LEAST", 4)
+    monkeypatch.setattr(score_bias, "MIN_DISTANCES", 4)
     model, inputs = build("t5"), given("t5")
     before = generate(model, inputs)
     accelerate(model, measure=False, patch=False)

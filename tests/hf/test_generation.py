@@ -80,7 +80,7 @@ def accelerated(request, stock):
 @pytest.fixture
 def served(accelerated, monkeypatch):
     """The same model, accelerated; tokens are looked at as late as on a GPU."""
-    monkeypatch.setattr(captured, "LEAST_ROOM", 16)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 16)
     monkeypatch.setattr(generation, "AHEAD_ON_HOST", 3)
     step = accelerated._layerzero_acceleration._step
     for counter in (step.generated, step.served, step.declined):
@@ -111,7 +111,7 @@ def test_the_tokens_of_transformers(stock, served, how, request):
 
 
 def test_more_tokens_than_the_first_buffers_hold(stock, served, monkeypatch):
-    monkeypatch.setattr(generation, "MOST_ROOM", 8)
+    monkeypatch.setattr(generation, "MAX_CAPACITY", 8)
     how = {"new": 40, "repetition_penalty": 1.2, "eos_token_id": 2}
     assert torch.equal(generate(served, prompt(2), **how), generate(stock, prompt(2), **how))
 
@@ -233,12 +233,12 @@ class Tired:
     def __call__(self, given, state):
         self.left -= 1
         self.given_up = self.given_up or self.left < 0
-        self.fixed._whole = None
+        self.fixed._persistent = None
         out = self.fixed._run()
-        self.fixed._whole = self
+        self.fixed._persistent = self
         return out.fill_(torch.nan) if self.given_up else out
 
-    def lost(self) -> bool:
+    def timed_out(self) -> bool:
         return self.given_up
 
 

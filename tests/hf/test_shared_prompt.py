@@ -38,8 +38,8 @@ def stock():
 @pytest.fixture
 def accelerated(stock, monkeypatch):
     """Chunks and buffers so small that tokens go beyond the first."""
-    monkeypatch.setattr(shared_prompt, "LEAST_PROMPT", 4)
-    monkeypatch.setattr(shared_prompt, "LEAST_ROOM", 4)
+    monkeypatch.setattr(shared_prompt, "MIN_PROMPT_TOKENS", 4)
+    monkeypatch.setattr(shared_prompt, "MIN_CAPACITY", 4)
     model = copy.deepcopy(stock)
     accelerate(model, measure=False, patch=False)
     return model
@@ -73,8 +73,8 @@ def test_beams_in_fixed_buffers_do_not_move(stock):
     model, ids, taken = copy.deepcopy(stock), prompt(2), []
     report = accelerate(model, measure=False, patch=False, capture=True)
     with pytest.MonkeyPatch.context() as patch:
-        take = captured.Fixed.take
-        patch.setattr(captured.Fixed, "take", lambda *args: taken.append(take(*args)))
+        take = captured.FixedBuffers.take
+        patch.setattr(captured.FixedBuffers, "take", lambda *args: taken.append(take(*args)))
         got = generate(model, ids, num_beams=3)
     want = generate(stock, ids, num_beams=3)
     assert torch.equal(got.sequences, want.sequences) and len(taken) == 1
@@ -146,7 +146,7 @@ def made() -> tuple[SharedLayer, DynamicLayer]:
     lambda layer: layer.batch_repeat_interleave(2), lambda layer: layer.crop(-3),
     lambda layer: layer.crop(-9), copy.deepcopy])
 def test_what_transformers_does_to_a_layer(change, monkeypatch):
-    monkeypatch.setattr(shared_prompt, "LEAST_ROOM", 2)
+    monkeypatch.setattr(shared_prompt, "MIN_CAPACITY", 2)
     layers = made()
     gen = torch.Generator().manual_seed(1)
     for tokens in (1, 3, 4):

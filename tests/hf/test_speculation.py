@@ -52,7 +52,7 @@ def test_the_same_tokens_in_fewer_rounds(name):
     report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
     report._speculation.draft = Right(before[0])
     assert torch.equal(generate(model), before)
-    done = report._speculation.done
+    done = report._speculation.stats
     assert done.tokens == NEW and done.rounds <= 6 and 0 < done.accepted < done.drafted, str(report)
     report.undo()
     assert "generate" not in vars(model) and torch.equal(generate(model), before)
@@ -60,7 +60,7 @@ def test_the_same_tokens_in_fewer_rounds(name):
 
 def test_in_the_buffers_of_a_graph(monkeypatch):
     """Rounds of several rows, of one, and a cache that outgrows its buffers."""
-    monkeypatch.setattr(captured, "LEAST_ROOM", 8)
+    monkeypatch.setattr(captured, "MIN_CAPACITY", 8)
     model = models.tiny("llama")
     before = generate(model, max_new_tokens=70)
     report = accelerate(model, measure=False, patch=False, capture=True, assistant="prompt_lookup")
@@ -79,7 +79,7 @@ def test_a_draft_model(same):
     before = generate(model)
     report = accelerate(model, measure=False, patch=False, assistant=draft)
     assert torch.equal(generate(model), before)
-    done = report._speculation.done
+    done = report._speculation.stats
     assert done.tokens == NEW and (done.accepted == done.drafted) == same
     assert not same or done.rounds == 3        # 1 + 5 + 5 + 5
     assert report._assistant.served and "speculation by LlamaForCausalLM" in str(report)
@@ -109,7 +109,7 @@ def test_a_tree_keeps_the_path_that_the_model_chose():
     report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
     report._speculation.draft = Tree(before[0])
     assert torch.equal(generate(model), before)
-    done = report._speculation.done
+    done = report._speculation.stats
     assert done.accepted == done.drafted // 2 and done.rounds == 4, str(report)
 
 
@@ -130,7 +130,7 @@ def test_processors_stops_and_streamers_see_every_token_in_order():
     found = generate(model, streamer=Streamer(), return_dict_in_generate=True, **options)
     assert torch.equal(found.sequences, before) and seen == [*before[0].tolist(), "end"]
     assert found.past_key_values.get_seq_length() == before.shape[1] - 1
-    assert report._speculation.done.accepted
+    assert report._speculation.stats.accepted
 
 
 def test_what_is_no_greedy_text_goes_its_own_way():
@@ -148,7 +148,7 @@ def test_what_is_no_greedy_text_goes_its_own_way():
 
     before = each()
     report = accelerate(model, measure=False, patch=False, assistant="prompt_lookup")
-    assert all(map(torch.equal, each(), before)) and not report._speculation.done.rounds
+    assert all(map(torch.equal, each(), before)) and not report._speculation.stats.rounds
     assert sum(report._speculation.declined.values()) == len(ways), str(report)
 
 
@@ -193,7 +193,7 @@ def test_in_a_cuda_graph(name):
     report._speculation.draft = Moved(before[0].cpu())
     assert torch.equal(generate(model, models.tokens(1, 9).cuda()), before), str(report)
     rows = report._speculation.rows
-    assert rows.captured is not None and not rows.declined and report._speculation.done.accepted
+    assert rows.captured is not None and not rows.declined and report._speculation.stats.accepted
 
 
 @pytest.mark.parametrize("window", [None, 5])

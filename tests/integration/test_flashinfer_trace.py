@@ -89,10 +89,10 @@ def test_every_definition_of_a_known_type_is_answered():
 
 
 def test_a_type_without_an_operation_says_so():
-    strangers = [d for d in ALL if d.op_type not in TYPES]
-    if not strangers:
+    unknown = [d for d in ALL if d.op_type not in TYPES]
+    if not unknown:
         pytest.skip("every type of the dataset has an operation")
-    assert all(f"no operation of the type '{d.op_type}'" in why_unanswered(d) for d in strangers)
+    assert all(f"no operation of the type '{d.op_type}'" in why_unanswered(d) for d in unknown)
 
 
 @pytest.mark.parametrize("op_type", TYPES)

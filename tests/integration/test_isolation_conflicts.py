@@ -64,5 +64,5 @@ def test_a_library_of_another_interpreter_serves_by_itself():
     out = lz.linear(x, weight, backend="worker.openvino.linear")
     torch.testing.assert_close(out, torch.nn.functional.linear(x, weight), atol=1e-4, rtol=1e-4)
     row = next(row for row in matrix().rows if row.library == "openvino")
-    assert (row.verdict, row.worker, row.verdict_there) == ("not installed", PYTHON, "fits")
+    assert (row.verdict, row.worker, row.worker_verdict) == ("not installed", PYTHON, "fits")
     assert row.ok

@@ -56,8 +56,8 @@ def test_it_does_what_the_file_does(store, tmp_path):
                   {"machine": "b"})
         # twice in one go
         found.put([measured(9, at=5.0), measured(9, at=9.0, median_us=3.0), measured(9, at=7.0)])
-        found.put_rates({"here": Rates(1e5, 1 / 3)}, at=10.0)
-        found.put_rates({"here": Rates(1.0, 1.0), "there": Rates(2.0, 3.0)}, at=5.0)
+        found.write((), {}, {"here": (Rates(1e5, 1 / 3), 10.0)})
+        found.write((), {}, {"here": (Rates(1.0, 1.0), 5.0), "there": (Rates(2.0, 3.0), 5.0)})
         removed = found.prune(lambda m: m.kernel == "lib.k0", before=1.7e9 + 10)
         builds = {"lib.k0": "v1", "lib.k1": "v1", "lib.k2": "v2", "torch.k": "v1"}
         view = found.view(builds, since=8.0)
@@ -112,13 +112,13 @@ def test_whoever_only_reads_makes_no_tables_and_writes_nothing(url, server):
 def test_a_row_of_the_future_gives_way_to_what_is_measured_today(store, url, server):
     """Some machine's clock was ahead."""
     store.put([measured(1)])
-    store.put_rates({"here": Rates(1.0, 1.0)})
+    store.write((), {}, {"here": (Rates(1.0, 1.0), time.time())})
     for table in ("measurements", "rates"):
         admin(server, f"UPDATE layerzero_{table} SET at = 4e9", url.rpartition("/")[2])
     (seen,) = store.view({"torch.k": "v1"})
     assert seen.at <= time.time()
     store.put([measured(1, median_us=2.0)])
-    store.put_rates({"here": Rates(2.0, 2.0)})
+    store.write((), {}, {"here": (Rates(2.0, 2.0), time.time())})
     assert [m.median_us for m in store.rows()] == [2.0]
     assert store.rates() == {"here": Rates(2.0, 2.0)}
 
@@ -126,7 +126,7 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(store, url, ser
 def test_export_import_and_merge_go_between_a_file_and_the_fleet(store, tmp_path):
     with SqliteStore(tmp_path / "p.sqlite") as file:
         file.put([measured(i) for i in range(1200)], {"machine": "a"})         # more than one batch
-        file.put_rates({"here": Rates(1.0, 2.0)}, at=3.0)
+        file.write((), {}, {"here": (Rates(1.0, 2.0), 3.0)})
         assert store.merge(file) == store.merge(file) == 1200
         assert sorted(store.rows()) == sorted(file.rows())
         store.export(tmp_path / "x.jsonl")

@@ -82,7 +82,7 @@ print(json.dumps({
     "origins": dict(world.current().catalog.origins), "at_import": loaded_at_import,
     "notes": [row.note for row in lz.list_kernels("scale_shift")], "calls": lz.stats().calls["scale_shift"],
     "refused": {e.kernel: e.reason.message for e in seen if e.name == "unavailable"},
-    "doctor": {c.name: [c.ok, c.found, c.hint] for c in lz.doctor().checks}}))
+    "doctor": {c.name: [c.ok, c.detail, c.hint] for c in lz.doctor().checks}}))
 """
 
 
@@ -206,7 +206,7 @@ print(json.dumps({
     "rules": [[r["layer"], r["origin"], r["text"]] for r in before["rules"]],
     "sizes": [before["settings"]["cache_size"], lz.get_config()["settings"]["cache_size"]],
     "refused": {e.kernel: e.reason.message for e in seen if e.name == "unavailable"},
-    "doctor": {c.name: c.found for c in lz.doctor().checks if c.name.startswith("plugin")}}))
+    "doctor": {c.name: c.detail for c in lz.doctor().checks if c.name.startswith("plugin")}}))
 """
 
 

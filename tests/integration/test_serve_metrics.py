@@ -253,7 +253,7 @@ def test_clients_that_send_a_byte_now_and_then_do_not_keep_it(server, monkeypatc
     """All places are taken by clients that never finish; after a while they are free again."""
     monkeypatch.setattr(serve, "CONNECTION_SECONDS", 0.5)
     slow = [socket.create_connection((server.host, server.port), timeout=60)
-            for _ in range(serve.MOST_CONNECTIONS + 8)]
+            for _ in range(serve.MAX_CONNECTIONS + 8)]
     try:
         for connection in slow:
             connection.sendall(b"GET /re")
@@ -276,12 +276,12 @@ def test_clients_that_send_a_byte_now_and_then_do_not_keep_it(server, monkeypatc
 def test_a_probe_is_not_kept_out_by_clients_that_do_not_finish(server, monkeypatch):
     monkeypatch.setattr(serve, "UNHURRIED_SECONDS", 0.0)
     slow = [socket.create_connection((server.host, server.port), timeout=60)
-            for _ in range(2 * serve.MOST_CONNECTIONS)]
+            for _ in range(2 * serve.MAX_CONNECTIONS)]
     try:
         for connection in slow:
             with suppress(OSError):
                 connection.sendall(b"GET /re")
-        wait_for(lambda: len(server._http._open) == serve.MOST_CONNECTIONS)
+        wait_for(lambda: len(server._http._open) == serve.MAX_CONNECTIONS)
         assert raw(server, b"GET /live HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.0 200")
     finally:
         for connection in slow:

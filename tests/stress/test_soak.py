@@ -23,7 +23,7 @@ from layerzero.release import soak_disturbances
 from layerzero.release.soak import SoakPart, SoakReport, SoakSample, soak
 from layerzero.release.soak_disturbances import Disturbances, in_child, may_not_fork
 from layerzero.release.soak_load import Case, Tally, call_and_check, cases_of
-from layerzero.release.trend import LEAST_SAMPLES, theil_sen
+from layerzero.release.trend import MIN_SAMPLES, theil_sen
 from layerzero.world import snapshot as worlds
 
 ROOT = Path(__file__).parents[2]
@@ -203,8 +203,8 @@ def test_parts_have_levels_of_their_own():
     """Two processes, the second 100 MiB larger: no growth within either of them."""
     found = theil_sen([line(0.0, 300.0), [(x + 1, y) for x, y in line(0.0, 400.0, n=41)]])
     assert found.low < 0 < found.high
-    assert theil_sen([line(0.0, 300.0)[:LEAST_SAMPLES - 1]]) is None and theil_sen([]) is None
-    assert theil_sen([[(1.0, 2.0)] * LEAST_SAMPLES]) is None       # all at one time
+    assert theil_sen([line(0.0, 300.0)[:MIN_SAMPLES - 1]]) is None and theil_sen([]) is None
+    assert theil_sen([[(1.0, 2.0)] * MIN_SAMPLES]) is None         # all at one time
 
 
 def report(rss, seconds=3600.0):

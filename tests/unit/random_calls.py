@@ -20,7 +20,7 @@ from layerzero.spec.grid import bucket_top
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STYLES = ("plain", "plain", "plain", "transposed", "padded", "sparse", "spread", "shifted")
 # elements of one tensor that is not spread from fewer
-MOST = 1 << 24
+MAX_NUMEL = 1 << 24
 
 EDGES = sorted({e for n in (0, 1, 2, 8, 16, 40, 64, 77, 96, 100, 128, 333, 500, 700, 4096, 65535)
                 for e in (n - 1, n, n + 1, bucket_top(n), bucket_top(n) + 1) if e >= 0})
@@ -31,7 +31,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @lru_cache(maxsize=None)
 def _memory(dtype: torch.dtype) -> Tensor:
-    return torch.empty(4 * MOST * 8, dtype=torch.uint8).view(dtype)
+    return torch.empty(4 * MAX_NUMEL * 8, dtype=torch.uint8).view(dtype)
 
 
 def tensor(rng: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
@@ -41,7 +41,7 @@ def tensor(rng: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
     numel = 1
     for n in shape:
         numel *= n
-    if style == "spread" or numel > MOST:
+    if style == "spread" or numel > MAX_NUMEL:
         return _memory(dtype)[:1].expand(shape) if shape else _memory(dtype)[0]
     order = list(range(len(shape)))
     if style == "transposed" and len(shape) > 1:

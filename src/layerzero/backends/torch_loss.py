@@ -39,14 +39,14 @@ class _Rows:
 
     def __init__(self, targets: Tensor, ignore_index: int) -> None:
         flat = targets.reshape(-1)
-        self.kept = flat != ignore_index
-        self.columns = torch.where(self.kept, flat, 0).long()[:, None]
+        self.valid = flat != ignore_index
+        self.columns = torch.where(self.valid, flat, 0).long()[:, None]
 
     def losses(self, part: slice, log_p: Tensor, label_smoothing: float) -> Tensor:
         losses = -log_p.gather(1, self.columns[part])[:, 0]
         if label_smoothing > 0.0:
             losses = losses.mul_(1.0 - label_smoothing).sub_(log_p.mean(1), alpha=label_smoothing)
-        return losses.masked_fill_(~self.kept[part], 0.0)
+        return losses.masked_fill_(~self.valid[part], 0.0)
 
     def gradient(self, part: slice, p: Tensor, label_smoothing: float, weight: Tensor) -> Tensor:
         """Turns probabilities, in place, into the gradient of each row's loss times its
@@ -104,7 +104,7 @@ class _ChunkedLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (logits,), rows = ctx.saved_tensors, ctx.rows
-        weight = grad * rows.kept
+        weight = grad * rows.valid
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for part in _row_chunks(logits):
             p = torch.softmax(logits[part], 1, dtype=_wide_dtype(logits))
@@ -119,7 +119,7 @@ def _cross_entropy_chunked() -> Callable[..., Any]:
         rows, flat = _Rows(targets, ignore_index), logits.reshape(-1, logits.shape[-1])
         losses = (_ChunkedLosses.apply if torch.is_grad_enabled() and logits.requires_grad
                   else _row_losses)
-        return _reduce(losses(flat, rows, label_smoothing), rows.kept, reduction, targets.shape)
+        return _reduce(losses(flat, rows, label_smoothing), rows.valid, reduction, targets.shape)
 
     return run
 
@@ -156,7 +156,7 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
-        row_weights = rows.kept.to(wide)
+        row_weights = rows.valid.to(wide)
         for part in _chunks(hidden.shape[0], weight.shape[0], wide, CHUNK_BYTES):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             log_p = torch.log_softmax(logits, 1, dtype=wide)
@@ -187,13 +187,13 @@ def _linear_cross_entropy_chunked() -> Callable[..., Any]:
         tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             total = _LinearLoss.apply(flat, weight, bias, rows, label_smoothing)
-            return total if reduction == "sum" else total / rows.kept.sum()
+            return total if reduction == "sum" else total / rows.valid.sum()
         losses = flat.new_empty(flat.shape[0], dtype=_wide_dtype(hidden))
         for part in _chunks(flat.shape[0], weight.shape[0], losses.dtype, CHUNK_BYTES):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             losses[part] = rows.losses(part, torch.log_softmax(logits, 1, dtype=losses.dtype),
                                        label_smoothing)
-        return _reduce(losses, rows.kept, reduction, targets.shape)
+        return _reduce(losses, rows.valid, reduction, targets.shape)
 
     return run
 

@@ -143,8 +143,8 @@ def _gate() -> Callable[..., Any]:
 
 
 def _distinct_topk(scores: Tensor, top_k: int) -> Tensor | None:
-    """The indices of the highest scores by torch.topk, on the CPU, if no tie leaves their order
-    open; NaN counts as a tie."""
+    """Returns the indices of the highest scores by torch.topk, on the CPU, if no tie leaves their
+    order open; NaN counts as a tie."""
     if (scores.device.type != "cpu" or type(scores) not in PLAIN_TENSORS
         or not top_k < scores.shape[-1] or torch.compiler.is_compiling()):
         return None

@@ -193,7 +193,8 @@ def _flash_cuda_lse() -> Direct:
 
 
 def _flash_window() -> Callable[..., Any]:
-    """The lower-level flash entry, which has a window and takes (batch, seq, heads, dim)."""
+    """Returns the lower-level flash entry, which has a window and takes (batch, seq, heads,
+    dim)."""
     flash = torch.ops.aten._flash_attention_forward
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,

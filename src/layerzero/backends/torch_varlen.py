@@ -72,7 +72,7 @@ def _varlen() -> Callable[..., Any]:
 
 
 def _varlen_flash() -> Callable[..., Any]:
-    """The entry that varlen_attn calls, without its Python overhead, which exceeds a decode
+    """Returns the entry that varlen_attn calls, without its Python overhead, which exceeds a decode
     step."""
     flash = torch.ops.aten._flash_attention_forward
 

@@ -123,8 +123,7 @@ CapabilitiesFile = Annotated[Path | None, typer.Option(
 
 @dataclass(frozen=True)
 class Source:
-    """Where the calls of a command come from: at most one of op, calls, model, program and table.
-    """
+    """The source of the calls of a command: at most one of op, calls, model, program and table."""
 
     op: str | None = None
     words: Sequence[str] = ()

@@ -147,7 +147,7 @@ def _operator_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping
 
 
 def _python_defaults(fn: Callable[..., Any]) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Not cached: the cache would keep the function alive."""
+    """Reads the defaults anew: a cache would keep the function alive."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ from .binding import Binding
 
 
 class Count:
-    """How often one entry was hit.
+    """Counts the hits of one entry.
 
     `tick` counts a hit without a lock; `native` holds the hits of the native path, as of when they
     were last read. After `final` there are no more.
@@ -77,7 +77,7 @@ class Entry:
 
 
 class Ledger:
-    """How often each kernel of an op was called, over all worlds, exactly.
+    """Counts the calls of each kernel of an op, over all worlds, exactly.
 
     A call that found an entry may hit it after its world is gone. So counts live apart from the
     caches, and the count of an entry is final only when the entry itself is gone.
@@ -120,7 +120,7 @@ class Ledger:
         count.tick()
 
     def calls(self, kernel: str) -> int:
-        """How often a kernel was called so far, chosen or in another's place."""
+        """Returns how often a kernel was called so far, chosen or in another's place."""
         total, attempts = self._final.get(kernel, 0), self._attempts.get(kernel)
         # safe without the lock: replaced, never shortened
         for reference, name, count in self._open:
@@ -257,5 +257,5 @@ class OpCache:
         return len(idle)
 
     def after_fork(self) -> None:
-        """In the child: the threads that were making entries are gone."""
+        """Runs in a forked child: the threads that were making entries are gone."""
         self._flights = {}

@@ -49,7 +49,7 @@ def adapt(op: Op, named: dict[str, Any], error: InvalidCall,
     if (codes != {Code.MIXED_DTYPES} and (codes != {Code.KV_CACHE_DTYPE_MISMATCH}
                                           or op.adapt is None)):
         return None
-    setting = worlds.current().surroundings("cpu", override).policy.setting
+    setting = worlds.current().selection_context("cpu", override).policy.setting
     if not setting("allow_adaptation") or setting("strict_mode"):
         return None
     if op.adapt is not None and Code.KV_CACHE_DTYPE_MISMATCH in codes:

@@ -124,8 +124,8 @@ class Dispatcher:
         return self.serve(entry, values)
 
     def native_miss(self, *args: Any, **kwargs: Any) -> Any:
-        """As `miss`, for a call that is not in the native table; puts it there if it is an ordinary
-        one."""
+        """Does as `miss` does, for a call that is not in the native table; puts it there if it is
+        an ordinary one."""
         values, (backend, policy) = self.order_arguments(args, kwargs), (kwargs.get(name)
                                                                          for name in hotpath.EXTRAS)
         self.ensure_world()
@@ -335,8 +335,8 @@ class Dispatcher:
         return self.slow(tuple(adaptation.values[n] for n in self.names), backend, policy)
 
     def serve_traced(self, values: tuple[Any, ...], override: Override | None) -> Any:
-        """Under torch.compile or export: choose for symbolic sizes, and run the kernel so that it
-        is inlined."""
+        """Serves a call under torch.compile or export: chooses for symbolic sizes, and runs the
+        kernel so that it is inlined."""
         recorder = tracing.recorder.get()
         if recorder is not None:
             return recorder(self.op, dict(zip(self.names, values)), self.facts(values), override)
@@ -366,7 +366,8 @@ class Dispatcher:
     def native_recover(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                        fault: BaseException,
                        changed: int) -> Any:
-        """As `recover`; `changed` has a bit for each parameter whose tensor was written into."""
+        """Does as `recover` does; `changed` has a bit for each parameter whose tensor was written
+        into."""
         if changed and not isinstance(fault, (InputsChanged, PlanExhausted, *faults.PASSED_ON)):
             fault = InputsChanged([name for i, name in enumerate(self.names) if changed >> i & 1],
                                   fault)
@@ -433,13 +434,13 @@ class Dispatcher:
     # Counts.
 
     def calls_of(self, kernel: str) -> int:
-        """How often a kernel was called in this process."""
+        """Returns how often a kernel was called in this process."""
         if self.native is not None:
             self.native.collect()
         return self.ledger.calls(kernel)
 
     def hits(self) -> dict[str, int]:
-        """How often each kernel was chosen for a call, in this process."""
+        """Returns how often each kernel was chosen for a call, in this process."""
         if self.native is not None:
             self.native.collect()
         return self.ledger.totals()
@@ -458,7 +459,8 @@ worlds.add_listener(_install)
 
 
 def _after_fork() -> None:
-    """In the child: threads that held a lock, made an entry or probed a kernel are gone."""
+    """Runs in a forked child: threads that held a lock, made an entry or probed a kernel are
+    gone."""
     incidents.after_fork()
     memory.after_fork()
     wrapping.probes.clear()

@@ -216,7 +216,7 @@ def _is_freed(t: Tensor) -> bool:
 
 
 def has_memory(values: Collection[Any]) -> bool:
-    """Whether every plain tensor among the arguments has memory that a kernel can read."""
+    """Returns whether every plain tensor among the arguments has memory that a kernel can read."""
     return not any(type(t) in PLAIN_TYPES and t.device.type in ("cpu", "cuda")
                    and not _address(t) and t.numel() for t in values)
 

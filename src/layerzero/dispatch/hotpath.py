@@ -68,7 +68,7 @@ def generate(program: KeyProgram, watch_capture: bool = False) -> str:
 
 
 def _memory_lines(op: Op) -> list[str]:
-    """The lines that leave a call with freed memory or a negated view to the slow path."""
+    """Returns the lines that leave a call with freed memory or a negated view to the slow path."""
     readable = [f"{p.name}.data_ptr() and not {p.name}.is_neg()" if not p.optional
                 else f"({p.name} is None or {p.name}.data_ptr() and not {p.name}.is_neg())"
                 for p in op.params if p.kind == "tensor"]
@@ -109,7 +109,7 @@ def _declaration(op: Op) -> str:
 
 
 def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
-    """The lines that check a call and assign KEY."""
+    """Returns the lines that check a call and assign KEY."""
     op = program.op
     tensor_facts: dict[str, set[str]] = {}
     for tensor, fact in program.tensor_facts:
@@ -178,8 +178,8 @@ def _key_lines(program: KeyProgram, watch_capture: bool) -> list[str]:
 
 
 def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
-    """The lines that return what facts.read returns for an ordinary call, from the same locals as
-    the key."""
+    """Returns the lines that return what facts.read returns for an ordinary call, from the same
+    locals as the key."""
     op = program.op
     end = body.index("except NOT_PLAIN: break")
     in_key = {f.fact for f in program.fields if f.fact in op.derived}
@@ -220,8 +220,8 @@ def _facts_lines(program: KeyProgram, body: list[str]) -> list[str]:
 
 
 def _scalar_checks(op: Op) -> list[str]:
-    """The lines that check the types and ranges of plain values: True == 1, so a key alone would
-    mix them up."""
+    """Returns the lines that check the types and ranges of plain values: True == 1, so a key alone
+    would mix them up."""
     lines = []
     for kind in ("bool", "int", "float", "str"):
         params = [p for p in op.params if p.kind == kind]
@@ -238,8 +238,8 @@ def _scalar_checks(op: Op) -> list[str]:
 
 
 def _out_of_range(p: Param, low: float, high: float) -> str:
-    """The test that a number is out of its range; NaN is in none. The default, which is in range,
-    is tested first.
+    """Returns the test that a number is out of its range; NaN is in none. The default, which is in
+    range, is tested first.
 
     An int given for a float is passed to kernels as it is, and they read 64 bits of it.
     """
@@ -253,8 +253,8 @@ def _out_of_range(p: Param, low: float, high: float) -> str:
 
 
 def _stride_lines(names: list[str], tensor_facts: dict[str, set[str]]) -> list[str]:
-    """The lines that assign _z_<first tensor>: True if all are contiguous, else the strides of
-    each."""
+    """Returns the lines that assign _z_<first tensor>: True if all are contiguous, else the strides
+    of each."""
     strided = [n for n in names if tensor_facts.get(n, set()) & {"contiguous", "stride_last"}]
     # an mkldnn tensor calls itself contiguous
     lines = [f"if {n}.layout is not STRIDED: break" for n in names]
@@ -286,8 +286,8 @@ def _grad_element(names: list[str], tensor_facts: dict[str, set[str]]) -> str:
 
 
 def _scalar_elements(program: KeyProgram) -> list[str]:
-    """The elements for strings and numbers that rules test: one, which is None if all are at their
-    defaults.
+    """Returns the elements for strings and numbers that rules test: one, which is None if all are
+    at their defaults.
 
     A number whose default no rule tells apart from other values stays an element of its own: in the
     shared one it would split keys for nothing.
@@ -315,7 +315,8 @@ def _broadcasts(p: Param, op: Op) -> bool:
 
 
 def _shape_lines(patterns: Any, required: list[Param], optional: list[Param]) -> list[str]:
-    """The lines that unpack each shape into _d_<size> and check that sizes named twice agree."""
+    """Returns the lines that unpack each shape into _d_<size> and check that sizes named twice
+    agree."""
     binder = _SizeBinder(patterns)
     lines = [line for p in required for line in binder.lines(p.name, certain=True)]
     unbound = dict.fromkeys(t.lstrip("*") for p in optional for t in patterns.get(p.name, ())
@@ -428,7 +429,8 @@ def _may_be_none(fact: str, op: Op) -> bool:
 
 
 def _derived_expression(name: str, op: Op) -> str:
-    """The expression of a derived fact over the local names; None where a fact it reads is None."""
+    """Returns the expression of a derived fact over the local names; None where a fact it reads is
+    None."""
     may_be_none = [n for n in _base_facts(name, op) if _may_be_none(n, op)]
     value = _with_local_names(op.derived[name], op)
     if not may_be_none:
@@ -438,7 +440,7 @@ def _derived_expression(name: str, op: Op) -> str:
 
 
 def _base_facts(name: str, op: Op) -> list[str]:
-    """The sizes and parameters that a derived fact is computed from."""
+    """Returns the sizes and parameters that a derived fact is computed from."""
     return [base for n in parse(op.derived[name]).names
             for base in (_base_facts(n, op) if n in op.derived else [n])]
 

@@ -287,7 +287,7 @@ def without_guard(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unguard_later(run: Callable[..., Any], owner: Any, name: str) -> None:
-    """If `run` is a guard, have it set `owner.name` to the unguarded kernel after its last clean
+    """Has `run`, if it is a guard, set `owner.name` to the unguarded kernel after its last clean
     call."""
     if isinstance(run, Guard):
         run.unguard_later(owner, name)

@@ -65,8 +65,8 @@ def recover(dispatcher: Dispatcher, entry: Entry, values: tuple[Any, ...],
     _guard_again(dispatcher, entry, first, failures[0])
     next_steps = [(world.catalog.by_id[s.kernel], s) for s in entry.plan.steps[1:]
                   if s.kernel in world.catalog.by_id]
-    limit = world.surroundings(facts["device"],
-                               context.current.get()).policy.setting("call_timeout")
+    limit = world.selection_context(facts["device"],
+                                    context.current.get()).policy.setting("call_timeout")
     # those that may have to compile come last
     next_steps.sort(key=lambda candidate: candidate[0].jit)
     for kernel, step in next_steps:

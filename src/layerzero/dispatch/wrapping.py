@@ -45,7 +45,7 @@ def wrap(dispatcher: Dispatcher, world: World, plan: Plan, kernel: Kernel, bindi
         run = replays.record_calls(run, recordings)
     if kernel.jit:
         run = wrap_jit(dispatcher, world, kernel, run, plan, override)
-    limit = world.surroundings(facts["device"], override).policy.setting("call_timeout")
+    limit = world.selection_context(facts["device"], override).policy.setting("call_timeout")
     if (limit is not None and not facts["grad"] and not facts["graph"]
         and not kernel.isolated):              # a worker has a limit of its own, and can be stopped
         run, recordings = watchdog.with_timeout(run, limit), None
@@ -84,7 +84,7 @@ def wrap_jit(dispatcher: Dispatcher, world: World, kernel: Kernel, run: Callable
     in the request.
     """
     facts = plan.facts
-    policy = world.surroundings(facts["device"], override).policy
+    policy = world.selection_context(facts["device"], override).policy
     if (compiles_in_request(kernel, policy.settings) or plan.locked
             or kernel.id in world.warmed):
         return jit.report_compile(kernel, run, facts["grad"],
@@ -117,8 +117,8 @@ def wrap_guard(dispatcher: Dispatcher, kernel: Kernel, plan: Plan, run: Callable
     (protection.py)."""
     facts = plan.facts
     always = (world is not None
-              and world.surroundings(facts["device"],
-                                     override).policy.setting("protect_inputs"))
+              and world.selection_context(facts["device"],
+                                          override).policy.setting("protect_inputs"))
     # A subclass may make anything of a kernel's result, and our own kernels are held to all
     # this by tests.
     if facts["tensor_kind"] != "plain" or (protection.is_ours(kernel) and not always):

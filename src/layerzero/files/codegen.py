@@ -37,6 +37,6 @@ def _forget(file: str) -> None:
 
 
 def text(code: CodeType) -> str:
-    """The generated source that `code` was compiled from; "" for code from a file."""
+    """Returns the generated source that `code` was compiled from; "" for code from a file."""
     file = code.co_filename
     return "".join(linecache.getlines(file)) if file.startswith("<lz ") else ""

@@ -39,7 +39,8 @@ _SURROGATE = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 def read_bytes(path: Path, expected: str, *, size: int = LIMITS.size,
                error: Error = DataError) -> bytes:
-    """The content of a file of at most `size` bytes; `expected` describes it in an error."""
+    """Returns the content of a file of at most `size` bytes; `expected` describes it in an
+    error."""
     with _open(path, expected, error) as file:
         content = file.read(size + 1)
     if len(content) > size:
@@ -68,20 +69,20 @@ def _opener(path: str, flags: int) -> int:
 
 
 def _is_shell_pipe(path: Path) -> bool:
-    """Whether it is a pipe of the shell, like /dev/stdin and <(...)."""
+    """Returns whether it is a pipe of the shell, like /dev/stdin and <(...)."""
     return os.fspath(path).startswith(("/dev/", "/proc/"))
 
 
 def read_text(path: Path, expected: str, *, size: int = LIMITS.size,
               error: Error = DataError) -> str:
-    """The content as UTF-8, without a byte order mark."""
+    """Returns the content as UTF-8, without a byte order mark."""
     return _decode(read_bytes(path, expected, size=size, error=error), str(path), expected, error)
 
 
 def read_json(path: Path, expected: str, *, limits: FileLimits = LIMITS, nan: bool = False,
               unique: bool = True,
               error: Error = DataError) -> Any:
-    """The JSON value in a file; see `parse_json`."""
+    """Returns the JSON value in a file; see `parse_json`."""
     return parse_json(read_bytes(path, expected, size=limits.size, error=error), str(path),
                       expected, limits=limits, nan=nan, unique=unique, error=error)
 
@@ -118,7 +119,7 @@ def read_lines(path: Path, expected: str, *, limits: FileLimits = LIMITS, error:
 def parse_json(content: bytes | str, origin: str, expected: str, *, limits: FileLimits = LIMITS,
                nan: bool = False,
                unique: bool = True, error: Error = DataError) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     `nan` allows NaN and Infinity, which Python writes although JSON has none; `unique=False` takes
     the last of several members with one name, as other libraries do.

@@ -114,7 +114,8 @@ class SealedFolder:
 
     @classmethod
     def of(cls, path: Path, root: Path | None = None) -> tuple[SealedFolder, tuple[str, ...]]:
-        """The store of a file in the cache folder, and the parts of its path in that store."""
+        """Returns the store of a file in the cache folder, and the parts of its path in that
+        store."""
         root = cache_dir() if root is None else root
         name, *parts = path.relative_to(root).parts
         return cls(root, name), tuple(parts)
@@ -123,7 +124,8 @@ class SealedFolder:
         return self.root.joinpath(self.name, *parts)
 
     def problem(self, *parts: str) -> str | None:
-        """Why the file would not be used, by owner and permissions alone; its content is not read.
+        """Returns why the file would not be used, by owner and permissions alone; its content is
+        not read.
 
         None if it may be used, "" if it does not exist.
         """
@@ -140,7 +142,7 @@ class SealedFolder:
         return None
 
     def is_intact(self, *parts: str) -> bool:
-        """Whether the file exists, is trusted and matches its seal."""
+        """Returns whether the file exists, is trusted and matches its seal."""
         try:
             os.close(self.open(*parts)[0])
         except (OSError, UntrustedFile):
@@ -148,13 +150,13 @@ class SealedFolder:
         return True
 
     def read(self, *parts: str) -> bytes:
-        """The sealed content. FileNotFoundError if there is no file, else UntrustedFile."""
+        """Returns the sealed content. FileNotFoundError if there is no file, else UntrustedFile."""
         file, content = self.open(*parts)
         os.close(file)
         return content
 
     def open(self, *parts: str) -> tuple[int, bytes]:
-        """A descriptor of the file and its content, checked against its seal."""
+        """Returns a descriptor of the file and its content, checked against its seal."""
         path = self.path(*parts)
         for left in reversed(range(_TRIES)):
             with self._folder(parts[:-1]) as folder:
@@ -234,8 +236,8 @@ class SealedFolder:
         return module
 
     def key(self, create: bool = False) -> bytes:
-        """The seal key, of the fleet or of this user and store; FileNotFoundError if there is none.
-        """
+        """Returns the seal key, of the fleet or of this user and store; FileNotFoundError if there
+        is none."""
         shared = os.environ.get("LAYERZERO_SEAL_KEY", "").strip()
         if shared:
             return shared.encode()

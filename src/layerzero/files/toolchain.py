@@ -16,7 +16,8 @@ from .sealed import SealedFolder
 
 
 class BuildPart(NamedTuple):
-    """What is compiled, as messages name it: "the CPU kernels", "its own CPU kernels", "them"."""
+    """A part of the build, as messages name it: "the CPU kernels", "its own CPU kernels",
+    "them"."""
 
     name: str
     ours: str

@@ -44,7 +44,7 @@ LOADERS = {
     "diffusers.pipelines.pipeline_utils": ("DiffusionPipeline", ("from_pretrained", "from_pipe")),
 }
 _CONFIGURED = "_attn_implementation_internal"  # in a configuration: None until a model is made
-KEPT = "attn_implementation='eager' was named where it was loaded, and stays"
+STAYS_EAGER = "attn_implementation='eager' was named where it was loaded, and stays"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ _loading = threading.local()                           # .depth: how many loads 
 
 
 class Auto:
-    """Whether models are patched as they are loaded, and those that were. As a context manager it
-    makes that what it was before."""
+    """Patches models as they are loaded, and reports those that were. As a context manager it makes
+    that what it was before."""
 
     def __init__(self, before: bool) -> None:
         self._before = before
@@ -221,7 +221,7 @@ def _patching(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The attention that the caller names, in an argument or in the configuration."""
+    """Returns the attention that the caller names, in an argument or in the configuration."""
     configs = (value for value in (*args, kwargs.get("config")) if hasattr(value, _CONFIGURED))
     return kwargs.get("attn_implementation") or getattr(next(configs, None), _CONFIGURED, None)
 
@@ -246,7 +246,7 @@ def _patch(model: Any, attention: Any) -> None:
     name, reference = type(model).__name__, weakref.ref(model)
     try:
         report = patch(model, **({"skip": ("attention",)} if eager else {}))
-        loaded = LoadedModel(name, report, KEPT if eager else "", reference)
+        loaded = LoadedModel(name, report, STAYS_EAGER if eager else "", reference)
     except faults.FAULTS as error:
         kind = faults.classify(error)
         if kind == "sticky":

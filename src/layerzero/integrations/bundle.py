@@ -40,9 +40,9 @@ from ..world import capabilities, config, events, perf_loading, redaction
 from ..world.snapshot import World
 
 SCHEMA = "layerzero.bundle/1"
-MOST_BYTES = 1 << 30                           # of all files that are read, unpacked
-MOST_LOG_BYTES = 1 << 20                       # taken from the end of a log file
-MOST_PERFDB_BYTES = 1 << 28
+MAX_BYTES = 1 << 30                            # of all files that are read, unpacked
+MAX_LOG_BYTES = 1 << 20                        # taken from the end of a log file
+MAX_PERFDB_BYTES = 1 << 28
 SECRETS = ("LAYERZERO_SEAL_KEY",)              # their values are never written
 
 Files = dict[str, bytes]
@@ -94,7 +94,7 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
 def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the files of a bundle by name, each checked against the manifest."""
     files: Files = {}
-    room = MOST_BYTES
+    room = MAX_BYTES
     try:
         with tarfile.open(path, "r:gz") as archive:
             for member in archive:
@@ -103,7 +103,7 @@ def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
                     raise DataError(f"{path}: {member.name!r} is no plain file of a bundle")
                 room -= member.size
                 if room < 0:
-                    raise DataError(f"{path}: wanted a bundle of at most {MOST_BYTES >> 20} MiB "
+                    raise DataError(f"{path}: wanted a bundle of at most {MAX_BYTES >> 20} MiB "
                                     "unpacked; it is larger")
                 files[member.name] = content.read()
         listed = {name: str(row["sha256"])
@@ -157,7 +157,7 @@ def _log(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(file.tell() - MOST_LOG_BYTES, 0))
+            file.seek(max(file.tell() - MAX_LOG_BYTES, 0))
             content = file.read().decode("utf-8", "replace")
     except OSError as e:
         raise ConfigError(f"the log {path} cannot be read: {e.strerror}") from e
@@ -213,8 +213,8 @@ def _add_perfdb(world: World, files: Files, left_out: dict[str, str]) -> None:
               if location is None
               else "measurements are on a server" if isinstance(location, str)
               else "nothing was measured yet" if not location.exists()
-              else f"it is larger than {MOST_PERFDB_BYTES} bytes"
-              if location.stat().st_size > MOST_PERFDB_BYTES else "")
+              else f"it is larger than {MAX_PERFDB_BYTES} bytes"
+              if location.stat().st_size > MAX_PERFDB_BYTES else "")
     if reason or not isinstance(location, Path):
         left_out[name] = reason
         return

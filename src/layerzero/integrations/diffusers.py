@@ -48,7 +48,8 @@ _MLP_ACTIVATIONS = {"GEGLU": "geglu", "SwiGLU": "swiglu"}
 
 @dataclass(frozen=True, repr=False)
 class DiffusersReport(Displayed):
-    """What patch_diffusers replaced, by component of a pipeline ("" for a single model)."""
+    """The modules that patch_diffusers replaced, by component of a pipeline ("" for a single
+    model)."""
 
     replaced: Mapping[tuple[str, str, str], int]       # (component, class, op) -> how many
     left: Mapping[tuple[str, str, str], int]           # (component, class, why) -> how many
@@ -194,8 +195,8 @@ def _restore_processor(module: nn.Module) -> None:
 
 
 def _chosen_backend(processor: Any = None) -> str:
-    """Why the attention of a processor, or of a module without any, stays with its backend; ""
-    where that is torch's own attention, or lz already."""
+    """Returns why the attention of a processor, or of a module without any, stays with its backend;
+    "" where that is torch's own attention, or lz already."""
     dispatch = attention_dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     backend = getattr(processor, "_attention_backend", None)
@@ -357,7 +358,8 @@ def _forwards() -> dict[type, tuple[str, Callable[..., Any]]]:
         public(name) for name in ("layer_norm", "rms_norm", "group_norm", "mlp"))
 
     def left_to_torch(self: Any, x: Tensor) -> bool:
-        """Whether torch decides the dtype of the result: autocast, or a weight of another dtype."""
+        """Returns whether torch decides the dtype of the result: autocast, or a weight of another
+        dtype."""
         return ((self.weight is not None and self.weight.dtype != x.dtype)
                 or (x.dtype != torch.float32 and _autocast()))
 

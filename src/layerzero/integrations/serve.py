@@ -35,9 +35,9 @@ from . import prometheus
 LOOPBACK = "127.0.0.1"
 EVERY = 5.0                                    # seconds between two checks
 STALE = 60.0                                   # seconds after which a check counts as hanging
-MOST_CONNECTIONS = 32                          # at once; see _Http.verify_request
+MAX_CONNECTIONS = 32                           # at once; see _Http.verify_request
 UNHURRIED_SECONDS = 1.0                        # after which a client gives its place to another
-MOST_HEADER_BYTES = 1 << 14                    # of a whole request
+MAX_HEADER_BYTES = 1 << 14                     # of a whole request
 CONNECTION_SECONDS = 10.0                      # for a request and its response
 JSON, PLAIN = "application/json; charset=utf-8", "text/plain; charset=utf-8"
 
@@ -240,7 +240,7 @@ class _Http(ThreadingHTTPServer):
         that do not finish must not keep a probe out."""
         now, oldest = time.monotonic(), None
         with self._guard:
-            if len(self._open) >= MOST_CONNECTIONS:
+            if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 if now - self._open[oldest] < UNHURRIED_SECONDS:
                     return False
@@ -279,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = _Bounded(self.rfile, MOST_HEADER_BYTES)  # type: ignore[assignment]
+        self.rfile = _Bounded(self.rfile, MAX_HEADER_BYTES)   # type: ignore[assignment]
 
     def version_string(self) -> str:
         return self.server_version             # no version of Python

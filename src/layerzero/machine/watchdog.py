@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def reason(self) -> Reason | None:
-        """Why a kernel with this outcome must not run in this process; None if it ran."""
+        """Returns why a kernel with this outcome must not run in this process; None if it ran."""
         if self.status == "ran":
             return None
         if self.status == "timeout":

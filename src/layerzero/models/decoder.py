@@ -21,7 +21,7 @@ from .block import Block, Either, Glue, Part, Stage
 from .decoder_config import DecoderConfig, activate, cast, make_weights, plain_weights
 from .kv_cache import kv_cache
 from .positions import rope_tables
-from .weights.ggml import GgmlWeight, Weight, format_of, held_weights, raw_tensor
+from .weights.ggml import GgmlWeight, Weight, format_of, raw_tensor, weight_formats
 
 STAGES = ("ln1_out", "q", "k", "scores", "attn_out", "proj_out", "ln2_out", "fc1", "act", "output")
 
@@ -114,17 +114,18 @@ class CachedKV:
 
 def layer_parts(c: DecoderConfig, attend: Sequence[Part], *, experts: Sequence[Part] = (),
                 layout: Literal["bshd", "bhsd"] = "bshd", indexed: bool = True,
-                held: Mapping[str, str] | None = None,
+                formats: Mapping[str, str] | None = None,
                 activations: str = "none") -> tuple[Part, ...]:
     """Returns one layer, from "input" to "output". `attend` computes "attn_out" from "q", "k" and
     "v", `experts` "mlp_out" from "ln2_out" where the layer has them.
 
     The other values it reads are the weights ("ln1.weight", "qkv.weight", "qkv.bias", ...) and,
     with rope, the tables "cos" and "sin". They are `indexed` by the "positions" of the tokens, or
-    else have one row for each token. Heads go from rope to attention in `layout`. `held` maps the
-    names of the weights to their formats, "" for tensors; `activations` is lz.quantized_linear's.
+    else have one row for each token. Heads go from rope to attention in `layout`. `formats` maps
+    the names of the weights to their formats, "" for tensors; `activations` is
+    lz.quantized_linear's.
     """
-    held = plain_weights(c) if held is None else held
+    formats = plain_weights(c) if formats is None else formats
 
     def split(packed: Tensor) -> tuple[Tensor, ...]:
         heads = packed.unflatten(-1, (-1, c.head_dim)).split((c.heads, c.kv_heads, c.kv_heads), -2)
@@ -134,10 +135,10 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *, experts: Sequence[P
         return (heads.transpose(1, 2) if layout == "bhsd" else heads).flatten(-2)
 
     def linear(x: str, name: str, gives: str) -> Iterator[Part]:
-        return _linear(held, activations, x, name, gives)
+        return _linear(formats, activations, x, name, gives)
 
     def norm(x: str, name: str, gives: str) -> Stage:
-        return _norm(c, x, name, gives, held)
+        return _norm(c, x, name, gives, formats)
 
     raw = ("q0", "k0") if c.positions == "rope" else ("q", "k")
     fresh = ("q1", "k1") if c.qk_norm else raw
@@ -159,21 +160,21 @@ def layer_parts(c: DecoderConfig, attend: Sequence[Part], *, experts: Sequence[P
         *attend,
         Glue("join heads", join, ("attn_out",), ("joined",)),
         *linear("joined", "out", "proj_out"),
-        *_residual_norm(c, held),
-        *(experts if c.experts else _mlp_parts(c, held, linear)),
+        *_residual_norm(c, formats),
+        *(experts if c.experts else _mlp_parts(c, formats, linear)),
         *((norm("mlp_out", "post_mlp", "mlp_normed"),) if c.post_norms else ()),
         Glue("add", torch.add, ("resid", "mlp_normed" if c.post_norms else "mlp_out"), ("output",),
              is_copy=False),
     )
 
 
-def _residual_norm(c: DecoderConfig, held: Mapping[str, str]) -> Iterator[Part]:
+def _residual_norm(c: DecoderConfig, formats: Mapping[str, str]) -> Iterator[Part]:
     """Yields "resid" and "ln2_out" from "input" and "proj_out"."""
     branch = "proj_normed" if c.post_norms else "proj_out"
     if c.post_norms:
-        yield _norm(c, "proj_out", "post_attention", branch, held)
+        yield _norm(c, "proj_out", "post_attention", branch, formats)
     add = Glue("add", torch.add, ("input", branch), ("resid",), is_copy=False)
-    second = _norm(c, "resid", "ln2", "ln2_out", held)
+    second = _norm(c, "resid", "ln2", "ln2_out", formats)
     if c.norm == "rms":
         yield Either(((add, second), (Stage(
             "add_rms_norm", {"x": branch, "residual": "input", "weight": "ln2.weight"},
@@ -182,16 +183,16 @@ def _residual_norm(c: DecoderConfig, held: Mapping[str, str]) -> Iterator[Part]:
         yield from (add, second)
 
 
-def _mlp_parts(c: DecoderConfig, held: Mapping[str, str],
+def _mlp_parts(c: DecoderConfig, formats: Mapping[str, str],
                linear: Callable[[str, str, str], Iterator[Part]]) -> Iterator[Part]:
     """Yields "mlp_out" from "ln2_out"."""
     apart = (*linear("ln2_out", "in", "fc1"),
              Glue("activation", lambda wide: activate(c, wide), ("fc1",), ("act",), is_copy=False),
              *linear("act", "down", "mlp_out"))
-    if held.get("in", "-") or held["down"]:    # quantized, or gate and up in two weights
+    if formats.get("in", "-") or formats["down"]:  # quantized, or gate and up in two weights
         yield from apart
         return
-    biases = {f"bias_{n}": f"{n}.bias" for n in ("in", "down") if f"{n}.bias" in held}
+    biases = {f"bias_{n}": f"{n}.bias" for n in ("in", "down") if f"{n}.bias" in formats}
     yield Either((apart, (Stage(
         "mlp", {"x": "ln2_out", "weight_in": "in.weight", "weight_down": "down.weight", **biases},
         ("mlp_out",), {"activation": c.activation}),)))
@@ -201,24 +202,24 @@ def _mlp_parts(c: DecoderConfig, held: Mapping[str, str],
 APART = {"qkv": ("q", "k", "v"), "in": ("gate", "up")}
 
 
-def _linear(held: Mapping[str, str], activations: str, x: str, name: str,
+def _linear(formats: Mapping[str, str], activations: str, x: str, name: str,
             gives: str) -> Iterator[Part]:
-    if name not in held:
+    if name not in formats:
         parts = [f"{gives}.{n}" for n in APART[name]]
         for n, part in zip(APART[name], parts):
-            yield from _linear(held, activations, x, n, part)
+            yield from _linear(formats, activations, x, n, part)
         yield Glue("join", lambda *outs: torch.cat(outs, -1), tuple(parts), (gives,))
         return
-    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in held else {}
-    if held[name]:
+    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in formats else {}
+    if formats[name]:
         yield Stage("quantized_linear", {"x": x, "weight_q": f"{name}.weight", **bias}, (gives,),
-                    {"scales": None, "format": held[name], "activations": activations})
+                    {"scales": None, "format": formats[name], "activations": activations})
     else:
         yield Stage("linear", {"x": x, "weight": f"{name}.weight", **bias}, (gives,))
 
 
-def _norm(c: DecoderConfig, x: str, name: str, gives: str, held: Mapping[str, str]) -> Stage:
-    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in held else {}
+def _norm(c: DecoderConfig, x: str, name: str, gives: str, formats: Mapping[str, str]) -> Stage:
+    bias = {"bias": f"{name}.bias"} if f"{name}.bias" in formats else {}
     takes = {"x": x, "weight": f"{name}.weight", **bias}
     return Stage(f"{c.norm}_norm", takes, (gives,), {"eps": c.eps})
 
@@ -255,14 +256,14 @@ class Decoder:
     def _layer(self, i: int) -> tuple[Parts, dict[str, Any]]:
         """Returns the parts and the weights of a layer."""
         if i not in self._layers:
-            held = held_weights(self.weights, f"{i}.")
-            kind = tuple(sorted(held.items()))
+            formats = weight_formats(self.weights, f"{i}.")
+            kind = tuple(sorted(formats.items()))
             if kind not in self._parts:
                 attend = Glue("attend", self._attend, ("layer", "q", "k", "v", "past"),
                               ("attn_out",))
                 experts = Glue("experts", self.run_experts, ("layer", "ln2_out"), ("mlp_out",))
                 self._parts[kind] = tuple(_chosen_parts(layer_parts(
-                    self.config, (attend,), experts=(experts,), held=held,
+                    self.config, (attend,), experts=(experts,), formats=formats,
                     activations=self.activations), self.fused))
             self._layers[i] = self._parts[kind], layer_values(self.weights, f"{i}.")
         return self._layers[i]
@@ -298,9 +299,9 @@ class Decoder:
     def head(self, x: Tensor) -> Tensor:
         weight = self.weights["embed" if self.config.tied else "head"]
         values = {"input": x, "head.weight": raw_tensor(weight), **layer_values(self.weights, "")}
-        held = {**held_weights(self.weights, ""), "head": format_of(weight)}
-        parts = (_norm(self.config, "input", "norm", "norm_out", held),
-                 *_linear(held, self.activations, "norm_out", "head", "logits"))
+        formats = {**weight_formats(self.weights, ""), "head": format_of(weight)}
+        parts = (_norm(self.config, "input", "norm", "norm_out", formats),
+                 *_linear(formats, self.activations, "norm_out", "head", "logits"))
         self._run(_chosen_parts(parts, self.fused), values)
         logits: Tensor = values["logits"]
         cap = self.config.logit_softcap
@@ -390,7 +391,7 @@ class Decoder:
 
 def layer_values(weights: Mapping[str, Weight], at: str) -> dict[str, Any]:
     """Returns the weights of a layer ("3.") or of the last norm ("") by their names in parts."""
-    names = held_weights(weights, at)
+    names = weight_formats(weights, at)
     return {name if name.endswith(".bias") else f"{name}.weight": raw_tensor(weights[at + name])
             for name in names}
 

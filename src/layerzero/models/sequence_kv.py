@@ -18,7 +18,7 @@ from ..spec.errors import CacheFull, ConfigError
 from .decoder_config import DecoderConfig
 
 KINDS = ("float32", "bfloat16", "float16", "q8_0")
-LEAST_ROOM = 256                               # tokens
+MIN_CAPACITY = 256                             # tokens
 
 
 class SequenceKV:
@@ -36,7 +36,7 @@ class SequenceKV:
         width = (GGML_FORMATS[kind].row_bytes(config.head_dim) if kind == "q8_0"
                  else config.head_dim)
         dtype = torch.uint8 if kind == "q8_0" else getattr(torch, kind)
-        room = min(capacity, LEAST_ROOM)
+        room = min(capacity, MIN_CAPACITY)
         self.keys, self.values = (
             [torch.empty((batch, room, config.kv_heads, width), dtype=dtype, device=device)
              for _ in range(config.layers)] for _ in range(2))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dispatch.facts import dtype_name
 from ..machine.faults import FAULTS
-from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
+from ..spec.call import MAX_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import DataError, InvalidCall
 from ..spec.op import Op
 
@@ -45,7 +45,7 @@ def _describe_tensor(tensor: Tensor) -> TensorSpec:
     dtype = dtype_name(tensor.dtype)
     if not is_integer or tensor.is_meta or tensor.is_quantized:
         return TensorSpec(shape, dtype, strides)
-    if tensor.numel() <= MOST_VALUES:
+    if tensor.numel() <= MAX_VALUES:
         return TensorSpec(shape, dtype, strides, tuple(tensor.to(torch.int64).flatten().tolist()))
     return TensorSpec(shape, dtype, strides, below=max(int(tensor.max()) + 1, 1))
 

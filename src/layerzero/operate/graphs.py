@@ -202,7 +202,7 @@ def warmup_capture(fn: Callable[..., Any], *args: Any, times: int = WARM_UPS,
 
 @dataclass(frozen=True)
 class Problem:
-    """What went wrong in a capture."""
+    """A problem of a capture."""
 
     # no cuda | sync | allocation | no kernel | fault | stale result
     kind: str

@@ -91,8 +91,8 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
         if adaptation is None:
             raise
         plan = explain(op, backend=backend, policy=policy, on=on, **adaptation.values)
-        rates = _with_device(worlds.current(), on).surroundings(plan.facts["device"],
-                                                                override).rates
+        rates = _with_device(worlds.current(), on).selection_context(plan.facts["device"],
+                                                                     override).rates
         return replace(plan, steps=tuple(with_casts(step, adaptation.casts, rates)
                                          for step in plan.steps))
     world = _with_device(worlds.current(), on)
@@ -115,7 +115,7 @@ def explain(op: str | Callable[..., Any], /, *args: Any, backend: str | None = N
 
 
 def _notes(step: Step, dispatcher: Dispatcher, world: worlds.World) -> Iterator[str]:
-    """What happened to earlier calls of a kernel."""
+    """Yields what happened to earlier calls of a kernel."""
     if step.note:
         yield step.note
     health = world.health.get(world.catalog.by_id[step.kernel].health)
@@ -194,12 +194,12 @@ def list_kernels(op: str | None = None, device: str | None = None) -> list[Kerne
     if op is not None:
         dispatcher_of(op)
     kind = device or hardware.main_kind()
-    surroundings = world.surroundings(kind, None)
+    context = world.selection_context(kind, None)
     rows = []
     for o in world.catalog.ops.values():
         if op is not None and o.name != op:
             continue
-        roster = world.roster(o, kind, surroundings)
+        roster = world.roster(o, kind, context)
         reasons = {r.kernel: r.reasons for r in roster.rejected}
         rows += [KernelInfo(k.id, o.name, status_of(k, reasons.get(k.id, ()), world),
                             reasons.get(k.id, ()), tuple(map(str, k.requires)), k.package, k.note)
@@ -223,7 +223,7 @@ class DoctorCheck:
 
     name: str
     ok: bool
-    found: str
+    detail: str
     hint: str = ""
 
 
@@ -244,12 +244,12 @@ class DoctorReport(Displayed, Record, json="ok checks versions devices"):
 
     def _cells(self) -> Cells:
         return ("", "check", "found", "hint"), [
-            ("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in self.checks]
+            ("ok" if c.ok else "!!", c.name, c.detail, c.hint) for c in self.checks]
 
     def __str__(self) -> str:
         lines = [f"{d.type}:{d.index} {d.name}" for d in self.devices]
         for c in self.checks:
-            lines.append(f"{'ok ' if c.ok else '!! '} {c.name:<28} {c.found}")
+            lines.append(f"{'ok ' if c.ok else '!! '} {c.name:<28} {c.detail}")
             if c.hint:
                 lines.append(f"     hint: {c.hint}")
         return "\n".join(lines)
@@ -339,7 +339,8 @@ def doctor(deep: bool = False) -> DoctorReport:
 
 
 def _advice(kernel: Kernel | None, reason: Reason, deep: bool) -> str:
-    """What to do about a kernel that does not load: isolate it, if it does where it is alone."""
+    """Returns what to do about a kernel that does not load: isolate it, if it does where it is
+    alone."""
     if (deep and kernel is not None and kernel.package and reason.code in isolation.CONFLICTS
         and loading.import_in_subprocess(kernel.package) is None):
         return (f"{kernel.package} works in a process of its own: set isolation: "

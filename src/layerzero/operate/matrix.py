@@ -30,17 +30,18 @@ class MatrixRow(Record):
     library: str
     kernels: int
     declared: str                              # "flash-attn >=2.5,<3; torch >=2.4"
-    found: str                                 # "flash-attn 2.8.3; torch 2.8.0"
+    installed: str                             # "flash-attn 2.8.3; torch 2.8.0"
     verdict: str                               # fits | not installed | what conflicts
     worker: str = NONE                         # interpreter of its worker
-    found_there: str = NONE
-    verdict_there: str = NONE
+    worker_installed: str = NONE
+    worker_verdict: str = NONE
 
     @property
     def ok(self) -> bool:
-        """Whether what is installed can be used somewhere; what is not installed is no conflict."""
-        return FITS in (self.verdict, self.verdict_there) or (
-            self.verdict == ABSENT and self.verdict_there in (NONE, ABSENT))
+        """Returns whether what is installed can be used somewhere; what is not installed is no
+        conflict."""
+        return FITS in (self.verdict, self.worker_verdict) or (
+            self.verdict == ABSENT and self.worker_verdict in (NONE, ABSENT))
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,10 +61,10 @@ class Matrix(Displayed, Record, json="ok rows versions"):
                 + (f"{len(wrong)} in conflict: {', '.join(wrong)}" if wrong else "no conflict"))
 
     def _cells(self) -> Cells:
-        return ("", "library", "kernels", "declared", "found", "verdict", "worker", "found there",
-                "verdict there"), [
-            ("ok" if r.ok else "!!", r.library, r.kernels, r.declared, r.found, r.verdict, r.worker,
-             r.found_there, r.verdict_there) for r in self.rows]
+        return ("", "library", "kernels", "declared", "installed", "verdict", "worker",
+                "installed there", "verdict there"), [
+            ("ok" if r.ok else "!!", r.library, r.kernels, r.declared, r.installed, r.verdict,
+             r.worker, r.worker_installed, r.worker_verdict) for r in self.rows]
 
     def __str__(self) -> str:
         head, cells = self._cells()
@@ -105,7 +106,7 @@ def matrix(deep: bool = False) -> Matrix:
 
 def _in_worker(kernel: Kernel, name: str, entry: Isolation, deep: bool,
                imported: dict[tuple[str, str], str]) -> tuple[str, str, str]:
-    why = isolation.why_not(kernel)
+    why = isolation.worker_obstacle(kernel)
     if why:
         return entry.python or "this one", NONE, why
     versions, verdict = _compare(kernel, name, entry.python, None)

@@ -60,7 +60,7 @@ _thread_local = threading.local()
 
 
 class Observer(Protocol):
-    """What is notified of every call that is served, while it is started."""
+    """Is notified of every call that is served, while it is started."""
 
     def served(self, op: Op, entry: Entry, kernel: str, values: tuple[Any, ...], began: int,
                ended: int) -> None:
@@ -106,8 +106,8 @@ class Recorder:
         self._waits = False                    # for a file that cannot be written now
 
     def after_fork(self) -> None:
-        """In the child: a recording to a folder goes on in a file of its own, one to a file is the
-        parent's."""
+        """Runs in a forked child: a recording to a folder goes on in a file of its own, one to a
+        file is the parent's."""
         self._begin(None)
 
     @property
@@ -119,7 +119,7 @@ class Recorder:
 
     @property
     def unwritten(self) -> int:
-        """How many calls could not be described."""
+        """Returns how many calls could not be described."""
         with self._lock:
             return sum(k.count.total for k in self._lines.values() if k.call is None)
 

@@ -61,7 +61,7 @@ Source = Iterable[Call] | str | os.PathLike[str] | HasCompiledCalls
 
 @dataclass(frozen=True)
 class WarmupOutcome(Record):
-    """What became of one call."""
+    """The outcome of one call."""
 
     call: Call
     state: str = "waiting"                     # waiting | ready | failed | skipped
@@ -387,7 +387,7 @@ def _close() -> None:
 
 
 def _after_fork() -> None:
-    """In the child: the thread is gone, so what waits is skipped."""
+    """Runs in a forked child: the thread is gone, so what waits is skipped."""
     global _lock, _thread, _current
     waiting = [*(job for job in (*_critical, *_rest) if isinstance(job, _Job)),
                *([_current] if _current else [])]

@@ -122,10 +122,6 @@ class Store(ABC):
         self.write((m if m.environment else m._replace(environment=default) for m in rows),
                    environments, {})
 
-    def put_rates(self, rates: Mapping[str, Rates], at: float | None = None) -> None:
-        measured_at = time.time() if at is None else at
-        self.write((), {}, {place: (r, measured_at) for place, r in rates.items()})
-
     def rates(self) -> dict[str, Rates]:
         return {place: rates for place, (rates, _) in self.timed_rates().items()}
 

@@ -34,7 +34,8 @@ File = tuple[int, int]                         # device and inode
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What is at a path: a database of ours, an empty file (which becomes one), or nothing."""
+    """Describes what is at a path: a database of ours, an empty file (which becomes one), or
+    nothing."""
 
     kind: str                                  # "ours" | "empty" | "missing"
     file: File | None = None

@@ -69,7 +69,7 @@ class Measurement(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Any) -> Measurement:
-        """What came from a file is not trusted to be what it says: DataError."""
+        """Reads a row of a file, which is not trusted: DataError says what is wrong with it."""
         return decode(cls, data, "measurement").checked()
 
     def checked(self) -> Measurement:
@@ -91,8 +91,8 @@ class Measurement(NamedTuple):
                         f"got {value!r}")
                 values.append(value)
                 continue
-            low, kind = _LEAST.get(name, 0.0), int if name == "samples" else float
-            most = _MOST.get(name, 1e300)
+            low, kind = _MIN.get(name, 0.0), int if name == "samples" else float
+            most = _MAX.get(name, 1e300)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not low <= value < most:
                 raise DataError(f"measurement of {self.kernel!r}: {name} must be a number >= "
@@ -119,8 +119,8 @@ TEXTS = frozenset(("kernel", "op", "bucket", "place", "family", "sizes", "build"
                    "mode"))
 _SIZE = re.compile(r"\w+=-?\d{1,19}")
 _REQUIRED = ("kernel", "op", "bucket", "place", "median_us")
-_LEAST: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
-_MOST: Mapping[str, float] = {"samples": 2.0**53}  # exact as a double
+_MIN: Mapping[str, float] = {"median_us": 1e-6, "samples": 1}
+_MAX: Mapping[str, float] = {"samples": 2.0**53}   # exact as a double
 
 
 def is_text(value: Any) -> bool:
@@ -215,7 +215,7 @@ def place_of(device: Device, threads: int = 0) -> str:
 
 
 def is_cpu_place(place: str) -> bool:
-    """Only the places of CPUs name a number of threads."""
+    """Returns whether it is the place of a CPU: only these name a number of threads."""
     return place.endswith("t") and "-" in place
 
 

@@ -138,7 +138,8 @@ def _with_row(run: Any, dispatcher: Dispatcher, named: Mapping[str, Any], names:
         return row.covers(facts(tensors))
 
     def checked(*tensors: Tensor) -> Any:
-        """The bound kernel where it was bound for this call; else the op itself, and an event."""
+        """Returns the bound kernel where it was bound for this call; else the op itself, and an
+        event."""
         call = facts(tensors)
         if row.covers(call):
             return run(*tensors)
@@ -276,7 +277,8 @@ class Baked:
             self._first = False
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend that Dynamo hands a graph to, in which the lz calls are still whole."""
+        """Returns the backend that Dynamo hands a graph to, in which the lz calls are still
+        whole."""
         autocast = any(n.op == "call_function"
                        and getattr(n.target, "__name__", "") == "_enter_autocast"
                        for n in graph.graph.nodes)

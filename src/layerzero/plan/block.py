@@ -260,7 +260,7 @@ class _Search:
                 raise
             return
         if (moved.cast_bytes
-            and not self.world.surroundings(kind, None).policy.setting("allow_adaptation")):
+            and not self.world.selection_context(kind, None).policy.setting("allow_adaptation")):
             return
         for step in self.world.plan(op, facts).steps:
             self.seen += 1
@@ -281,7 +281,7 @@ class _Search:
                         {**path.values, **dict(zip(part.gives, out))}, path.fused)
 
     def rates(self, kind: str) -> Any:
-        return self.world.surroundings(kind, None).rates
+        return self.world.selection_context(kind, None).rates
 
 
 def _fits(op: Op, layout: str, arguments: Mapping[str, Any]) -> bool:

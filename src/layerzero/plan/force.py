@@ -22,7 +22,7 @@ from ..world import snapshot as worlds
 from ..world.capabilities import is_numeric
 from ..world.snapshot import World
 from ..world.tables import ActiveTable
-from .lower import lowered
+from .lower import compiled_find
 from .table import Row, Stamp, Table
 
 
@@ -39,7 +39,7 @@ def use_table(table: Table | str | os.PathLike[str] | None, warm: bool = True) -
     loaded = table if isinstance(table, Table) else Table.load(table)
     check_table(loaded, worlds.current())
     warmed = _warmed(loaded) if warm else frozenset()
-    ready = replace(loaded, finder=lowered(loaded))
+    ready = replace(loaded, finder=compiled_find(loaded))
 
     def change(world: World) -> World:
         # again: it may have changed while kernels were compiled

@@ -214,12 +214,12 @@ def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violatio
         drift = Reason(Code.PLAN_DRIFT, f"a kernel of {row.op}", f"one of {kernel.op.name}")
         yield Violation(kernel.id, drift, str(row))
         return
-    around = world.surroundings(kind, None)
-    refused = next((r.reasons for r in world.roster(op, kind, around).rejected
+    context = world.selection_context(kind, None)
+    refused = next((r.reasons for r in world.roster(op, kind, context).rejected
                     if r.kernel == kernel.id), ())
-    known = facts_of_row(op, row, around.device)
+    known = facts_of_row(op, row, context.device)
     facts = {n: v.high if isinstance(v, Span) else v for n, v in known.items()}
-    denied = around.policy.verdict(kernel.id, op.name, facts)
+    denied = context.policy.verdict(kernel.id, op.name, facts)
     for reason in (*refused, *([denied] if denied is not None else [])):
         yield Violation(kernel.id, reason, str(row))
     if not refused and not proven(op, kernel, row.choices[0], known):
@@ -233,7 +233,7 @@ def _row_violations(row: Row, kernel: Kernel, world: World) -> Iterator[Violatio
 
 Choices = Union[Table, Lockfile]
 # that are left of a row, on average, when others are taken out
-_MOST_PIECES = 5
+_MAX_PIECES = 5
 
 
 def load_choices(path: str | os.PathLike[str]) -> Choices:
@@ -269,7 +269,7 @@ def compare(a: Choices, b: Choices) -> tuple[Difference, ...]:
     Ranges that overlap in part are split.
     """
     differences = []
-    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MOST_PIECES
+    index_b, index_a, work = _RowIndex(b.rows), _RowIndex(a.rows), [-1000 - _MAX_PIECES
                                                                     * (len(a.rows) + len(b.rows))]
     for row in a.rows:
         rest = [row]

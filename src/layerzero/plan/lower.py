@@ -49,7 +49,7 @@ def lower(table: Table) -> str:
     return "\n".join(lines)
 
 
-def lowered(table: Table) -> Callable[[str, Facts], int]:
+def compiled_find(table: Table) -> Callable[[str, Facts], int]:
     """Return the module's `find`, ready to call."""
     return module(table)["find"]  # type: ignore[no-any-return]
 
@@ -159,7 +159,8 @@ def _leaf(row: int, sizes: Mapping[str, Span], path: Path) -> str:
 
 
 def _tests(sizes: Mapping[str, Span], path: Path) -> list[str]:
-    """The comparisons that the path has not made yet. Of its lower ends is known: greater than."""
+    """Returns the comparisons that the path has not made yet. Of its lower ends is known: greater
+    than."""
     tests = []
     for name, span in sizes.items():
         over, most = path.get(name, (None, None))
@@ -186,7 +187,8 @@ def _next(n: Number) -> Number | None:
 
 
 def _cut(boxes: Sequence[Box]) -> tuple[str, Number] | None:
-    """A size and a number that no box lies across, with about as many boxes on either side."""
+    """Returns a size and a number that no box lies across, with about as many boxes on either
+    side."""
     best: tuple[int, str, Number] | None = None
     for name in boxes[0][1]:
         lows, highs = (sorted(_end(box, name, which) for box in boxes) for which in (0, 1))

@@ -132,8 +132,8 @@ def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], wor
                                  "a kernel that may serve each call, and those that policy locks",
                                  findings,
                         f"{len(decided)} calls, served by {', '.join(served)}")
-    around = world.surroundings(kind, None)
-    able = {op.name: world.roster(op, kind, around).viable for op in world.catalog.ops.values()}
+    context = world.selection_context(kind, None)
+    able = {op.name: world.roster(op, kind, context).viable for op in world.catalog.ops.values()}
     findings += [ReadinessFinding(FAIL, f"{op}: no kernel can run on {kind}", "lz list shows why")
                  for op, kernels in able.items() if not kernels]
     return ReadinessCheck.of("kernels", "a kernel for each op, and those that policy locks",
@@ -144,7 +144,7 @@ def _kernels(decided: Sequence[Decision], wrong: Sequence[ReadinessFinding], wor
 
 def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
     """Yield the locks of the policy whose kernels cannot run here."""
-    around = world.surroundings(kind, None)
+    context = world.selection_context(kind, None)
     for layer in world.policy.layers:
         for rule in layer.rules:
             if rule.action != "lock":
@@ -152,7 +152,7 @@ def _required(world: World, kind: str) -> Iterator[ReadinessFinding]:
             for op in world.catalog.ops.values():
                 named = [k for k in world.kernels(op.name) if rule.applies_to(op.name)
                          and rule.covers(k.id)]
-                refused = {r.kernel: r.reasons for r in world.roster(op, kind, around).rejected}
+                refused = {r.kernel: r.reasons for r in world.roster(op, kind, context).rejected}
                 if named and all(k.id in refused for k in named):
                     why = "; ".join(str(r) for r in refused[named[0].id])
                     yield ReadinessFinding(
@@ -174,11 +174,11 @@ def _certificates(decided: Sequence[Decision], world: World, kind: str) -> Readi
         near = {r.kernel for d in decided for r in d.plan.rejected
                 if {reason.code for reason in r.reasons} == {Code.UNCERTIFIED}}
     else:
-        around = world.surroundings(kind, None)
+        context = world.selection_context(kind, None)
         able = {k.id for op in world.catalog.ops.values()
-                for k in world.roster(op, kind, around).viable
+                for k in world.roster(op, kind, context).viable
                 if not k.untested}
-        ids = {i for i in able if i in around.certified}
+        ids = {i for i in able if i in context.certified}
         near = able - ids
     near = {i for i in near if not i.startswith("reference.")}
     standing = certificates.statuses([world.catalog.by_id[i] for i in sorted(near)],

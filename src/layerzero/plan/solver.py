@@ -35,9 +35,9 @@ from .proof import Known, interval, proven
 from .table import Artefact, Choice, Facts, Number, Row, Scalar, Span, Stamp, Table
 
 # of one family of calls that are decided beyond those that came
-MOST_CELLS = 4096
+MAX_CELLS = 4096
 # sizes of a bucket that are looked at for their divisors
-MOST_RESIDUES = 64
+MAX_RESIDUES = 64
 _ALWAYS = ("device", "dtype", "grad", "deterministic", "graph", "tensor_kind")
 _NUMERIC_TENSOR_FACTS = ("alignment", "stride_last")
 
@@ -158,7 +158,7 @@ class _Solver:
         total = 1
         for values in axes:
             total *= len(values)
-        if total > MOST_CELLS:
+        if total > MAX_CELLS:
             return
         contract = family.op.requires
         for sizes in itertools.product(*axes):
@@ -385,8 +385,8 @@ def _representatives(f: NumberField, first: int, last: int) -> Iterator[int]:
     while at <= end:
         top = bucket_top(at)
         kinds: dict[Span, list[int]] = {}
-        near = [*range(at, min(top, at + MOST_RESIDUES) + 1),
-                *range(max(at, top - MOST_RESIDUES), top + 1)]
+        near = [*range(at, min(top, at + MAX_RESIDUES) + 1),
+                *range(max(at, top - MAX_RESIDUES), top + 1)]
         edges = [n for e in (*f.above, *f.equals) for n in (_floor(e) - 1, _floor(e), _floor(e) + 1)
                  if at <= n <= top]
         for n in sorted({*near, *edges}):

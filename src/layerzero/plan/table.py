@@ -36,7 +36,7 @@ from ..world.snapshot import World
 
 SCHEMA = "layerzero.dispatch_table/1"
 DEFAULT_PATH = "dispatch_table.json"
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 TRANSFORMS = ("contiguous", "cast", "layout")
 # of a device: as in its signature, these do not count
 _SAME_MACHINE = ("index", "total_memory")
@@ -56,7 +56,7 @@ def _in_order(ends: Sequence[Any]) -> bool:
 Ends = Annotated[tuple[Union[Number, None], Union[Number, None]],
                  Check("a range [from, to] of numbers or null, the smaller one first", _in_order)]
 Divisor = Annotated[int, Check("a whole number > 0", lambda n: n > 0)]
-MOST = Check(f"a list of at most {MOST_ROWS}", lambda rows: len(rows) <= MOST_ROWS)
+ROW_LIMIT = Check(f"a list of at most {MAX_ROWS}", lambda rows: len(rows) <= MAX_ROWS)
 
 
 class Span(NamedTuple):
@@ -171,7 +171,7 @@ class Row(Record):
 @dataclass(frozen=True)
 class Stamp(Record, json="device signature place policy capabilities builds library",
             names={"library": "layerzero"}):
-    """Where a table is valid."""
+    """The machine and settings for which a table is valid."""
 
     device: Device
     # as measurements have it: the device's signature and threads
@@ -259,8 +259,8 @@ class Hashed(Record):
 class Table(Hashed, json="stamp rows jit", header={"schema": SCHEMA}):
     miss_code: ClassVar[Code] = Code.PLAN_BUCKET_MISS
     stamp: Stamp
-    rows: Annotated[tuple[Row, ...], MOST]
-    jit: Annotated[tuple[Artefact, ...], MOST] = ()
+    rows: Annotated[tuple[Row, ...], ROW_LIMIT]
+    jit: Annotated[tuple[Artefact, ...], ROW_LIMIT] = ()
     # the lowered form
     finder: Callable[[str, Facts], int] | None = field(default=None, compare=False, repr=False)
 

@@ -48,7 +48,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]     # lz, torch
 
 @dataclass(frozen=True)
 class MeasuredSpeed(Record):
-    """How many times faster than torch, and between which ratios the true one lies with 95 %
+    """The speed as a multiple of torch, with the ratios between which the true one lies with 95 %
     confidence."""
 
     ratio: Positive

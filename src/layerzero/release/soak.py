@@ -43,12 +43,12 @@ SCHEMA = "layerzero.soak/1"
 # remembered choices: full after seconds, so that a leak is told from it
 CACHE_SIZE = 256
 # a cycle is longer where there would be more samples than these
-CYCLE_SECONDS, MOST_SAMPLES = 5.0, 720
+CYCLE_SECONDS, MAX_SAMPLES = 5.0, 720
 PROBE_CALLS, PROBE_ROUNDS = 20, 100
 # of each part: caches fill and libraries load, which is no trend
 WARM_UP = 0.25
 # a slope per hour of less time than this would be a guess
-LEAST_JUDGED_HOURS = 0.1
+MIN_JUDGED_HOURS = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class SoakPart(Record, whole=True):
 
 @dataclass(frozen=True)
 class Bound:
-    """How much one series may grow in an hour: in its own unit, or as a share of its level."""
+    """The most that one series may grow in an hour: in its own unit, or as a share of its level."""
 
     name: str
     unit: str
@@ -165,7 +165,7 @@ class SoakReport(Record, header={"schema": SCHEMA}, whole=True,
     def series(self) -> list[Series]:
         series = []
         parts = [part.judged for part in self.parts]
-        long_enough = sum(s[-1].at - s[0].at for s in parts if s) / 3600 >= LEAST_JUDGED_HOURS
+        long_enough = sum(s[-1].at - s[0].at for s in parts if s) / 3600 >= MIN_JUDGED_HOURS
         flat = [s for samples in parts for s in samples]
         for bound in BOUNDS if flat else ():
             trend = theil_sen([[(s.at / 3600, float(bound.of(s))) for s in samples]
@@ -229,7 +229,7 @@ def soak(seconds: float, *, device: str = "cpu", threads: int = 4, rate: float =
         workers = Workers(cases, tally, threads, seed)
         probe = Probe(kind)
         began = time.monotonic()
-        cycle = min(max(CYCLE_SECONDS, report.target_seconds / MOST_SAMPLES), max(seconds / 4, 0.5))
+        cycle = min(max(CYCLE_SECONDS, report.target_seconds / MAX_SAMPLES), max(seconds / 4, 0.5))
         try:
             disturbances.start()
             workers.start()

@@ -186,7 +186,7 @@ def _on_device(device: str) -> Tensor | None:
 
 
 def may_not_fork() -> str:
-    """Why this process must not be forked; "" if it may."""
+    """Returns why this process must not be forked; "" if it may."""
     if not hasattr(os, "fork"):
         return "this system does not fork"
     used = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind)

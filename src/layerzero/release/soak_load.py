@@ -40,7 +40,7 @@ from ..world import snapshot as worlds
 from ..world.settings import prefer
 
 CASES, DTYPES = 4, 2                           # of an operation
-MOST_FAILURES = 50                             # that are kept in words
+MAX_FAILURES = 50                              # that are kept in words
 FLAKY = "soak.flaky"                           # kernels that fail now and then
 # of one call over and over: enough of a kind for it to be learned
 BURST_SECONDS, BURST_CALLS = 0.05, 400
@@ -48,7 +48,7 @@ BURST_SECONDS, BURST_CALLS = 0.05, 400
 
 @dataclass
 class Tally:
-    """What happened, counted; of what went wrong, the first few in words."""
+    """Counts what happened; of what went wrong, the first few in words."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Tally:
     def fail(self, kind: str, text: str) -> None:
         with self.lock:
             self.counts[kind] += 1
-            if len(self.failures) < MOST_FAILURES:
+            if len(self.failures) < MAX_FAILURES:
                 self.failures.append(f"{kind}: {text}")
 
 
@@ -89,7 +89,7 @@ class Case:
                    else formula(op, upcast(values)), eager)
 
     def complaint(self, result: Any) -> str:
-        """What is wrong with a result; "" if it is right."""
+        """Returns what is wrong with a result; "" if it is right."""
         results = results_of(result)
         if self.op.read is not None:
             return ("" if results == self.eager

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from ..spec.codec import Record
 
 Point = tuple[float, float]                    # (hours, value)
-LEAST_SAMPLES = 12                             # fewer say nothing about a slope
+MIN_SAMPLES = 12                               # fewer say nothing about a slope
 SURE = 0.95
 # of a part; beyond these every second one is left out: pairs are many
-MOST_SAMPLES = 1500
+MAX_SAMPLES = 1500
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
         slopes += [(y - v) / (x - u) for i, (u, v) in enumerate(part) for x, y in part[i + 1:]
                    if x > u]
     samples = sum(map(len, thinned))
-    if samples < LEAST_SAMPLES or not slopes:
+    if samples < MIN_SAMPLES or not slopes:
         return None
     slopes.sort()
     reach = statistics.NormalDist().inv_cdf((1 + SURE) / 2) * math.sqrt(variance)
@@ -58,6 +58,6 @@ def theil_sen(parts: Sequence[Sequence[Point]]) -> Trend | None:
 
 
 def _thinned(part: Sequence[Point]) -> Sequence[Point]:
-    while len(part) > MOST_SAMPLES:
+    while len(part) > MAX_SAMPLES:
         part = part[::2]
     return part

@@ -31,8 +31,8 @@ from ..world.config import plain_loader
 VERSION = 1
 WAIVABLE = ("performance/", "soak/trend/")     # what a pattern must begin with
 REQUIRED, OPTIONAL = ("what", "reason", "expires"), ("target",)
-MOST_BYTES = 64 << 10                          # reading YAML takes a second for ten times that
-LEAST_REASON = 10                              # letters: "todo" is none
+MAX_BYTES = 64 << 10                           # reading YAML takes a second for ten times that
+MIN_REASON = 10                                # letters: "todo" is none
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
         raise ConfigError(f"{path}: reading waivers needs PyYAML; install pyyaml") from e
-    text = read_text(path, "a file of waivers", size=MOST_BYTES, error=ConfigError)
+    text = read_text(path, "a file of waivers", size=MAX_BYTES, error=ConfigError)
     try:
         data = plain_loader(yaml, text).get_single_data()
     except (yaml.YAMLError, RecursionError, ValueError) as e:
@@ -94,9 +94,9 @@ def _waiver(row: Any, at: str, problems: list[str]) -> Waiver | None:
         problems.append(
             f"{at}: only {' and '.join(w + '...' for w in WAIVABLE)} can be waived, got "
             f"{row['what']!r}; a wrong answer is corrected, not waived")
-    if len(row["reason"].strip()) < LEAST_REASON:
+    if len(row["reason"].strip()) < MIN_REASON:
         problems.append(
-            f"{at}: reason must say why, in {LEAST_REASON} letters or more, got {row['reason']!r}")
+            f"{at}: reason must say why, in {MIN_REASON} letters or more, got {row['reason']!r}")
     return Waiver(row["what"], row["reason"].strip(), row["expires"], row.get("target", ""), at)
 
 

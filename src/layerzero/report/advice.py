@@ -10,7 +10,7 @@ from itertools import islice
 from .formats import format_plural, format_share, format_time
 from .overview import CallKind, Overview
 
-MOST = 5
+MAX_COMMANDS = 5
 WORTH_SAYING = 0.01    # of the time of the workload
 
 
@@ -21,8 +21,8 @@ class Advice:
 
 
 def advise(overview: Overview) -> tuple[Advice, ...]:
-    """Return at most MOST commands; there is always one."""
-    return tuple(islice(_advices(overview), MOST)) or (
+    """Return at most MAX_COMMANDS commands; there is always one."""
+    return tuple(islice(_advices(overview), MAX_COMMANDS)) or (
         Advice("lz perf show", "Nothing is left to do: this lists what was measured."),)
 
 

@@ -36,7 +36,7 @@ class KernelTiming:
 
     @property
     def first_look(self) -> bool:
-        """Whether the kernel was so far behind that tuning stopped timing it."""
+        """Returns whether the kernel was so far behind that tuning stopped timing it."""
         return self.samples <= FIRST_LOOK
 
     @property
@@ -45,7 +45,7 @@ class KernelTiming:
 
 
 class Usage(NamedTuple):
-    """How a workload makes one kind of call."""
+    """The use that a workload makes of one kind of call."""
 
     calls: int
     chosen: str                                # the kernel that selection takes
@@ -71,7 +71,7 @@ class CallKind:
 
     @property
     def calls(self) -> int:
-        """How often the workload makes it; 0: it is no part of the workload."""
+        """Returns how often the workload makes it; 0: it is no part of the workload."""
         return self.usage.calls
 
     @property
@@ -112,7 +112,7 @@ class CallKind:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster the kernel that is used is than torch's own."""
+        """Returns how many times faster the kernel that is used is than torch's own."""
         return self.baseline.us / self.used.us if self.baseline else None
 
     @property
@@ -317,7 +317,7 @@ class Overview:
 
     @property
     def saved(self) -> SavedReport:
-        """What a later report is compared with."""
+        """Returns what a later report is compared with."""
         return SavedReport(
             self.device, self.place, self.created_at, self.at,
             self.workload.name if self.workload else "", tuple(SavedKind(

@@ -71,7 +71,7 @@ class Change:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster it became."""
+        """Returns how many times faster it became."""
         return self.before.us / self.after.us if self.before and self.after else None
 
     @property

@@ -39,7 +39,7 @@ NOTHING_SHIPPED = Shipped()
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SelectionContext:
     """Everything that a selection depends on besides the call."""
 
     policy: Policy
@@ -79,18 +79,18 @@ class Roster:
     repairable: Mapping[str, tuple[Any, ...]]
 
 
-def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
+def make_roster(kernels: Sequence[Kernel], context: SelectionContext) -> Roster:
     """Decide once per device what no call changes: libraries, health, rules on the device alone."""
     viable, dynamic, rejected = [], {}, []
     for kernel in kernels:
-        reasons = list(_outages(kernel, around))
+        reasons = list(_outages(kernel, context))
         rules = []
         for rule in kernel.requires:
             if not all(leaf.fact in DEVICE_FACTS for leaf in rule.leaves()):
                 rules.append(rule)
             # a CPU's "sm" says nothing
             elif not any(r.code is Code.PLATFORM_MISMATCH for r in reasons):
-                reason = rule.check(around.device)
+                reason = rule.check(context.device)
                 if reason is not None:
                     reasons.append(reason)
         if reasons:
@@ -103,22 +103,23 @@ def make_roster(kernels: Sequence[Kernel], around: Surroundings) -> Roster:
     return Roster(tuple(viable), dynamic, tuple(rejected), fitting, repairable)
 
 
-def _outages(kernel: Kernel, around: Surroundings) -> Sequence[Reason]:
-    health = around.health
-    reasons = (around.availability.get(kernel.id), health.get(kernel.health), health.get(kernel.id))
+def _outages(kernel: Kernel, context: SelectionContext) -> Sequence[Reason]:
+    health = context.health
+    reasons = (context.availability.get(kernel.id), health.get(kernel.health),
+               health.get(kernel.id))
     return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
 
-def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surroundings,
+def select(op: Op, roster: Roster, facts: Mapping[str, Any], context: SelectionContext,
            thorough: bool = False) -> Plan:
     """Rank the kernels that can serve the call.
 
     `thorough` also collects every reason against every other kernel; no call waits for that.
     """
-    policy = around.policy
+    policy = context.policy
     has_rules = policy.has_rules_for(op.name)
     lock = policy.lock(op.name, facts) if has_rules else None
-    demands = Demands.of(facts, around, lock is not None)
+    demands = Demands.of(facts, context, lock is not None)
     rejected: list[Rejected] = []
     fit: list[Candidate] = []
     largest: dict[str, Any] = {}               # filled by _fitted when needed
@@ -126,7 +127,7 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
     if thorough:
         for kernel in roster.viable:
             reasons, transforms, workspace = _judge(
-                kernel, roster.dynamic[kernel.id], op, facts, around, demands, largest)
+                kernel, roster.dynamic[kernel.id], op, facts, context, demands, largest)
             if reasons:
                 rejected.append(Rejected(kernel.id, tuple(reasons)))
             else:
@@ -143,42 +144,43 @@ def select(op: Op, roster: Roster, facts: Mapping[str, Any], around: Surrounding
                 and kernel.workspace == "0" == kernel.shared_memory):
                 fit.append((kernel, (), 0))
                 continue
-            reasons, transforms, workspace = _fitted(kernel, rules, op, facts, around, largest)
+            reasons, transforms, workspace = _fitted(kernel, rules, op, facts, context, largest)
             if not reasons:
                 fit.append((kernel, transforms, workspace))
             elif all(reason.code is Code.MEMORY_HEADROOM_EXCEEDED for reason in reasons):
                 refused.append(workspace)
-    steps = _rank(op, fit, facts, around, has_rules)
+    steps = _rank(op, fit, facts, context, has_rules)
     return Plan(op.name, facts, steps, tuple(rejected), policy.hash, lock.origin if lock else "",
                 refused_workspace=min(refused, default=0))
 
 
 def _needs_layout(kernel: Kernel, op: Op, facts: Mapping[str, Any]) -> bool:
-    """Whether the inputs must be viewed in another layout."""
+    """Returns whether the inputs must be viewed in another layout."""
     return bool(op.variant and kernel.variants and facts[op.variant] not in kernel.variants)
 
 
 def _judge(kernel: Kernel, rules: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
-           around: Surroundings, demands: Demands,
+           context: SelectionContext, demands: Demands,
            largest: dict[str, Any]) -> tuple[list[Reason], tuple[Transform, ...], int]:
-    """All reasons against a kernel; its transforms; its workspace in bytes."""
+    """Returns all reasons against a kernel, its transforms and its workspace in bytes."""
     reasons: list[Reason] = []
-    denied = around.policy.verdict(kernel.id, op.name, facts)
+    denied = context.policy.verdict(kernel.id, op.name, facts)
     if denied is not None:
         reasons.append(denied)
     reasons += demands.reasons(kernel)
     reasons += op.reasons((rule for rule in rules if not rule.repair), facts)
     unfit, transforms, workspace = _fitted(kernel, tuple(r for r in rules if r.repair), op, facts,
-                                           around, largest)
+                                           context, largest)
     return [*reasons, *unfit], transforms, workspace
 
 
-def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
-            around: Surroundings, largest: dict[str, Any]) -> tuple[list[Reason],
-                                                                    tuple[Transform, ...], int]:
-    """Reasons against the transforms that a kernel needs; these transforms; its workspace in bytes.
-    """
-    policy = around.policy
+def _fitted(
+    kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[str, Any],
+    context: SelectionContext, largest: dict[str, Any],
+) -> tuple[list[Reason], tuple[Transform, ...], int]:
+    """Returns the reasons against the transforms that a kernel needs, these transforms, and its
+    workspace in bytes."""
+    policy = context.policy
     reasons: list[Reason] = []
     transforms: list[Transform] = []
     for rule in repairable:
@@ -215,13 +217,14 @@ def _fitted(kernel: Kernel, repairable: tuple[Any, ...], op: Op, facts: Mapping[
         reasons.append(reason)
     if kernel.workspace != "0":
         workspace = int(parse(kernel.workspace)(largest))
-        if workspace and workspace > (room := around.headroom()):
+        if workspace and workspace > (room := context.headroom()):
             reasons.append(Reason(Code.MEMORY_HEADROOM_EXCEEDED, room, workspace))
     return reasons, tuple(dict.fromkeys(transforms)), workspace
 
 
 def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | None:
-    """Why a launch would exceed the device's shared memory, if so. An absent number counts as 0."""
+    """Returns why a launch would exceed the device's shared memory, if so. An absent number counts
+    as 0."""
     room, needs = facts.get("shared_per_block"), parse(kernel.shared_memory)
     if not room:                               # unknown for this device
         return None
@@ -231,7 +234,8 @@ def _shared_memory_reason(kernel: Kernel, facts: Mapping[str, Any]) -> Reason | 
 
 
 def kind_to_compile(op: Op, facts: Mapping[str, Any]) -> str:
-    """The kind of call that a JIT kernel is compiled for, as selection distinguishes them."""
+    """Returns the kind of call that a JIT kernel is compiled for, as selection distinguishes
+    them."""
     return f"{facts['device']} {kind_of(op, facts).bucket}"
 
 
@@ -240,9 +244,9 @@ def is_warm(kernel: Kernel, facts: Mapping[str, Any], warmed: Collection[Any]) -
             or (bool(warmed) and (kernel.id, kind_to_compile(kernel.op, facts)) in warmed))
 
 
-def _refused(facts: Mapping[str, Any], around: Surroundings, named: bool,
+def _refused(facts: Mapping[str, Any], context: SelectionContext, named: bool,
              kernel: Kernel) -> Reason | None:
-    kinds = around.refused.get(kernel.id)
+    kinds = context.refused.get(kernel.id)
     reason = kinds.get(kind_to_compile(kernel.op, facts)) if kinds else None
     if named and reason is not None and reason.code is Code.OUT_OF_MEMORY:
         return None                            # it may fit this time, and no other may serve
@@ -255,8 +259,8 @@ INVARIANCE_CODES = {"batch_invariant": Code.BATCH_INVARIANCE_REQUIRED,
 
 
 def compiles_in_request(kernel: Kernel, settings: Mapping[str, Any]) -> bool:
-    """Whether a kernel may compile within a call: where policy says so, and where it keeps bits
-    that must stay, since a choice that waits until a size was compiled would change them."""
+    """Returns whether a kernel may compile within a call: where policy says so, and where it keeps
+    bits that must stay, since a choice that waits until a size was compiled would change them."""
     return (settings["jit"] == "in_request"
             or (kernel.batch_invariant and settings["batch_invariant"])
             or (kernel.tp_invariant and settings["tp_invariant"]))
@@ -267,7 +271,7 @@ def _is_invariant(to: str, facts: Mapping[str, Any], kernel: Kernel) -> bool:
 
 
 class Demands(NamedTuple):
-    """What the mode of the call and the policy demand of every kernel."""
+    """The demands of mode and policy on every kernel."""
 
     grad: bool
     deterministic: bool
@@ -285,20 +289,20 @@ class Demands(NamedTuple):
     failed: Mapping[str, Reason]               # kernels that failed verification, unless named
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], around: Surroundings, named: bool) -> Demands:
-        settings = around.policy.settings
+    def of(cls, facts: Mapping[str, Any], context: SelectionContext, named: bool) -> Demands:
+        settings = context.policy.settings
         graph = (facts["graph"] or settings["graph_strict_mode"]) and facts["device"] == "cuda"
         invariant = tuple((name, partial(_is_invariant, to, facts)) for name, to in INVARIANCES
                           if settings[name])
         return cls(
             facts["grad"], facts["deterministic"] or settings["deterministic"], graph,
             invariant, named, settings["disabled"],
-            around.certified if settings["require_certificates"] else None,
+            context.certified if settings["require_certificates"] else None,
             None if named else lambda kernel: (compiles_in_request(kernel, settings)
-                                               or is_warm(kernel, facts, around.warmed)),
-            not (named or settings["allow_untested"]), around.captures() if graph else {},
-            facts.get("sdpa_backends"), partial(_refused, facts, around, named),
-            {} if named else around.failed)
+                                               or is_warm(kernel, facts, context.warmed)),
+            not (named or settings["allow_untested"]), context.captures() if graph else {},
+            facts.get("sdpa_backends"), partial(_refused, facts, context, named),
+            {} if named else context.failed)
 
     def refuses(self, kernel: Kernel) -> bool:
         return bool((self.grad and not kernel.differentiable)
@@ -316,18 +320,20 @@ class Demands(NamedTuple):
                     or kernel.id in self.failed)
 
     def switched_off(self, kernel: Kernel) -> bool:
-        """Whether torch.nn.attention.sdpa_kernel excludes this implementation of attention."""
+        """Returns whether torch.nn.attention.sdpa_kernel excludes this implementation of
+        attention."""
         return (self.sdpa_backends is not None
                 and kernel.sdpa_backend not in (SDPA, *self.sdpa_backends))
 
     def unproven(self, kernel: Kernel) -> bool:
-        """Whether it lacks a certificate; the reference, with which others are compared, needs
-        none."""
+        """Returns whether it lacks a certificate; the reference, with which others are compared,
+        needs none."""
         return (self.certified is not None and kernel.backend != "reference"
                 and kernel.id not in self.certified)
 
     def uncapturable(self, kernel: Kernel) -> str | None:
-        """Why it may not be captured in a CUDA graph. A tried capture overrides the declaration."""
+        """Returns why it may not be captured in a CUDA graph. A tried capture overrides the
+        declaration."""
         captured = self.captures.get(kernel.id)
         if captured is None:
             if self.certified is not None and kernel.backend != "reference":
@@ -376,7 +382,8 @@ def _repair(rule: Any, op: Op, facts: Mapping[str, Any]) -> Transform | None:
 
 def _broken_by_view(rules: Iterable[Any], op: Op, facts: Mapping[str, Any],
                     target: str) -> Iterator[Rule]:
-    """Rules that hold for a tensor as passed, but not for the view of it in another layout."""
+    """Yields rules that hold for a tensor as passed, but not for the view of it in another
+    layout."""
     source = op.patterns[facts[op.variant]]
     for rule in rules:
         if (isinstance(rule, Rule) and rule.fact.endswith(".contiguous")
@@ -395,7 +402,7 @@ def _tensor_bytes(op: Op, tensor: str, facts: Mapping[str, Any]) -> int:
 
 
 def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of the largest call with this call's key: its memory must fit too."""
+    """Returns the facts of the largest call with this call's key: its memory must fit too."""
     top = dict(facts)
     integers = [p.name for p in op.params if p.kind == "int"]
     for name in (*op.dims, *integers):
@@ -406,7 +413,7 @@ def _largest(op: Op, facts: Mapping[str, Any]) -> dict[str, Any]:
     return top
 
 
-def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
+def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], context: SelectionContext,
           has_rules: bool) -> tuple[Step, ...]:
     """Order the candidates by expected time, where a guess never overrules torch.
 
@@ -415,15 +422,15 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     """
     if not fit:
         return ()
-    rates = around.rates
+    rates = context.rates
     roofline = roofline_us(op, facts, rates)
     guesses = {k.id: guess_us(k, roofline) for k, _, _ in fit}
     default = min((k for k, _, _ in fit if k.baseline), key=lambda k: guesses[k.id], default=None)
-    timings = timings_of(op, [k.id for k, _, _ in fit], facts, around, roofline, default)
+    timings = timings_of(op, [k.id for k, _, _ in fit], facts, context, roofline, default)
     scale = calibration(guesses, timings.by_kernel) if timings.by_kernel else 1.0
     steps = []
     for kernel, transforms, workspace in fit:
-        boost = around.policy.boost(kernel.id, op.name, facts) if has_rules else 1.0
+        boost = context.policy.boost(kernel.id, op.name, facts) if has_rules else 1.0
         timing = timings.by_kernel.get(kernel.id)
         expected = score(guesses[kernel.id] * scale, timing, transforms, boost, rates,
                          mixed=default is None)
@@ -443,8 +450,8 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
             expected = expected._replace(source=LESS_WORK, evidence=kernel.less_work)
         note = "untested on hardware" if kernel.untested else ""
         steps.append(Step(kernel.id, expected, transforms, workspace, note))
-    if any(around.policy.setting(name) for name, _ in INVARIANCES):
-        return _fixed_order(op, fit, facts, around, steps)
+    if any(context.policy.setting(name) for name, _ in INVARIANCES):
+        return _fixed_order(op, fit, facts, context, steps)
     own = {kernel.id for kernel, _, _ in fit if kernel.baseline}
     steps.sort(key=lambda s: (default is not None and s.score.source == PRIOR, s.score.total_us,
                               s.kernel not in own,
@@ -452,9 +459,9 @@ def _rank(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Su
     return tuple(steps)
 
 
-def _fixed_order(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any], around: Surroundings,
-                 steps: Sequence[Step]) -> tuple[Step, ...]:
+def _fixed_order(op: Op, fit: Sequence[Candidate], facts: Mapping[str, Any],
+                 context: SelectionContext, steps: Sequence[Step]) -> tuple[Step, ...]:
     """Order invariant kernels by what they declare, not by what was measured: the fastest one for a
     batch may be another than for one row, and give other bits."""
-    rank = {k.id: (-k.prior * around.policy.boost(k.id, op.name, facts), k.id) for k, _, _ in fit}
+    rank = {k.id: (-k.prior * context.policy.boost(k.id, op.name, facts), k.id) for k, _, _ in fit}
     return tuple(sorted(steps, key=lambda step: rank[step.kernel]))

@@ -31,7 +31,7 @@ class Isolation(NamedTuple):
 
 
 def canonical(value: str | Iterable[str]) -> str:
-    """The setting as one text; ValueError for what is no entry."""
+    """Returns the setting as one text; ValueError for what is no entry."""
     entries = value.split(",") if isinstance(value, str) else [str(entry) for entry in value]
     words = [entry.strip() for entry in entries if entry.strip()]
     words = ["*=auto" if word == "auto" else word for word in words]

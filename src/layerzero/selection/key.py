@@ -27,7 +27,8 @@ OFF_CPU = "_off_cpu"
 
 @dataclass(frozen=True)
 class NumberField:
-    """What the key keeps of a size, derived number or numeric parameter; None is distinct too."""
+    """The part of the key that holds a size, derived number or numeric parameter; None is distinct
+    too."""
 
     fact: str
     exact: bool = False
@@ -37,7 +38,7 @@ class NumberField:
     multiples: tuple[int, ...] = ()            # one bit each: value % x == 0
 
     def bits(self, x: str) -> list[str]:
-        """The bits as Python expressions over the variable `x`."""
+        """Returns the bits as Python expressions over the variable `x`."""
         return [*(f"{x} == {n!r}" for n in self.equals), *(f"{x} > {n!r}" for n in self.above),
                 *(f"{x} % {n!r} == 0" for n in self.multiples)]
 
@@ -102,7 +103,7 @@ def _field(fact: str, exact: bool, bucket: bool, cuts: Cuts) -> NumberField:
 
 
 def fixed_by_key(program: KeyProgram, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that all calls with this call's key share.
+    """Returns the values that all calls with this call's key share.
 
     They are the parameters at their defaults, the sizes that the key keeps exactly and what is
     derived from those alone.

@@ -141,7 +141,8 @@ def validate_setting(name: str, value: Any) -> Any:
 
 
 def _convert_allow_jit(name: str, value: Any) -> str:
-    """The value of `jit` for a value of the old setting `allow_jit`, which was true or false."""
+    """Returns the value of `jit` for a value of the old setting `allow_jit`, which was true or
+    false."""
     if isinstance(value, str) and value in JIT_MODES:      # converted before
         return value
     allowed = _BOOLS.get(shown(value, str).strip().lower())
@@ -269,7 +270,8 @@ class PolicyRule(Record, omit="expires_at", whole=True):
         return matches_any(self.kernels, kernel_id)
 
     def holds(self, facts: Facts) -> bool:
-        """Whether all conditions hold; one on a fact that is absent or of another type does not."""
+        """Returns whether all conditions hold; one on a fact that is absent or of another type does
+        not."""
         try:
             return all(test.fact in facts and test.check(facts) is None for test in self.when)
         except TypeError:
@@ -293,7 +295,7 @@ class PolicyRule(Record, omit="expires_at", whole=True):
                     f"{test.fact!r}{suggest(test.fact, facts)}")
 
     def unknown_kernels(self, kernels: OpOfKernel) -> Iterator[str]:
-        """For each pattern that no kernel of its ops matches, a sentence with what is near."""
+        """Yields a sentence with near names for each pattern that no kernel of its ops matches."""
         for pattern in self.kernels:
             if not any(fnmatchcase(k, pattern) and self.applies_to(op)
                        for k, op in kernels.items()):
@@ -337,13 +339,15 @@ class Layer(Record, json="name settings rules expires_at", omit="expires_at"):
         return bool(self.settings or self.rules)
 
     def at(self, now: float) -> Layer | None:
-        """The layer at the time `now`, without what has expired; None if nothing is left."""
+        """Returns the layer at the time `now`, without what has expired; None if nothing is
+        left."""
         if self.expires_at is not None and now >= self.expires_at:
             return self.before.at(now) if self.before is not None else None
         return self.keep_rules(lambda rule: rule.expires_at is None or now < rule.expires_at)
 
     def keep_rules(self, keep: Callable[[PolicyRule], bool]) -> Layer:
-        """The layer, and those in `before`, with only the rules for which `keep` is true."""
+        """Returns the layer, and those in `before`, with only the rules for which `keep` is
+        true."""
         return replace(self, rules=tuple(filter(keep, self.rules)),
                        before=self.before.keep_rules(keep) if self.before is not None else None)
 
@@ -407,12 +411,12 @@ class Policy(Record, json="hash layers"):
         return views
 
     def has_rules_for(self, op: str) -> bool:
-        """Whether any rule is about this op."""
+        """Returns whether any rule is about this op."""
         return bool(self._views(op))
 
     def lock(self, op: str, facts: Facts) -> PolicyRule | None:
-        """The lock in force for this call; an allow list in a higher layer overrides lower locks.
-        """
+        """Returns the lock in force for this call; an allow list in a higher layer overrides lower
+        locks."""
         for view in self._views(op):
             for rule in view.lock:
                 if rule.holds(facts):
@@ -422,7 +426,7 @@ class Policy(Record, json="hash layers"):
         return None
 
     def verdict(self, kernel_id: str, op: str, facts: Facts) -> Reason | None:
-        """Why policy forbids the kernel for this call, or None.
+        """Returns why policy forbids the kernel for this call, or None.
 
         Lock beats deny beats allow in a layer.
         """
@@ -446,7 +450,7 @@ class Policy(Record, json="hash layers"):
         return None
 
     def boost(self, kernel_id: str, op: str, facts: Facts) -> float:
-        """The product of the factors of all matching boosts in all layers."""
+        """Returns the product of the factors of all matching boosts in all layers."""
         factors = (r.factor for view in self._views(op) for r in view.boost if r.covers(kernel_id)
                    and r.holds(facts))
         # a time is divided by it: never 0, never inf
@@ -470,8 +474,8 @@ class Policy(Record, json="hash layers"):
         return Policy(tuple(layer for layer in self.layers if layer.name != name))
 
     def at(self, now: float) -> Policy:
-        """The policy at `now` (time.monotonic()) without what has expired; `self` if nothing has.
-        """
+        """Returns the policy at `now` (time.monotonic()) without what has expired; `self` if
+        nothing has."""
         deadline = self.next_deadline
         if deadline is None or now < deadline:
             return self

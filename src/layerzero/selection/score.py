@@ -45,7 +45,7 @@ def expected_us(timing: Timing) -> float:
 
 
 def calibration(guesses: Mapping[str, float], timings: Mapping[str, Timing]) -> float:
-    """The geometric mean of measured over guessed time, of the measured kernels."""
+    """Returns the geometric mean of measured over guessed time, of the measured kernels."""
     ratios = [math.log(us / guesses[k]) for k, t in timings.items() if guesses[k] > 0
               and (us := expected_us(t)) > 0]
     return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
@@ -56,7 +56,8 @@ def copy_us(transforms: tuple[Transform, ...], rates: Rates) -> float:
 
 
 def with_casts(step: Step, casts: tuple[Transform, ...], rates: Rates) -> Step:
-    """The step with the cost of `casts` added, which are made before any kernel is chosen."""
+    """Returns the step with the cost of `casts` added, which are made before any kernel is
+    chosen."""
     extra, s = copy_us(casts, rates), step.score
     more_expensive = s._replace(total_us=s.total_us + extra / s.boost,
                                 transform_us=s.transform_us + extra)

@@ -24,10 +24,10 @@ ACCEPTED = 0.03            # a kernel that is faster than the leader by this at 
 ERROR_RATE = 0.01          # how often an interval may miss the true ratio
 ROUNDS_PER_LOOK = 4        # between comparisons of all kernels
 FIRST_SAMPLES = 2          # of the base kernel, before another is tried
-MOST_SAMPLES = 120         # of one kind of call, over all kernels: then the medians decide
-MOST_CALLS = 20_000        # of one kind of call, timed or not: the budget may be used up for long
-MOST_IN_FLIGHT = 64        # calls whose time is not known yet
-MOST_UNKNOWN = 3           # in flight of a kernel of which no call is done yet: it may be slow
+MAX_SAMPLES = 120          # of one kind of call, over all kernels: then the medians decide
+MAX_CALLS = 20_000         # of one kind of call, timed or not: the budget may be used up for long
+MAX_IN_FLIGHT = 64         # calls whose time is not known yet
+MAX_UNKNOWN = 3            # in flight of a kernel of which no call is done yet: it may be slow
 HOPELESS = 3.0             # times slower than the best: eliminated at once
 SLOWER = 1.5               # times slower in each of FEW_SAMPLES: eliminated after those
 FEW_SAMPLES = 4
@@ -132,28 +132,30 @@ class Trial:
         return self.base
 
     def expected_us(self, kernel: str) -> float:
-        """The measured median; before that, the base's median scaled by the ratio of guesses."""
+        """Returns the measured median; before that, the base's median scaled by the ratio of
+        guesses."""
         runner, base = self.runners[kernel], self.runners[self.base]
         if runner.rounds:
             return runner.median
         return base.median * runner.guess_us / base.guess_us if base.rounds else runner.guess_us
 
     def extra_us(self, kernel: str) -> float:
-        """The expected cost of a call beyond that of the base kernel."""
+        """Returns the expected cost of a call beyond that of the base kernel."""
         return max(self.expected_us(kernel) - self.expected_us(self.base), 0.0)
 
     # the next call
 
     def next(self, available: Callable[[str], bool],
              allowed: Callable[[float], bool]) -> Ticket | None:
-        """A ticket for the kernel to time on the next call; None if `serving` serves it untimed."""
+        """Returns a ticket for the kernel to time on the next call; None if `serving` serves it
+        untimed."""
         if self.winner:
             return None
         self.calls += 1
-        if self.calls > MOST_CALLS:
+        if self.calls > MAX_CALLS:
             self._close()
             return None
-        if self.in_flight >= MOST_IN_FLIGHT:
+        if self.in_flight >= MAX_IN_FLIGHT:
             return None
         for _ in range(2):                     # the rest of this round, then a new one
             while self._queue:
@@ -174,7 +176,7 @@ class Trial:
 
     def _most_unknown(self, runner: Runner) -> int:
         """The base would serve anyway, so that its first samples are taken at once."""
-        return self.warm_ups + FIRST_SAMPLES if runner.kernel == self.base else MOST_UNKNOWN
+        return self.warm_ups + FIRST_SAMPLES if runner.kernel == self.base else MAX_UNKNOWN
 
     def _new_round(self, available: Callable[[str], bool],
                    allowed: Callable[[float], bool]) -> bool:
@@ -209,7 +211,7 @@ class Trial:
         runner.device_us.append(us if device_us is None else device_us)
         self.samples += 1
         self._drop_hopeless(runner)
-        if not self.winner and self.samples >= MOST_SAMPLES:
+        if not self.winner and self.samples >= MAX_SAMPLES:
             self._close()
 
     def drop(self, kernel: str, why: str) -> None:
@@ -287,11 +289,11 @@ class Trial:
         self.winner, self.clear = best.kernel, True
 
     def results(self) -> Mapping[str, list[float]]:
-        """The samples of each kernel that has any, in microseconds."""
+        """Returns the samples of each kernel that has any, in microseconds."""
         return {r.kernel: list(r.rounds.values()) for r in self.runners.values() if r.rounds}
 
     def standing(self, kernel: str) -> str:
-        """The state of a kernel in words, for explain; "" if it is not in the trial."""
+        """Returns the state of a kernel in words, for explain; "" if it is not in the trial."""
         runner = self.runners.get(kernel)
         if runner is None:
             return ""
@@ -301,7 +303,7 @@ class Trial:
 
 
 def worth_trying(guess_us: float, base_guess_us: float) -> bool:
-    """Whether a kernel is not expected to be many times slower than the base kernel."""
+    """Returns whether a kernel is not expected to be many times slower than the base kernel."""
     return guess_us <= TOO_SLOW * base_guess_us
 
 
@@ -313,7 +315,7 @@ def ratios(base: Runner, other: Runner) -> list[float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float] | None:
-    """A confidence interval of the median behind `values`; None if they are too few."""
+    """Returns a confidence interval of the median behind `values`; None if they are too few."""
     ordered = sorted(values)
     rank = _rank(len(ordered))
     return (ordered[rank - 1], ordered[-rank]) if rank else None
@@ -334,7 +336,7 @@ def _rank(n: int) -> int:
 
 @lru_cache(maxsize=None)
 def fewest_samples() -> int:
-    """The smallest number of samples that has an interval."""
+    """Returns the smallest number of samples that has an interval."""
     n = 1
     while not _rank(n):
         n += 1

@@ -17,7 +17,7 @@ Verdicts = Callable[[Mapping[str, Any]], list[int]]
 
 
 def compile_verdicts(groups: Sequence[Iterable[Condition]]) -> Verdicts:
-    """A function from facts to the indices of the groups whose conditions all hold."""
+    """Returns a function from facts to the indices of the groups whose conditions all hold."""
     names: dict[str, str] = {}
 
     def variable(fact: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from .codec import At, Count, Record
 from .errors import SpecError
 
-MOST_VALUES = 65536                            # of an integer tensor that is stored with its values
+MAX_VALUES = 65536                             # of an integer tensor that is stored with its values
 Scalar = bool | int | float | str | None
 
 

@@ -28,12 +28,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 from .errors import DataError, LayerZeroError
 from .reason import Code, Reason, shown
 
-MOST_MISTAKES = 10                             # that an error shows
+MAX_MISTAKES = 10                              # that an error shows
 T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """How the JSON of a class differs from its fields."""
+    """Describes how the JSON of a class differs from its fields."""
 
     # fields and properties that are written, in order; (): all fields
     members: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Record:
 
 
 class Check(NamedTuple):
-    """What plain data must be beyond its type: `Annotated[int, Check("a whole number > 0", lambda
+    """A condition on plain data beyond its type: `Annotated[int, Check("a whole number > 0", lambda
     n: n > 0)]`.
 
     Where an annotation holds a type instead, data is read as that: `Annotated[Any, Value]`.
@@ -97,7 +97,7 @@ Count = Annotated[int, Check("a whole number >= 0", lambda n: n >= 0)]
 # Writing
 
 def encode(value: Any) -> Any:
-    """The value as plain data for `json.dumps`."""
+    """Returns the value as plain data for `json.dumps`."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "to_json"):
@@ -114,7 +114,7 @@ def encode(value: Any) -> Any:
 
 
 def encode_fields(value: Any) -> dict[str, Any]:
-    """The members of a dataclass or named tuple, without its own `to_json`."""
+    """Returns the members of a dataclass or named tuple, without its own `to_json`."""
     kind: Any = type(value)
     layout, members, defaults = _shape(kind)
     data = dict(layout.header)
@@ -127,8 +127,8 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def _shape(kind: type) -> tuple[Layout, Mapping[str, str], Mapping[str, Any]]:
-    """The layout of a class, its members (name in JSON -> attribute), and the defaults of its
-    fields."""
+    """Returns the layout of a class, its members (name in JSON -> attribute), and the defaults of
+    its fields."""
     layout: Layout = getattr(kind, "json_layout", Layout())
     if is_dataclass(kind):
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory()
@@ -149,7 +149,7 @@ class At:
         self.path, self.mistakes, self.reasons = path, mistakes, reasons
 
     def __truediv__(self, name: str) -> At:
-        """The place of a member, `at / "rows" / "[0]"`."""
+        """Returns the place of a member, `at / "rows" / "[0]"`."""
         path = self.path + name if name[:1] == "[" else f"{self.path}.{name}" if self.path else name
         return At(path, self.mistakes, self.reasons)
 
@@ -161,16 +161,16 @@ class At:
         return self.mistake(f"wanted {want}, got {shown(got, most=120)}")
 
 
-def decode(kind: type[T], data: Any, what: str, **given: Any) -> T:
+def decode(kind: type[T], data: Any, what: str, **extra: Any) -> T:
     """`data` as a value of this type; DataError with every mistake if it is none.
 
-    `what` names what is read. `given` are fields of a dataclass that do not come from the data.
+    `what` names what is read. `extra` are fields of a dataclass that do not come from the data.
     """
     at = At("", [], [])
-    value: T = read_fields(kind, data, at, **given) if given else read(kind, data, at)
+    value: T = read_fields(kind, data, at, **extra) if extra else read(kind, data, at)
     if at.mistakes:
-        more = len(at.mistakes) - MOST_MISTAKES
-        lines = at.mistakes[:MOST_MISTAKES] + ([f"... and {more} more"] if more > 0 else [])
+        more = len(at.mistakes) - MAX_MISTAKES
+        lines = at.mistakes[:MAX_MISTAKES] + ([f"... and {more} more"] if more > 0 else [])
         raise DataError("\n".join(f"{what}: {line}" for line in lines), at.reasons)
     return value
 
@@ -180,7 +180,7 @@ def read(kind: Any, data: Any, at: At) -> Any:
     return _reader(kind).read(data, at)
 
 
-def read_fields(kind: Any, data: Any, at: At, **given: Any) -> Any:
+def read_fields(kind: Any, data: Any, at: At, **extra: Any) -> Any:
     """`data` as a dataclass or named tuple, without its own `read_json`; None after a mistake."""
     if not isinstance(data, Mapping):
         return at.wrong("an object", data)
@@ -192,7 +192,7 @@ def read_fields(kind: Any, data: Any, at: At, **given: Any) -> Any:
                 at.mistake(
                     f"wanted {key} {value}, got {shown(data.get(key))}; make it again with this "
                     "version"))
-    members = {key: name for key, name in members.items() if name not in given}
+    members = {key: name for key, name in members.items() if name not in extra}
     missing = [key for key, name in members.items() if key not in data and name in defaults
                and (defaults[name] is MISSING or (layout.whole and name not in layout.omit))]
     unknown = ([] if layout.lenient
@@ -209,7 +209,7 @@ def read_fields(kind: Any, data: Any, at: At, **given: Any) -> Any:
     if len(at.mistakes) > before:
         return None
     try:
-        value = kind(**values, **given)
+        value = kind(**values, **extra)
     except (LayerZeroError, ValueError) as e:  # what the class itself refuses
         return at.mistake(str(e))
     if hasattr(value, "check_json"):

@@ -57,7 +57,7 @@ class GPUGeneration(IntEnum):
 
 @dataclass(frozen=True)
 class Generation(Record):
-    """What one range of NVIDIA SMs, or one AMD architecture, can do."""
+    """The abilities of one range of NVIDIA SMs, or of one AMD architecture."""
 
     name: str
     sm_first: int = 0
@@ -104,7 +104,8 @@ GENERATIONS: Table = (
 
 
 def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
-    """The first row with `sm`; else an "unknown" row with the features of the newest older one."""
+    """Returns the first row with `sm`; else an "unknown" row with the features of the newest older
+    one."""
     rows = [row for row in table if row.sm_last]
     for row in rows:
         if row.sm_first <= sm <= row.sm_last:
@@ -119,7 +120,8 @@ def generation_of(sm: int, table: Table = GENERATIONS) -> Generation:
 
 
 def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
-    """The first row with the AMD architecture `arch`; ROCm's torch has bf16 on all it supports."""
+    """Returns the first row with the AMD architecture `arch`; ROCm's torch has bf16 on all it
+    supports."""
     for row in table:
         if row.arch and arch.startswith(row.arch):
             return row
@@ -127,7 +129,7 @@ def generation_of_arch(arch: str, table: Table = GENERATIONS) -> Generation:
 
 
 def table_from_json(rows: Any) -> Table:
-    """A table from plain dicts with the fields of `Generation`.
+    """Returns a table from plain dicts with the fields of `Generation`.
 
     It stands alone; `(*table_from_json(rows), *GENERATIONS)` puts it in front of the built-in one.
     """
@@ -206,8 +208,8 @@ class Device(Record):
         return GPUGeneration.__members__.get(self.gpu_generation.upper())
 
     def has_fast_matmul(self, isa: tuple[str, ...]) -> bool:
-        """Whether torch multiplies matrices of a dtype that needs one of `isa` at full speed here.
-        """
+        """Returns whether torch multiplies matrices of a dtype that needs one of `isa` at full
+        speed here."""
         return self.type != "cpu" or not set(isa).isdisjoint(self.isa)
 
     @cached_property
@@ -222,7 +224,7 @@ class Device(Record):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def facts(self) -> dict[str, Any]:
-        """The facts that rules may read of a device; the keys are DEVICE_FACTS."""
+        """Returns the facts that rules may read of a device; the keys are DEVICE_FACTS."""
         return {
             "device": self.type, "vendor": self.vendor, "sm": self.sm,
             "gpu_generation": self.gpu_generation,

@@ -15,11 +15,12 @@ class Displayed:
     """Base of results that have more to tell than fits in a line."""
 
     def _headline(self) -> str:
-        """The result in one line."""
+        """Returns the result in one line."""
         return (str(self).splitlines() or [""])[0].strip()
 
     def _cells(self) -> Cells:
-        """The titles of columns and the rows that a notebook shows; no titles: it shows `str`."""
+        """Returns the titles of columns and the rows that a notebook shows; no titles: it shows
+        `str`."""
         return (), ()
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ class Event(Record):
         return {"event": self.name, **super().to_json()}
 
     def log_fields(self) -> dict[str, Any]:
-        """The fields that the log shows."""
+        """Returns the fields that the log shows."""
         return dict(self.__dict__)
 
 

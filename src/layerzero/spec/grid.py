@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def bucket(n: int) -> int:
-    """The bucket's number: `n` itself up to 16, then 64 + two per octave."""
+    """Returns the bucket's number: `n` itself up to 16, then 64 + two per octave."""
     if n <= 16:
         return n if n >= 0 else -1
     octave = (n - 1).bit_length() - 1
@@ -16,7 +16,7 @@ def bucket(n: int) -> int:
 
 
 def bucket_top(n: int) -> int:
-    """The largest size that shares a bucket with `n`."""
+    """Returns the largest size that shares a bucket with `n`."""
     if n <= 16:
         return n
     octave = (n - 1).bit_length() - 1
@@ -25,7 +25,7 @@ def bucket_top(n: int) -> int:
 
 
 def bucket_bottom(n: int) -> int:
-    """The smallest size that shares a bucket with `n`."""
+    """Returns the smallest size that shares a bucket with `n`."""
     if n <= 16:
         return n
     octave = (n - 1).bit_length() - 1

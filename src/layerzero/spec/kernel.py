@@ -53,7 +53,8 @@ class Direct:
         return tuple(v.fact for v in (*self.args, *self.kwargs.values()) if isinstance(v, ByFact))
 
     def resolve(self, known: Mapping[str, Any]) -> Direct:
-        """The same for calls with the facts in `known`: every `ByFact` becomes a constant."""
+        """Returns the same for calls with the facts in `known`: every `ByFact` becomes a
+        constant."""
         def constant(value: Any) -> Any:
             return value.constant(known) if isinstance(value, ByFact) else value
 
@@ -202,18 +203,18 @@ class Kernel:
 
     @property
     def isolated(self) -> bool:
-        """Whether it runs in a worker process (world/registry/isolation.py)."""
+        """Returns whether it runs in a worker process (world/registry/isolation.py)."""
         return self.id.startswith("worker.")
 
     def does_less(self, facts: Facts) -> bool:
-        """Whether the kernel claims to do less work than the baseline for this call."""
+        """Returns whether the kernel claims to do less work than the baseline for this call."""
         return (bool(self.less_work)
                 and all(rule.check(facts) is None for rule in self.less_work_when))
 
     def is_invariant(self, to: str, facts: Facts) -> bool:
-        """Whether results of such calls keep their bits, "batch" or "tp": whatever else is in the
-        batch, or on how many ranks heads and columns are. Those of text do, and of an op that ranks
-        do not share."""
+        """Returns whether results of such calls keep their bits, "batch" or "tp": whatever else is
+        in the batch, or on how many ranks heads and columns are. Those of text do, and of an op
+        that ranks do not share."""
         dims, declared = ((self.op.batch_dims, self.batch_invariant) if to == "batch"
                           else (self.op.shard_dims, self.tp_invariant))
         return dims == () or self.op.read is not None or (
@@ -232,7 +233,7 @@ class Kernel:
         return decode(cls, declared, "kernel", op=op, load=resolve(data["load"]))
 
     def constrained(self, requires: tuple[Condition, ...], **changes: Any) -> Kernel:
-        """The same kernel with other limits, as stated in a capabilities descriptor."""
+        """Returns the same kernel with other limits, as stated in a capabilities descriptor."""
         return replace(self, requires=requires, **changes)
 
 
@@ -243,7 +244,8 @@ Kernel.json_layout = Layout(tuple(f.name for f in fields(Kernel)
 
 
 def accepted_params(kernel_id: str, op: Op, run: Callable[..., Any] | Direct) -> tuple[str, ...]:
-    """The op parameters that `run` takes; RegistrationError if it needs one that the op lacks."""
+    """Returns the op parameters that `run` takes; RegistrationError if it needs one that the op
+    lacks."""
     if isinstance(run, Direct):
         named = [*run.params, *(accepted_params(kernel_id, op, run.otherwise)
                                 if run.otherwise is not None else ())]

@@ -43,7 +43,7 @@ _OTHER_NAMES: Mapping[tuple[str, ...], tuple[str, ...]] = {
 ALIASES: Mapping[str, tuple[str, ...]] = {
     name: patterns for patterns, names in _OTHER_NAMES.items() for name in names}
 _WILD = re.compile(r"[*?\[]")
-_MOST_SHOWN = 3                                # kernels that a suggestion names
+_MAX_SHOWN = 3                                 # kernels that a suggestion names
 
 
 def is_pattern(text: str) -> bool:
@@ -51,12 +51,12 @@ def is_pattern(text: str) -> bool:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The known word that is most like this one; "" if none is."""
+    """Returns the known word that is most like this one; "" if none is."""
     return next(iter(difflib.get_close_matches(word[:100], sorted(known), 1, likeness)), "")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known word, or all of them."""
+    """Returns the end of an error message: the nearest known word, or all of them."""
     options = sorted(known)
     near = nearest(word, options)
     return f"; did you mean {near!r}?" if near else f"; known are {', '.join(options)}"
@@ -64,7 +64,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @lru_cache(maxsize=256)
 def kernel_patterns(name: str) -> tuple[str, ...]:
-    """The patterns over kernel ids that a name stands for, whether or not such a kernel exists."""
+    """Returns the patterns over kernel ids that a name stands for, whether or not such a kernel
+    exists."""
     word = name.strip().lower()
     if is_pattern(word) or not word:
         return (word,)
@@ -73,12 +74,12 @@ def kernel_patterns(name: str) -> tuple[str, ...]:
 
 
 def names_kernel(name: str, kernel: str) -> bool:
-    """Whether the kernel with this id is one of those that `name` stands for."""
+    """Returns whether the kernel with this id is one of those that `name` stands for."""
     return any(fnmatchcase(kernel, pattern) for pattern in kernel_patterns(name))
 
 
 def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> tuple[str, ...]:
-    """The ids of the kernels of `op` (a name or pattern) that `name` stands for.
+    """Returns the ids of the kernels of `op` (a name or pattern) that `name` stands for.
 
     ConfigError with the nearest names if there is none; it begins with `what`, such as the option.
     """
@@ -89,7 +90,8 @@ def find_kernels(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") 
 
 
 def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -> str:
-    """The id of the one kernel of `op` that `name` stands for; ConfigError if it is not one."""
+    """Returns the id of the one kernel of `op` that `name` stands for; ConfigError if it is not
+    one."""
     matches = find_kernels(name, kernels, op, what)
     exact = [pattern for pattern in kernel_patterns(name) if pattern in matches]
     if len(matches) > 1 and not exact:
@@ -99,7 +101,8 @@ def find_kernel(name: str, kernels: OpOfKernel, op: str = "*", what: str = "") -
 
 
 def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
-    """The sentence about a name that stands for no kernel of `op`: what is near, where to look."""
+    """Returns the sentence about a name that stands for no kernel of `op`: what is near, where to
+    look."""
     ours = {k: of for k, of in kernels.items() if fnmatchcase(of, op)}
     of_op = "" if is_pattern(op) else f" of lz.{op}"
     text = f"no kernel{of_op} is called {name.removesuffix('.*')[:100]!r}"
@@ -113,18 +116,19 @@ def unknown_kernel(name: str, kernels: OpOfKernel, op: str = "*") -> str:
 
 
 def _near(name: str, kernels: OpOfKernel) -> list[str]:
-    """The kernels, libraries and other names that may have been meant, the likeliest first."""
+    """Returns the kernels, libraries and other names that may have been meant, the likeliest
+    first."""
     word = re.sub(r"\.\*$", "", name.strip().lower().replace("-", "_"))[:100]
     same_name = [k for k in kernels if k.partition(".")[2] == word]
     if same_name:
-        return same_name[:_MOST_SHOWN]
+        return same_name[:_MAX_SHOWN]
     known = [*kernels, *_libraries(kernels),
              *(n for n in ALIASES if any(names_kernel(n, k) for k in kernels))]
     squashed = [n for n in known if _squash(n) == _squash(word)]
     near = nearest(word, known)
     last_part = nearest(word.rpartition(".")[2], {k.partition(".")[2] for k in kernels}, 0.75)
     same_last = [k for k in kernels if last_part and k.partition(".")[2] == last_part]
-    return (squashed or ([near] if near else same_last))[:_MOST_SHOWN]
+    return (squashed or ([near] if near else same_last))[:_MAX_SHOWN]
 
 
 def _libraries(kernels: OpOfKernel) -> list[str]:

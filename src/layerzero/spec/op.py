@@ -283,7 +283,8 @@ class Op:
 
     @cached_property
     def wording(self) -> Words:
-        """How messages speak of facts: as declared; of other derived ones by their expression."""
+        """Returns the wording of facts in messages: as declared; of other derived ones by their
+        expression."""
         derived = {name: Wording(text, ", ".join(
             f"{n} {{{n}}}" for n in parse(text).names if n != text))
             for name, text in self.derived.items()}
@@ -295,10 +296,10 @@ class Op:
         return {**derived, **grads, "grad": grad, **self.words}
 
     def reasons(self, rules: Iterable[Condition], facts: Facts) -> list[Reason]:
-        """What these rules have against a call, each in terms of what the caller gave."""
+        """Returns what these rules have against a call, each in terms of what the caller gave."""
         broken = [(rule, reason) for rule in rules if (reason := rule.check(facts)) is not None]
         texts = [rule.complain(facts, self.wording) for rule, _ in broken]
-        return [reason if text == reason.message else replace(reason, said=text)
+        return [reason if text == reason.message else replace(reason, sentence=text)
                 for (_, reason), text in zip(broken, texts)]
 
     def to_json(self) -> dict[str, Any]:

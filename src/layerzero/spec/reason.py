@@ -19,7 +19,7 @@ ANOTHER_KERNEL = "let another kernel serve the call"      # the end of much advi
 
 
 class Category(str, Enum):
-    """What kind of obstacle a code is about."""
+    """The kind of obstacle that a code is about."""
 
     HARDWARE = "hardware"
     DTYPE = "dtype"
@@ -439,7 +439,7 @@ class Reason:
     want: Annotated[Value, Any] = None
     got: Annotated[Value, Any] = None
     fact: str = ""
-    said: str = field(default="", compare=False)       # as a sentence about what the caller gave
+    sentence: str = field(default="", compare=False)   # as a sentence about what the caller gave
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "want", plain(self.want))
@@ -448,8 +448,8 @@ class Reason:
     @property
     def message(self) -> str:
         """The obstacle as a sentence, in torch's words for what is read of a tensor."""
-        if self.said:
-            return self.said
+        if self.sentence:
+            return self.sentence
         fact, want, got = self.fact or "it", _text(self.want), _text(self.got, "")
         tensor, _, of = fact.rpartition(".")
         if want == "given":
@@ -469,7 +469,7 @@ class Reason:
     def to_json(self) -> dict[str, Any]:
         want, got = (list(v) if isinstance(v, tuple) else v for v in (self.want, self.got))
         data = {"code": self.code.value, "want": want, "got": got, "fact": self.fact}
-        return {**data, "said": self.said} if self.said else data
+        return {**data, "sentence": self.sentence} if self.sentence else data
 
 
 def _text(value: Value, several: str = "one of ") -> str:

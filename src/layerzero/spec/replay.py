@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 Grid = tuple[int, int, int]
-MOST = 2**31 - 1                               # the largest number that is passed as 32 bits
+MAX_INT32 = 2**31 - 1                          # the largest number that is passed as 32 bits
 
 
 class Varying(NamedTuple):
@@ -28,11 +28,11 @@ class Varying(NamedTuple):
     """
 
     tensor: Any
-    what: str                                  # size | stride
+    kind: str                                  # size | stride
     axis: int
     field: int = -1
     low: int = 0
-    high: int = MOST
+    high: int = MAX_INT32
     step: int = 1
     factor: int = 1
 
@@ -49,15 +49,15 @@ class Launch:
     cluster: int
     params: bytes
     # where in `params` each parameter of the kernel begins
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     # offset and size of each number and pointer in `params`
     fields: tuple[tuple[int, int], ...]
     pointers: tuple[tuple[int, Any], ...]      # field and tensor
     varying: tuple[Varying, ...]
     # the error for a driver code, device and grid
-    refused: Callable[[int, int, Grid], BaseException]
+    launch_error: Callable[[int, int, Grid], BaseException]
     hooks: tuple[list[Any], ...] = ()          # while one is not empty, the launch is not replayed
-    kept: Any = None                           # what must live as long as the function
+    keep_alive: Any = None                     # what must live as long as the function
 
 
 class Watcher(Protocol):
@@ -76,8 +76,8 @@ watcher: Callable[[], Watcher | None] = _watcher.get
 
 
 @contextmanager
-def watching(by: Watcher) -> Iterator[None]:
-    token = _watcher.set(by)
+def watching(recorder: Watcher) -> Iterator[None]:
+    token = _watcher.set(recorder)
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def watching(by: Watcher) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def fields_of(format: str) -> tuple[tuple[int, int], ...]:
-    """Offset and size of each field of a `struct` format with native alignment."""
+    """Returns offset and size of each field of a `struct` format with native alignment."""
     codes = expand_format(format)
     return tuple((struct.calcsize("@" + "".join(codes[:i + 1])) - struct.calcsize(code),
                   struct.calcsize(code))
@@ -94,7 +94,7 @@ def fields_of(format: str) -> tuple[tuple[int, int], ...]:
 
 
 def expand_format(format: str) -> list[str]:
-    """One format character for each field: "@2Pi" gives P, P, i."""
+    """Returns one format character for each field: "@2Pi" gives P, P, i."""
     codes: list[str] = []
     count = ""
     for c in format.lstrip("@"):
@@ -106,5 +106,5 @@ def expand_format(format: str) -> list[str]:
     return codes
 
 
-def places_of(fields: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+def field_offsets(fields: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(offset for offset, _ in fields)

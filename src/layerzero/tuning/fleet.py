@@ -80,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Options:
-    """What `lz tune` was asked for, as every node needs it."""
+    """The options of `lz tune` that every node needs."""
 
     device: str | None = None
     rounds: int = ROUNDS
@@ -299,7 +299,8 @@ class Fleet:
     # nodes and workers
 
     def _resource(self) -> str:
-        """The resource of Ray that the wanted kind of device is, "" for whatever a node has."""
+        """Returns the resource of Ray that the wanted kind of device is, "" for whatever a node
+        has."""
         kind = (self.options.device or "").partition(":")[0]
         return "" if not kind else {"cpu": "CPU", "hpu": "HPU"}.get(kind, "GPU")
 

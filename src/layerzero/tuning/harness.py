@@ -254,7 +254,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Ratio(Record, json="median low high verdict"):
-    """How many times faster: the median over the rounds, and the quartiles."""
+    """The speedup over the rounds: its median over the rounds, and the quartiles."""
 
     median: float
     low: float

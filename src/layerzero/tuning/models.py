@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..spec.call import MOST_VALUES, Call, Scalar, TensorSpec
+from ..spec.call import MAX_VALUES, Call, Scalar, TensorSpec
 from ..spec.errors import ConfigError
 from ..spec.names import suggest
 
@@ -315,7 +315,7 @@ class _Step:
         self.add("moe_gate", count, logits=logits, top_k=k, **m.routing)
         # where the ids are too many to describe
         by: dict[str, Any] = {"logits": logits, "top_k": k}
-        if rows * k <= MOST_VALUES:
+        if rows * k <= MAX_VALUES:
             # evenly spread
             chosen = [(t * k + slot) % m.experts for t in range(rows) for slot in range(k)]
             by = {"topk_ids": self.integers(chosen, self.batch, self.tokens, k),

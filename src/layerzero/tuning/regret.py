@@ -121,7 +121,7 @@ class Replayed:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster than torch's own choice."""
+        """Returns how many times faster than torch's own choice."""
         return (ratio(self.rounds, self.default, self.chosen) if self.default in self.rounds
                 else None)
 
@@ -158,7 +158,8 @@ class RegretReport:
 
     @property
     def lost(self) -> float:
-        """How much more time all these calls take than with the best choices, as a share."""
+        """Returns how much more time all these calls take than with the best choices, as a
+        share."""
         taken = sum(row.call.count * row.us(row.chosen) for row in self.rows)
         best = sum(row.call.count * row.us(row.chosen) / (1.0 + row.regret) for row in self.rows)
         return taken / best - 1.0 if best else 0.0

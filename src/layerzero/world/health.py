@@ -34,7 +34,7 @@ class Health:
 
     @property
     def blocks(self) -> Reason | None:
-        """Why selection must skip the kernel; None if it may be tried."""
+        """Returns why selection must skip the kernel; None if it may be tried."""
         last = str(self.reason.got) if self.reason else "repeated faults"
         if self.state == "open":
             return Reason(Code.CIRCUIT_OPEN, f"{self.cooldown:g} s",
@@ -46,7 +46,7 @@ class Health:
 
 @dataclass(frozen=True)
 class BreakerLimits:
-    """When a breaker opens: the policy's settings."""
+    """The policy's settings for when a breaker opens."""
 
     # consecutive faults; also the fewest that count as a rate
     threshold: int = 3

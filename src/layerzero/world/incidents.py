@@ -49,8 +49,8 @@ MAX_REFUSALS = 512                             # kinds of calls per kernel; the 
 
 
 class MemoryShortage:
-    """How often a kernel ran out of memory for one kind of call, and until when it is left out for
-    it."""
+    """Counts how often a kernel ran out of memory for one kind of call, and until when it is left
+    out for it."""
 
     def __init__(self) -> None:
         self.faults = health.Faults()
@@ -372,7 +372,7 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
     plan: Plan = world.plan(op, facts, override, thorough=True)
     reasons = [r for rejected in plan.rejected for r in rejected.reasons]
     if plan.locked:
-        lock = world.surroundings(facts["device"], override).policy.lock(op.name, facts)
+        lock = world.selection_context(facts["device"], override).policy.lock(op.name, facts)
         patterns = lock.kernels if lock else ()
         matching = [r for r in plan.rejected if lock and lock.covers(r.kernel)]
         lines = [f"  {r.kernel}: {'; '.join(map(str, r.reasons))}" for r in matching] or [
@@ -390,7 +390,7 @@ def no_kernel_error(world: World, op: Op, facts: Mapping[str, Any],
 
 
 def _hint(refused: Sequence[Rejected], locked: str) -> list[str]:
-    """What to do about kernels that were asked for by name, in one line."""
+    """Returns what to do about kernels that were asked for by name, in one line."""
     advice = dict.fromkeys(reason.code.remedy for r in refused for reason in r.reasons)
     leave = {"backend=": "leave backend= out", "lz.lock()": "call lz.unlock()"}
     parts = [*list(filter(None, advice))[:3], leave.get(locked, f"change {locked}")]

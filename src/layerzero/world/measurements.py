@@ -361,7 +361,7 @@ def environment(kind: str) -> dict[str, Any]:
 
 
 class RowStatus:
-    """Whether rows of a store are in use on this machine today."""
+    """Tells whether rows of a store are in use on this machine today."""
 
     def __init__(self, environments: Mapping[str, Mapping[str, Any]]) -> None:
         world = worlds.current()

@@ -43,8 +43,8 @@ RETRY_SECONDS = 60.0                           # until a store that failed is tr
 
 @dataclass
 class StoreState:
-    """What this process knows of its store. Each value is replaced as a whole, so reading takes no
-    lock."""
+    """The knowledge of this process about its store. Each value is replaced as a whole, so reading
+    takes no lock."""
 
     reading: StoreTrouble | None = None        # the last failure to read, until reading works
     writing: StoreTrouble | None = None        # the same for writing

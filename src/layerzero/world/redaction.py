@@ -111,9 +111,9 @@ def reason(original: Reason) -> Reason:
     """Returns the reason with its code; `got` is hidden if it is a size, or a text that others
     wrote."""
     category = original.code.category
-    if original.said and _active:              # a sentence of our own: its numbers are sizes
-        sentence = "" if "shapes" in _active else text(original.said)
-        original = replace(original, said=sentence)
+    if original.sentence and _active:          # a sentence of our own: its numbers are sizes
+        sentence = "" if "shapes" in _active else text(original.sentence)
+        original = replace(original, sentence=sentence)
     if "shapes" in _active and category in _ABOUT_SIZES and _is_size(original.got):
         limit = SHAPE if category is Category.MEMORY else original.want
         original = replace(original, got=SHAPE, want=limit)

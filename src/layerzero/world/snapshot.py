@@ -24,7 +24,7 @@ import torch
 from ..files.paths import cache_dir
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
-from ..selection.engine import Roster, Shipped, Surroundings, make_roster, select
+from ..selection.engine import Roster, SelectionContext, Shipped, make_roster, select
 from ..selection.key import OFF_CPU, KeyProgram, compile_key
 from ..selection.policy import Layer, Policy
 from ..selection.score import rates_of
@@ -102,17 +102,17 @@ class World:
                 [text for k in self.kernels(op.name) for text in (k.workspace, k.shared_memory)])
         return key_program  # type: ignore[no-any-return]
 
-    def surroundings(self, kind: str, override: Override | None) -> Surroundings:
-        key = ("around", kind, override)
-        around = self.memo.get(key)
-        if around is None:
+    def selection_context(self, kind: str, override: Override | None) -> SelectionContext:
+        key = ("context", kind, override)
+        context = self.memo.get(key)
+        if context is None:
             policy = self.policy
             for layer in override.layers if override else ():
                 policy = policy.with_layer(layer)
             policy = policy.at(time.monotonic())
             device = self.device(kind)
             if len(self.memo) > _MAX_MEMO:     # overrides may never come again
-                for old in [k for k in list(self.memo) if k[0] == "around"]:
+                for old in [k for k in list(self.memo) if k[0] == "context"]:
                     self.memo.pop(old, None)
             blocked = {k: r for k, h in self.health.items() if (r := h.blocks) is not None}
             place = self.place(kind)
@@ -121,12 +121,12 @@ class World:
             proven = self.certified
             if policy.setting("require_certificates"):
                 proven |= certificates.certified_ids(self.catalog.kernels, device)
-            around = self.memo[key] = Surroundings(
+            context = self.memo[key] = SelectionContext(
                 policy, {**device.facts(), "device": kind}, place, rates, self.perf,
                 self.availability(), blocked, self.warmed, proven,
                 lambda: memory.headroom(kind, policy), lambda: self.captures(kind), shipped,
                 self.refused, self.failed_certifications(kind))
-        return around  # type: ignore[no-any-return]
+        return context  # type: ignore[no-any-return]
 
     def shipped(self, kind: str) -> Shipped:
         """Returns the measurements shipped for this device model."""
@@ -164,26 +164,27 @@ class World:
             self.memo["availability"] = reasons
         return reasons  # type: ignore[no-any-return]
 
-    def roster(self, op: Op, kind: str, around: Surroundings) -> Roster:
+    def roster(self, op: Op, kind: str, context: SelectionContext) -> Roster:
         key = ("roster", op.name, kind)
         roster = self.memo.get(key)
         if roster is None:
-            roster = self.memo[key] = make_roster(self.kernels(op.name), around)
+            roster = self.memo[key] = make_roster(self.kernels(op.name), context)
         return roster  # type: ignore[no-any-return]
 
     def plan(self, op: Op, facts: Mapping[str, Any], override: Override | None = None,
              thorough: bool = False,
              compiled: bool = False) -> Plan:
         """Returns the plan of a call. `compiled`: as if every JIT kernel were compiled already."""
-        around = self.surroundings(facts["device"], override)
+        context = self.selection_context(facts["device"], override)
         if compiled:
-            around = replace(around, warmed=frozenset(k.id for k in self.kernels(op.name) if k.jit))
-        merged = {**around.device, **facts}
-        roster = self.roster(op, facts["device"], around)
+            warmed = frozenset(k.id for k in self.kernels(op.name) if k.jit)
+            context = replace(context, warmed=warmed)
+        merged = {**context.device, **facts}
+        roster = self.roster(op, facts["device"], context)
         # an override is another policy than the table's
         if self.table is not None and override is None:
-            return self.table.plan(self.catalog, op, roster, merged, around, thorough)
-        return select(op, roster, merged, around, thorough)
+            return self.table.plan(self.catalog, op, roster, merged, context, thorough)
+        return select(op, roster, merged, context, thorough)
 
     def replace(self, ops: Collection[str] | None = None, /, **changes: Any) -> World:
         """Returns this world with changes and a new epoch; only what is still valid stays cached.
@@ -222,8 +223,8 @@ class World:
 
     @property
     def next_deadline(self) -> float | None:
-        """When something changes with time: a policy expires, a breaker cools, caches expire, a
-        file is due."""
+        """Returns when something changes with time: a policy expires, a breaker cools, caches
+        expire, a file is due."""
         ttl, poll = self.policy.setting("cache_ttl"), self.policy.setting("policy_poll")
         times = [self.policy.next_deadline, health.next_deadline(self.health), memory.next_check(),
                  min(self.refused_until.values(), default=None),
@@ -257,7 +258,8 @@ _tests: WeakKeyDictionary[Kernel, tuple[Rule, ...]] = WeakKeyDictionary()
 
 
 def _on_cpu(rule: Condition) -> bool | None:
-    """What the rule says of every call on the CPU; None if that depends on more than the device."""
+    """Returns what the rule says of every call on the CPU; None if that depends on more than the
+    device."""
     return rule.decide(lambda leaf: leaf.predicate.holds("cpu") if leaf.fact == "device" else None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from ..selection.engine import Demands, Roster, Surroundings, select
+from ..selection.engine import Demands, Roster, SelectionContext, select
 from ..selection.policy import Policy
 from ..spec.op import Op
 from ..spec.plan import Plan, Step
@@ -20,7 +20,7 @@ from .registry.catalog import Catalog
 
 
 class SelectionTable(Protocol):
-    """What the world needs of a table."""
+    """The interface of a table that the world uses."""
 
     miss_code: ClassVar[Code]                  # of a call that it has no answer for
 
@@ -94,29 +94,29 @@ class ActiveTable:
     catalog: Catalog
 
     def plan(self, catalog: Catalog, op: Op, roster: Roster, facts: Mapping[str, Any],
-             around: Surroundings,
-             thorough: bool) -> Plan:
+             context: SelectionContext, thorough: bool) -> Plan:
         """Returns the table's plan; where it has none, the engine's, with the reason in
         `missed`."""
-        missed = self.drift(catalog, around.policy)
+        missed = self.drift(catalog, context.policy)
         steps = None if missed is not None else self.table.steps(op.name, facts)
         if missed is None and steps is None:
             missed = Reason(self.table.miss_code, self.table.id, describe_call(op, facts))
-        lock = around.policy.lock(op.name, facts) if around.policy.has_rules_for(op.name) else None
-        usable = self._usable_steps(steps or (), roster, facts, around, lock is not None)
+        policy = context.policy
+        lock = policy.lock(op.name, facts) if policy.has_rules_for(op.name) else None
+        usable = self._usable_steps(steps or (), roster, facts, context, lock is not None)
         if missed is None and not usable:
             kernels = ", ".join(s.kernel for s in steps or ())
             missed = Reason(Code.PLAN_BUCKET_MISS, self.table.id,
                             f"{describe_call(op, facts)} but {kernels}, out of service")
         if missed is not None:
-            return replace(select(op, roster, facts, around, thorough), missed=missed)
+            return replace(select(op, roster, facts, context, thorough), missed=missed)
         if not thorough:
             refused = [s.workspace for s in steps or () if s not in usable
-                       and s.workspace > around.headroom()]
-            return Plan(op.name, facts, usable, (), around.policy.hash, lock.origin if lock else "",
+                       and s.workspace > context.headroom()]
+            return Plan(op.name, facts, usable, (), policy.hash, lock.origin if lock else "",
                         table=self.table.id,
                         refused_workspace=min(refused, default=0))
-        full = select(op, roster, facts, around, True)
+        full = select(op, roster, facts, context, True)
         scored = {s.kernel: s for s in full.steps}
         listed = {s.kernel for s in usable}
         from_table = tuple(s._replace(score=scored[s.kernel].score if s.kernel in scored
@@ -134,14 +134,14 @@ class ActiveTable:
         return None
 
     def _usable_steps(self, steps: Iterable[Step], roster: Roster, facts: Mapping[str, Any],
-                      around: Surroundings,
+                      context: SelectionContext,
                       named: bool) -> tuple[Step, ...]:
         """Returns the steps that can serve now: health, loading, warm-up, certificates and memory
         change without drift."""
-        viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, around, named)
+        viable, demands = {k.id: k for k in roster.viable}, Demands.of(facts, context, named)
         return tuple(s for s in steps if s.kernel in viable
                      and not demands.refuses(viable[s.kernel])
-                     and not (s.workspace and s.workspace > around.headroom()))
+                     and not (s.workspace and s.workspace > context.headroom()))
 
 
 def describe_call(op: Op, facts: Mapping[str, Any]) -> str:

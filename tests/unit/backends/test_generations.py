@@ -10,7 +10,7 @@ from helpers import ATTENTION, call_facts, nvidia, policy, qkv
 
 import layerzero as lz
 from layerzero.backends import flash_attn, torch_sdpa
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.policy import PolicyRule
 from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device, Generation, GPUGeneration, generation_of, table_from_json
@@ -36,10 +36,10 @@ def facts(seq=4096, heads=32, dim=128, dtype=torch.bfloat16):
 
 def routed(device, kernels=ALL, rules=(), given=None, **settings):
     """The plan on `device` as if every library were installed there."""
-    around = Surroundings(policy(*rules, **settings), device.facts(), device.signature,
-                          rates_of(device.type))
+    context = SelectionContext(policy(*rules, **settings), device.facts(), device.signature,
+                               rates_of(device.type))
     all_facts = {**(given or facts()), **device.facts()}
-    return select(ATTENTION, make_roster(kernels, around), all_facts, around, thorough=True)
+    return select(ATTENTION, make_roster(kernels, context), all_facts, context, thorough=True)
 
 
 def order(plan):

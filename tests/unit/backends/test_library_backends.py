@@ -26,7 +26,7 @@ from layerzero.machine import loading
 from layerzero.ops.formulas.paged import page_table_from_csr
 from layerzero.perf.record import Measurement, PerfView, kind_of
 from layerzero.perf.store import SqliteStore
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.policy import Policy
 from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device
@@ -151,10 +151,10 @@ def test_of_several_configurations_the_one_that_was_fastest_here_serves(tmp_path
     facts = {**read(op, values), **H200.facts(), "device": "cuda"}
 
     def chosen(perf: PerfView) -> str | None:
-        around = Surroundings(policy=Policy(()), device=H200.facts(), place=H200.signature,
-                              rates=rates_of("cuda"),
-                              perf=perf, warmed=frozenset(k.id for k in kernels))
-        return select(op, make_roster(kernels, around), facts, around).kernel
+        context = SelectionContext(policy=Policy(()), device=H200.facts(), place=H200.signature,
+                                   rates=rates_of("cuda"),
+                                   perf=perf, warmed=frozenset(k.id for k in kernels))
+        return select(op, make_roster(kernels, context), facts, context).kernel
 
     assert chosen(PerfView()) == "triton.linear_gemv"
     kind = kind_of(op, facts)
@@ -223,7 +223,7 @@ def test_an_xformers_built_for_another_cuda_is_a_reason_and_a_hint(made_for, tmp
     if "xformers.attention" not in {k.id for k in lz.list_kernels("attention")}:
         lz.register(xformers.KERNELS[0])
     check = next(c for c in lz.doctor().checks if c.name == "library xformers")
-    assert not check.ok and check.hint == reason.code.advice and check.found == reason.message
+    assert not check.ok and check.hint == reason.code.advice and check.detail == reason.message
 
 
 def test_flashinfer_without_a_compiler_says_so(monkeypatch, tmp_path):

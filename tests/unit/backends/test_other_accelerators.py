@@ -14,7 +14,7 @@ from layerzero.backends import aiter, flash_attn, habana, rocm_torch, triton, xp
 from layerzero.cli.commands.prove.kernels import verify_kernels
 from layerzero.dispatch.facts import read
 from layerzero.machine.hardware import amd_device
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.score import rates_of
 from layerzero.spec.device import Device
 from layerzero.spec.errors import ConfigError
@@ -43,10 +43,10 @@ def serving(op: str, device: Device, case: dict, dtype: str = "bfloat16",
     """The kernels of these libraries that would serve, as if all were installed on the device."""
     declared = builtin_ops()[op]
     facts = {**read(declared, case_values(declared, case, dtype)), **device.facts()}
-    around = Surroundings(policy(allow_untested=allowed, jit="in_request"), device.facts(),
-                          device.signature, rates_of(device.type))
+    context = SelectionContext(policy(allow_untested=allowed, jit="in_request"), device.facts(),
+                               device.signature, rates_of(device.type))
     kernels = tuple(k for k in ALL.values() if k.op.name == op)
-    plan = select(declared, make_roster(kernels, around), facts, around, thorough=True)
+    plan = select(declared, make_roster(kernels, context), facts, context, thorough=True)
     return [step.kernel for step in plan.steps]
 
 

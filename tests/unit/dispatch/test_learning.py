@@ -137,7 +137,7 @@ def test_what_it_cost_is_counted(learn, clock):
     assert (lz.stats().learning.learned == 1 and lz.stats().to_json()["learning"]["explored"]
             == found.explored)
     check = next(c for c in lz.doctor().checks if c.name == "learning")
-    assert "1 are learned" in check.found and "which cost" in check.found
+    assert "1 are learned" in check.detail and "which cost" in check.detail
 
 
 def test_a_tie_goes_to_torch(learn, clock, happened):
@@ -253,7 +253,7 @@ def test_off_by_default(world, clock):
     learning.reset()
     fakes(clock, first=100.0, fast=60.0)
     assert not is_learned(rows())
-    assert next(c for c in lz.doctor().checks if c.name == "learning").found == "off"
+    assert next(c for c in lz.doctor().checks if c.name == "learning").detail == "off"
 
 
 def test_never_where_the_same_bits_are_wanted(learn, clock):
@@ -513,7 +513,7 @@ def test_what_is_written_says_what_selection_counts(learn, clock, happened):
 
 
 def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, happened):
-    monkeypatch.setattr(trial, "MOST_CALLS", 2)
+    monkeypatch.setattr(trial, "MAX_CALLS", 2)
     fakes(clock, first=100.0, fast=60.0)
     x = rows()
     serve(x, 10)

@@ -34,7 +34,7 @@ for _ in range(3):
     lz.rms_norm(q)
 check = next(c for c in lz.doctor().checks if c.name == "native fast path")
 close = torch.allclose(out, lz.op("attention").reference(q, q, q), atol=1e-5)
-print(json.dumps({"ok": check.ok, "found": check.found, "hint": check.hint, "right": close,
+print(json.dumps({"ok": check.ok, "found": check.detail, "hint": check.hint, "right": close,
                   "path": str(native.library_path()),
                   "native": type(lz.attention).__name__, "calls": lz.stats().calls["attention"]}))
 """

@@ -22,7 +22,7 @@ RANK = {"spec": 0, "files": 1, "ops": 2, "perf": 2, "backends": 3, "selection": 
         # "": __init__.py and the groups beside it, the public names
         "cli": FACE, "__main__": FACE, "": FACE}
 PURE = ("spec", "files")                       # rooms that import the standard library only
-STRANGERS = ("ops", "backends")                # rooms whose files do not import each other
+INDEPENDENT = ("ops", "backends")              # rooms whose files do not import each other
 # No operation and no library, shared by those that are: formulas, packed weights.
 HELPERS = {"ops": ("formulas",), "backends": ("_packing", "_pages", "_sequences")}
 Module = tuple[str, ...]                       # its names below the package
@@ -63,7 +63,7 @@ def faults(source: str, parts: tuple[str, ...]) -> list[str]:
             found.append(
                 f"{where} (rank {RANK[room]}) imports {named} (rank {RANK[aim]}); imports point "
                 "down only")
-        if aim == room and room in STRANGERS and len(target) > 2 and parts[1] != "__init__":
+        if aim == room and room in INDEPENDENT and len(target) > 2 and parts[1] != "__init__":
             other = target[2]
             helper = other.endswith(HELPERS[room])
             if other != parts[1] and not helper and _is_module(room, other):

@@ -150,7 +150,7 @@ def test_a_manifest_that_is_none(tmp_path, manifest):
 
 
 def test_an_archive_that_would_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(bundle, "MAX_BYTES", 1 << 20)
     path = tmp_path / "b.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         info = tarfile.TarInfo("zeros")

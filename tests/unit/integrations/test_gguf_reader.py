@@ -202,7 +202,7 @@ def test_a_mutated_model_is_refused_or_runs(tmp_path):
 
 def test_a_template_that_writes_too_much(monkeypatch):
     pytest.importorskip("jinja2")
-    monkeypatch.setattr(chat_template, "MOST_OUTPUT", 1000)
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT", 1000)
     for template, said in (("{% for a in range(9999) %}{{ 'x' * 10 }}{% endfor %}", "more than"),
                            ("{{ raise_exception('roles must alternate') }}", "must alternate")):
         with pytest.raises(DataError, match=said):

@@ -110,7 +110,7 @@ def test_a_library_that_does_not_import_becomes_a_reason(library, happened, path
     assert event.kernel == "broken.rms_norm" and event.op == "rms_norm" and event.reason == reason
     assert of(Fallback, happened) == []                    # it was never in a plan that ran
     line = next(c for c in lz.doctor().checks if c.name == "loading broken.rms_norm")
-    assert not line.ok and words in line.found and (line.hint or want is not Code.ABI_MISMATCH)
+    assert not line.ok and words in line.detail and (line.hint or want is not Code.ABI_MISMATCH)
     assert not worlds.current().health                     # not a fault of the kernel's
 
 
@@ -145,7 +145,7 @@ def test_a_library_that_is_not_there(path):
     assert ([r.code for r in why()] == [Code.NOT_INSTALLED]
             and "surely_not_installed" in why()[0].message)
     line = next(c for c in lz.doctor().checks if c.name == "library surely_not_installed")
-    assert line.ok and "not installed" in line.found       # no fault: it may be left out on purpose
+    assert line.ok and "not installed" in line.detail      # no fault: it may be left out on purpose
 
 
 @pytest.mark.parametrize(("version", "wanted", "fits"), [
@@ -163,7 +163,7 @@ def test_a_library_of_the_wrong_version_is_not_even_imported(library, version, w
         assert (reason.code is Code.VERSION_CONFLICT and version in reason.message
                 and wanted in reason.message)
         line = next(c for c in lz.doctor().checks if c.name == f"library {name}")
-        assert not line.ok and version in line.found
+        assert not line.ok and version in line.detail
 
 
 def test_a_library_without_metadata_is_taken_as_it_is(library):
@@ -230,7 +230,7 @@ def test_the_doctor_looks_deeper_when_asked(library):
         return next(c for c in lz.doctor(**how).checks if c.name == f"library {name}")
 
     assert line().ok
-    assert not line(deep=True).ok and "signal 6" in line(deep=True).found
+    assert not line(deep=True).ok and "signal 6" in line(deep=True).detail
 
 
 # plugins

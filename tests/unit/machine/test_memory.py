@@ -23,7 +23,7 @@ from helpers import (
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.score import rates_of
 from layerzero.spec.event import Fallback, Selected
 from layerzero.spec.grid import bucket_bottom, bucket_top
@@ -42,10 +42,10 @@ def meta_facts(seq_q, seq_k, batch=1, heads=8):
 def judged(workspace, seq_q=1024, seq_k=1024, room=lambda: 1 << 62, **settings):
     """Whether a kernel with that workspace may serve, and its plan."""
     kernel = lz.Kernel("lib.k", ATTENTION, lambda: ATTENTION.reference, workspace=workspace)
-    around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
-                          headroom=room)
+    context = SelectionContext(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
+                               headroom=room)
     facts = {**meta_facts(seq_q, seq_k), **HOPPER.facts()}
-    return select(ATTENTION, make_roster([kernel], around), facts, around, thorough=True)
+    return select(ATTENTION, make_roster([kernel], context), facts, context, thorough=True)
 
 
 # how much is needed

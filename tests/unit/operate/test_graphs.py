@@ -29,7 +29,7 @@ from layerzero.machine import faults, hardware
 from layerzero.machine.builds import build_of
 from layerzero.operate import graphs
 from layerzero.operate.graphs import GraphKernelDisabled, HeldGraph
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.score import rates_of
 from layerzero.spec.plan import Plan
 from layerzero.verify.certification.capture import is_graph_safe, validate_graph_capture
@@ -51,11 +51,11 @@ def in_a_graph(shown: dict[str, bool], safe: bool = True, capturing: bool = True
                **settings) -> Plan:
     """What selection makes of one kernel in a captured call, or under graph_strict_mode."""
     kernel = lz.Kernel("lib.k", RMS_NORM, lambda: RMS_NORM.reference, graph_safe=safe)
-    around = Surroundings(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
-                          certified={"lib.k"}, captures=lambda: shown)
+    context = SelectionContext(policy(**settings), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
+                               certified={"lib.k"}, captures=lambda: shown)
     facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(),
              "graph": capturing}
-    return select(RMS_NORM, make_roster([kernel], around), facts, around, thorough=True)
+    return select(RMS_NORM, make_roster([kernel], context), facts, context, thorough=True)
 
 
 # who may be captured
@@ -88,12 +88,12 @@ def test_outside_a_capture_nobody_asks():
     def never():
         raise AssertionError("read")
 
-    around = Surroundings(policy(), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
-                          captures=never)
+    context = SelectionContext(policy(), HOPPER.facts(), HOPPER.signature, rates_of("cuda"),
+                               captures=never)
     kernel = lz.Kernel("lib.k", RMS_NORM, lambda: RMS_NORM.reference, graph_safe=False)
     facts = {**call_facts(RMS_NORM, torch.empty(2, 8, device="meta")), **HOPPER.facts(),
              "graph": False}
-    assert select(RMS_NORM, make_roster([kernel], around), facts, around)
+    assert select(RMS_NORM, make_roster([kernel], context), facts, context)
 
 
 # what certificates say

@@ -428,7 +428,7 @@ def test_the_doctor(world):
                                              for c in diagnosis.checks) and len(
                                                  data["checks"]) == len(diagnosis.checks)
     text = str(diagnosis)
-    assert all(c.name in text and c.found in text for c in diagnosis.checks)
+    assert all(c.name in text and c.detail in text for c in diagnosis.checks)
     for kernel in worlds.current().catalog.kernels:
         if kernel.package:
             assert f"library {kernel.package}" in text
@@ -439,7 +439,7 @@ def test_the_doctor(world):
     lz.register(lz.Kernel("mine.broken", RMS_NORM, broken, prior=1e6, less_work="a test"))
     lz.rms_norm(rows())
     check = next(c for c in lz.doctor().checks if c.name == "loading mine.broken")
-    assert not check.ok and "undefined symbol" in check.found and "torch" in check.hint
+    assert not check.ok and "undefined symbol" in check.detail and "torch" in check.hint
     assert not lz.doctor().ok and "!! " in str(lz.doctor())
 
 

@@ -52,8 +52,8 @@ def test_the_interpreter_of_a_worker_is_compared_too(tmp_path):
     assert __name__ in sys.modules
     lz.configure(isolation=f"odd.*=auto:{python}")
     row = next(row for row in matrix().rows if row.library == "numpy")
-    assert row.ok and row.worker == str(python) and row.verdict_there == "fits"
-    assert row.found_there == "numpy 99.1; torch 2.8.0"
+    assert row.ok and row.worker == str(python) and row.worker_verdict == "fits"
+    assert row.worker_installed == "numpy 99.1; torch 2.8.0"
     assert "worker.odd.rms_norm" in worlds.current().catalog.by_id
     lz.configure(isolation="")
     assert "worker.odd.rms_norm" not in worlds.current().catalog.by_id

@@ -85,8 +85,8 @@ def test_rows_are_found_by_pattern(store):
 
 
 def test_rates_belong_to_a_place_and_the_newest_counts(store):
-    store.put_rates({"here": Rates(1e5, 2e4)}, at=100.0)
-    store.put_rates({"here": Rates(9e5, 9e4), "there": Rates(3.0, 4.0)}, at=50.0)
+    store.write((), {}, {"here": (Rates(1e5, 2e4), 100.0)})
+    store.write((), {}, {"here": (Rates(9e5, 9e4), 50.0), "there": (Rates(3.0, 4.0), 50.0)})
     assert store.rates() == {"here": Rates(1e5, 2e4), "there": Rates(3.0, 4.0)}
     assert store.view({}).rates["here"] == Rates(1e5, 2e4)
 
@@ -475,6 +475,6 @@ def test_an_older_store_is_brought_up_to_date_with_all_it_has(path, version):
     assert path.read_bytes() == before
     with SqliteStore(path) as store:
         assert sorted(store.rows()) == kept
-        store.put_rates({"here": Rates(1.0, 2.0)})
+        store.write((), {}, {"here": (Rates(1.0, 2.0), time.time())})
         assert store.rates() == {"here": Rates(1.0, 2.0)}
         assert store._version() == schema.VERSION

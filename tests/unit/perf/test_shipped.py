@@ -178,7 +178,7 @@ def test_a_damaged_file_costs_itself_and_is_told(folder, happened):
 def test_the_doctor_says_which_one_applies(folder):
     def told():
         renewed()
-        return next(c for c in lz.doctor().checks if c.name == "shipped measurements (cpu)").found
+        return next(c for c in lz.doctor().checks if c.name == "shipped measurements (cpu)").detail
 
     assert told().startswith("none for ")
     written(folder / "t.json", torch__sdpa=5.0, torch__sdpa_flash=4.0)

@@ -24,7 +24,7 @@ def test_a_spoiled_export_is_refused_as_data_and_changes_nothing(tmp_path, seed)
     draw, file = random.Random(seed), tmp_path / "x.jsonl"
     with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
         a.put([measured(i) for i in range(9)], {"machine": "here"})
-        a.put_rates({"here": Rates(1.0, 2.0)}, at=5.0)
+        a.write((), {}, {"here": (Rates(1.0, 2.0), 5.0)})
         a.export(file)
         data = file.read_bytes()
         for _ in range(80):

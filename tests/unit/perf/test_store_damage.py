@@ -52,7 +52,7 @@ def files_of(folder: Path, open_log: bool) -> dict[str, bytes]:
     ]
     with SqliteStore(path) as store:
         store.put(found[:120], {"machine": "here", "note": "ä" * 20})
-        store.put_rates({"here": Rates(1e5, 2e4)}, at=5.0)
+        store.write((), {}, {"here": (Rates(1e5, 2e4), 5.0)})
     with SqliteStore(path) as store:
         store.put(found[120:])
         names = ("", "-wal", "-shm") if open_log else ("",)

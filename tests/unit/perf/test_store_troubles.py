@@ -355,7 +355,7 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
     monkeypatch.setattr(time, "time", lambda: real() + 10 * 365 * 86400)
     with SqliteStore(path) as store:
         store.put([measured(0, at=0.0, median_us=1.0)])
-        store.put_rates({"here": Rates(1.0, 1.0)})
+        store.write((), {}, {"here": (Rates(1.0, 1.0), time.time())})
     monkeypatch.setattr(time, "time", real)
     with SqliteStore(path, read_only=True) as store:
         (seen,) = store.view({"torch.k": "v1"})
@@ -363,7 +363,7 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
     with SqliteStore(path) as store:
         # an hour ago, and kept in memory until now
         store.put([measured(0, at=real() - 3600, median_us=2.0)])
-        store.put_rates({"here": Rates(2.0, 2.0)})
+        store.write((), {}, {"here": (Rates(2.0, 2.0), time.time())})
         assert [m.median_us for m in store.rows()] == [2.0] and store.rates() == {
             "here": Rates(2.0, 2.0)
         }

@@ -107,7 +107,7 @@ def test_search_is_exact(world, seed):
                           Stage("rms_norm", {"x": "y"}, ("z",))), ("z",))
     x = torch.randn(512, 256)
     plan = plan_block(block, {"x": x})
-    rate = worlds.current().surroundings("cpu", None).rates.bytes_per_us
+    rate = worlds.current().selection_context("cpu", None).rates.bytes_per_us
     copy = 2.0 * x.numel() * 4 / rate
     everyone = [(us, columns, False) for us, columns in costs_a] + [(us, False, True)
                                                                     for us in costs_b]

@@ -468,7 +468,7 @@ def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     make, rng = MAKERS[op], random.Random(7)
     solved = [c for c in (described(op, *make(rng)) for _ in range(90)) if c is not None]
     table = lz.tables.solve(solved, device="cpu", fill=op != "synthetic")
-    find, world = lowering.lowered(table), worlds.current()
+    find, world = lowering.compiled_find(table), worlds.current()
     known = [facts_of(c, world, "cpu")[1] for c in solved]
     asked = [*known, *(moved(rng, dispatcher_of(op).op, rng.choice(known)) for _ in range(2500))]
     for args, kwargs in (make(rng) for _ in range(500)):
@@ -555,9 +555,9 @@ def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, af
     plan = world.plan(found.op, facts)
     if plan.table:
         kernel = worlds.current().catalog.by_id[plan.kernel]
-        mended = {t.target for t in plan.steps[0].transforms}
+        fixed = {t.target for t in plan.steps[0].transforms}
         assert not [r for r in kernel.reasons({**device, **facts})
-                    if r.fact.partition(".")[0] not in mended]
+                    if r.fact.partition(".")[0] not in fixed]
         assert 1 <= rows <= 3072 and hidden == 64 and not half and affine
     else:
         assert plan.missed.code is Code.PLAN_BUCKET_MISS and f"rows={rows}" in plan.missed.message

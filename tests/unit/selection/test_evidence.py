@@ -19,7 +19,7 @@ from layerzero.perf.record import (
     kind_of,
     mode_of,
 )
-from layerzero.selection.engine import Shipped, Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, Shipped, make_roster, select
 from layerzero.selection.policy import PolicyRule
 from layerzero.selection.score import rates_of
 from layerzero.spec.rules import at_least
@@ -44,9 +44,9 @@ def facts(mode=EAGER, **sizes):
     return {**found, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
 
 
-def plan_of(kernels, given=None, **around):
-    around.setdefault("policy", policy())
-    scene = Surroundings(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **around)
+def plan_of(kernels, given=None, **context):
+    context.setdefault("policy", policy())
+    scene = SelectionContext(device=HOPPER.facts(), place=HOPPER.signature, rates=RATES, **context)
     return select(ATTENTION, make_roster(kernels, scene), {**(given or facts()), **HOPPER.facts()},
                   scene)
 
@@ -79,9 +79,9 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
     for where in (HOPPER, nvidia(80)):
         for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
                       {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
-            scene = Surroundings(policy=policy(jit="in_request", allow_untested=True),
-                                 device=where.facts(),
-                                 place=where.signature, rates=RATES)
+            scene = SelectionContext(policy=policy(jit="in_request", allow_untested=True),
+                                     device=where.facts(),
+                                     place=where.signature, rates=RATES)
             given = {**facts(**sizes), "device": "cuda", **where.facts()}
             plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given,
                           scene)

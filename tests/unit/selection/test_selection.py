@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.machine import hardware
 from layerzero.perf.record import Measurement, PerfView, kind_of
-from layerzero.selection.engine import Surroundings, make_roster, select
+from layerzero.selection.engine import SelectionContext, make_roster, select
 from layerzero.selection.policy import PolicyRule
 from layerzero.selection.score import (
     EAGER_OVER_ROOFLINE,
@@ -67,9 +67,9 @@ def facts(**kwargs):
     return call_facts(ATTENTION, *qkv(**sizes), **params)
 
 
-def decide(kernels, on=HOPPER, given=None, thorough=True, op=ATTENTION, **around):
-    around.setdefault("policy", policy())
-    scene = Surroundings(device=on.facts(), place=on.signature, rates=rates_of(on.type), **around)
+def decide(kernels, on=HOPPER, given=None, thorough=True, op=ATTENTION, **context):
+    context.setdefault("policy", policy())
+    scene = SelectionContext(device=on.facts(), place=on.signature, rates=rates_of(on.type), **context)
     known = {**(given or facts(dtype=torch.float16)), **on.facts()}
     return select(op, make_roster(kernels, scene), known, scene, thorough)
 

@@ -56,7 +56,7 @@ def test_a_tie_in_the_noise_goes_to_torch_when_the_samples_run_out():
         play(trial, {"torch": 100.0, "a": 100.0}, noise=0.3, seed=seed)
         gain = trial.runners["torch"].median / trial.runners["a"].median
         assert trial.winner == "torch" or gain > 1.0
-        assert trial.samples <= trials.MOST_SAMPLES
+        assert trial.samples <= trials.MAX_SAMPLES
 
 
 def test_without_a_default_a_tie_is_settled_all_the_same():
@@ -111,7 +111,7 @@ def test_a_first_call_is_no_sample():
 
 def test_a_kernel_that_may_not_cost_so_much_sits_out_and_the_others_go_on():
     trial = trial_of("a", "b", b=80.0)         # expected to cost seven times as much over torch
-    served = play(trial, {"torch": 100.0, "a": 70.0, "b": 10.0}, trials.MOST_CALLS + 1,
+    served = play(trial, {"torch": 100.0, "a": 70.0, "b": 10.0}, trials.MAX_CALLS + 1,
                   allowed=lambda us: us < 200.0)
     assert "b" not in served and served[100:] == ["a"] * len(served[100:])
     assert trial.winner == "a" and trial.clear
@@ -125,7 +125,7 @@ def test_nothing_is_timed_while_nothing_may_be_tried():
 
 def test_after_so_many_calls_it_ends_without_a_result():
     trial = trial_of("a", a=20.0)
-    play(trial, {"torch": 100.0, "a": 10.0}, calls=trials.MOST_CALLS + 1,
+    play(trial, {"torch": 100.0, "a": 10.0}, calls=trials.MAX_CALLS + 1,
          allowed=lambda extra: extra == 0.0)
     assert trial.winner == "torch" and not trial.clear
 
@@ -156,12 +156,12 @@ def test_a_late_kernel_joins():
 def test_calls_in_flight_are_limited_and_few_before_a_first_time_is_known():
     trial = trial_of("a")
     tickets = [t for _ in range(20) if (t := trial.next(YES, YES)) is not None]
-    assert [t.kernel for t in tickets] == ["torch"] * trials.MOST_UNKNOWN
+    assert [t.kernel for t in tickets] == ["torch"] * trials.MAX_UNKNOWN
     for ticket in tickets:
         trial.record(ticket, 100.0)
     tickets = [t for _ in range(100) if (t := trial.next(YES, YES)) is not None]
-    assert len(tickets) == trials.MOST_IN_FLIGHT == trial.in_flight
-    assert sum(t.kernel == "a" for t in tickets) == trials.MOST_UNKNOWN
+    assert len(tickets) == trials.MAX_IN_FLIGHT == trial.in_flight
+    assert sum(t.kernel == "a" for t in tickets) == trials.MAX_UNKNOWN
     trial.record(tickets[0], None)
     assert trial.next(YES, YES) is not None
 
@@ -202,11 +202,11 @@ def test_the_base_is_sampled_at_once_and_the_others_after_one_of_their_calls_is_
     for ticket in first:
         trial.record(ticket, 100.0)
     second = [t for _ in range(200) if (t := trial.next(YES, YES)) is not None]
-    assert sum(t.kernel == "a" for t in second) == trials.MOST_UNKNOWN
+    assert sum(t.kernel == "a" for t in second) == trials.MAX_UNKNOWN
     for ticket in second:
         trial.record(ticket, 100.0)
     third = [t for _ in range(200) if (t := trial.next(YES, YES)) is not None]
-    assert len(third) == trials.MOST_IN_FLIGHT and not third[-1].warm_up
+    assert len(third) == trials.MAX_IN_FLIGHT and not third[-1].warm_up
 
 
 @pytest.mark.parametrize("ahead", [0, 100, 400])

@@ -201,7 +201,7 @@ def test_a_condition_and_alternatives_are_told():
     (reason,) = op.reasons((rule,), facts)
     assert reason.message == ("is_causal must be False, got True; or takes no attention mask, got "
                               "a tensor of bool, where device is cuda")
-    assert reason == rule.check(facts) and reason.to_json()["said"] == reason.message
+    assert reason == rule.check(facts) and reason.to_json()["sentence"] == reason.message
 
 
 def test_every_code_says_what_to_do():

@@ -105,9 +105,9 @@ def test_without_a_store_it_is_kept_in_memory(perfdb):
 def test_measured_rates_are_the_roof_of_the_place(perfdb):
     place = worlds.current().place("cpu")
     measurements.record([], {place: Rates(123.0, 456.0)})
-    assert worlds.current().surroundings("cpu", None).rates == Rates(123.0, 456.0)
+    assert worlds.current().selection_context("cpu", None).rates == Rates(123.0, 456.0)
     measurements.reload_measurements()
-    assert worlds.current().surroundings("cpu", None).rates == Rates(123.0, 456.0)
+    assert worlds.current().selection_context("cpu", None).rates == Rates(123.0, 456.0)
 
 
 def test_days_after_which_a_measurement_counts_no_more(perfdb):
@@ -384,7 +384,7 @@ def test_export_and_import_bring_back_everything(tmp_path):
     with SqliteStore(tmp_path / "a.sqlite") as a, SqliteStore(tmp_path / "b.sqlite") as b:
         a.put([Measurement(f"lib.k{i}", "rms_norm", "b", "p", 1 / (i + 3), at=5.0 + i)
                for i in range(20)], {"ä": 1})
-        a.put_rates({"p": Rates(1 / 3, 2e5)}, at=7.0)
+        a.write((), {}, {"p": (Rates(1 / 3, 2e5), 7.0)})
         assert a.export(tmp_path / "out.jsonl") == 20
         # again changes nothing
         assert b.import_(tmp_path / "out.jsonl") == b.import_(tmp_path / "out.jsonl") == 20
@@ -426,7 +426,7 @@ def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
         found.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
                    for i in range(5)],
                   {"machine": name})
-        found.put_rates({"twins": Rates(1.0 + offset, 1.0)}, at=1.0 + offset)
+        found.write((), {}, {"twins": (Rates(1.0 + offset, 1.0), 1.0 + offset)})
         return found
 
     with machine_store("a", 0) as a, machine_store("b", 1) as b:

@@ -244,9 +244,9 @@ def test_no_text_breaks_it_and_twice_is_once(text):
 
 def test_a_sentence_about_what_the_caller_gave_is_hidden_with_the_sizes(hide):
     reason = Reason(Code.HEADS_NOT_DIVISIBLE, "0", 2, "group_rest", "got 8 query heads, 3 KV heads")
-    assert redaction.reason(reason).message == reason.said
+    assert redaction.reason(reason).message == reason.sentence
     hide("shapes")
-    assert "8" not in redaction.reason(reason).message and not redaction.reason(reason).said
+    assert "8" not in redaction.reason(reason).message and not redaction.reason(reason).sentence
 
 
 # what is quadratic takes far longer

@@ -471,7 +471,7 @@ def test_a_policy_that_names_no_kernel_is_told_when_it_is_read_and_by_the_doctor
             "'torch.rms_norm'?"]
     assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in told]
     checks = [check for check in lz.doctor().checks if check.name == "policy names"]
-    assert [check.found for check in checks] == told and not any(check.ok for check in checks)
+    assert [check.detail for check in checks] == told and not any(check.ok for check in checks)
     caplog.clear()
     lz.configure(cache_size=99)                # says nothing again
     assert not caplog.records

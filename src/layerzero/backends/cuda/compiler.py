@@ -358,7 +358,7 @@ class CompiledCuda:
             watcher.launched(replay.Launch(address, function, grid, self.threads, self.shared,
                                            self.cluster, params, (0,),
                                            replay.fields_of(layout.format), pointers, varying,
-                                           self._launch_error, kept=self))
+                                           self._launch_error, keep_alive=self))
 
     def start(self, grid: tuple[int, int, int], params: bytes) -> int:
         """Launches and returns the device."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...spec.replay import MOST, Grid, Launch, Varying, expand_format, fields_of, places_of
+from ...spec.replay import MAX_INT32, Grid, Launch, Varying, expand_format, field_offsets, fields_of
 
 # Types in a Triton signature -> codes of the struct module; pointers begin with a star.
 CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
@@ -65,7 +65,7 @@ def launch(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...], varying: t
 def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...],
              varying: tuple[Varying, ...],
              hooks: tuple[list[Any], ...], sizes: tuple[int, ...]) -> Launch | str:
-    """Like `launch`, for a function with parameters of these sizes."""
+    """Describes a launch of a function with parameters of these sizes."""
     passed = [(i, p, str(compiled.src.signature.get(p.name, "")))
               for i, p in enumerate(fn.params[:len(args)])]
     # such as a number that is 1
@@ -88,8 +88,9 @@ def describe(fn: Any, compiled: Any, grid: Grid, args: tuple[Any, ...],
     free = tuple(bounded for v in varying if (bounded := _bound(v, fn, args, field_of)) is not None)
     return Launch(
         ctypes.cast(driver().cuLaunchKernelEx, c_void_p).value or 0, compiled.function, grid,
-        compiled.metadata.num_warps * 32, compiled.metadata.shared, 1, params, places_of(fields),
-        fields, tuple((field, v) for field, v in enumerate(values) if isinstance(v, Tensor)), free,
+        compiled.metadata.num_warps * 32, compiled.metadata.shared, 1, params,
+        field_offsets(fields), fields,
+        tuple((field, v) for field, v in enumerate(values) if isinstance(v, Tensor)), free,
         launch_error, hooks, compiled)
 
 
@@ -102,9 +103,9 @@ def _bound(v: Varying, fn: Any, args: tuple[Any, ...], place: dict[int, int]) ->
     if v.field < 0:
         return v
     now = args[v.field]
-    if v.field not in place or not -MOST - 1 <= now <= MOST:
+    if v.field not in place or not -MAX_INT32 - 1 <= now <= MAX_INT32:
         return None
-    bounded = v._replace(field=place[v.field], high=min(v.high, MOST // v.factor))
+    bounded = v._replace(field=place[v.field], high=min(v.high, MAX_INT32 // v.factor))
     if fn.params[v.field].do_not_specialize:
         return bounded
     if now % ALIGNED or v.factor != 1:

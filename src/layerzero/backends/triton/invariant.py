@@ -32,7 +32,8 @@ class Tile(NamedTuple):
 
 
 def tile_of(rows: int, itemsize: int) -> Tile:
-    """At least 64 rows: with fewer, another instruction of Hopper's would be used."""
+    """Returns a tile of at least 64 rows: with fewer, another instruction of Hopper's would be
+    used."""
     if itemsize == 4:                              # no tensor cores: float32 is not rounded to TF32
         return Tile(64, 32, 4, 2) if rows <= FEW_ROWS else Tile(64, 64, 4, 2)
     return Tile(64, 32, 4, 5) if rows <= FEW_ROWS else Tile(128, 128, 8, 3)

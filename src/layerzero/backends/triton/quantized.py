@@ -1,6 +1,6 @@
 """Linear layers with quantized weights for several rows of x, in every format with separate scales.
 
-Up to MAX_TILED rows the codes are decoded on their way to the tensor cores, and reading them is
+Up to 64 rows the codes are decoded on their way to the tensor cores, and reading them is
 most of the time. For more rows products take longer than reading: one kernel writes the weight in
 x's dtype, and torch's matmul follows.
 
@@ -33,7 +33,6 @@ KINDS = {"int4": 0, "nf4": 1, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8_e4m3": 3}
 # how scales are stored: as floats of any kind, as a power of two, as fp8_e4m3
 SCALE_KINDS = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2}
 EXCESS = tl.constexpr(8388608.0)               # 2^23
-MAX_TILED = 64                                 # rows
 
 
 @triton.jit
@@ -211,7 +210,7 @@ def _table(format: str, device: torch.device) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """What both kernels read of a weight."""
+    """The tensors of a weight that both kernels read."""
 
     weight: Tensor
     scales: Tensor
@@ -234,7 +233,7 @@ def read(weight: Tensor, scales: Tensor, zeros: Tensor | None, format: str, grou
 
 
 def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
-    """The weight (outputs, inputs) in this dtype."""
+    """Returns the weight (outputs, inputs) in this dtype."""
     weight, (n, width) = codes.weight, codes.weight.shape
     out = torch.empty((n, codes.options["K"]), dtype=dtype, device=weight.device)
     block_k = min(512, triton.next_power_of_2(width))
@@ -249,7 +248,7 @@ def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
 
 def launch(x: Tensor, codes: Codes, bias: Tensor | None,
            chosen: Config | None = None) -> Tensor:
-    """Multiplies at most MAX_TILED rows; `chosen` is for benchmarks."""
+    """Multiplies at most 64 rows; `chosen` is for benchmarks."""
     k, weight = x.shape[-1], codes.weight
     n, flat = len(weight), x.reshape(-1, k)
     rows = len(flat)

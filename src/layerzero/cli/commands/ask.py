@@ -28,7 +28,7 @@ def doctor(deep: bool, as_json: bool) -> int:
         show.devices(diagnosis.devices)
         show.heading(", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()))
         show.table(("", "check", "found", "hint"),
-                   [("ok" if c.ok else "!!", c.name, c.found, c.hint) for c in diagnosis.checks])
+                   [("ok" if c.ok else "!!", c.name, c.detail, c.hint) for c in diagnosis.checks])
     return 0 if diagnosis.ok else 1
 
 

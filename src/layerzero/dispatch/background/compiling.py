@@ -46,7 +46,7 @@ from ...world.registry.catalog import Catalog
 from ...world.snapshot import World
 from ..protection import wrong_result
 from . import jit, sizes
-from .inputs import Inputs, describe, why_not
+from .inputs import Inputs, describe, inputs_obstacle
 from .sizes import Caller
 
 # seconds to wait for another process that compiles the same
@@ -63,7 +63,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class DispatcherLike(Caller, Protocol):
-    """What is needed of a dispatcher here."""
+    """The interface of a dispatcher that is used here."""
 
     def bind(self, kernel: Kernel, step: Step, facts: Mapping[str, Any],
              fixed: Mapping[str, Any]) -> Any: ...
@@ -240,9 +240,9 @@ def request_better(dispatcher: DispatcherLike, world: World, plan: Plan, overrid
 
 def _may_compile(op: Op, world: World, facts: Mapping[str, Any], override: Override | None) -> bool:
     """Does an op have kernels that compile, and may they compile in the background?"""
-    surroundings = world.surroundings(facts["device"], override)
-    return surroundings.policy.setting("jit") == "background" and any(
-        k.jit for k in world.roster(op, facts["device"], surroundings).viable)
+    context = world.selection_context(facts["device"], override)
+    return context.policy.setting("jit") == "background" and any(
+        k.jit for k in world.roster(op, facts["device"], context).viable)
 
 
 def is_worth_it(kernel: Kernel, step: Step) -> bool:
@@ -275,7 +275,7 @@ def request(
             full = len(_queue) >= MAX_QUEUED
             if full:
                 del _requested[warmed]         # it may be requested again
-        problem = f"{MAX_QUEUED} wait already" if full else why_not(kernel, facts, values)
+        problem = f"{MAX_QUEUED} wait already" if full else inputs_obstacle(kernel, facts, values)
         try:
             inputs = None if problem else describe(values, facts["grad"])
         # no memory for the copies: the caller must not see that
@@ -339,7 +339,7 @@ def _compile(job: _Job) -> str | None:
 
 @dataclass(frozen=True)
 class CompileStatus(Record):
-    """What is compiled in the background, and what waits for it."""
+    """The state of compiling in the background, and how many calls wait for it."""
 
     compiling: str = ""                        # kernel and kind of call
     seconds: float = 0.0                       # so far
@@ -400,7 +400,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
-    """In the child: the thread is gone. Forget the requests, so that they may be made again."""
+    """Runs in a forked child: the thread is gone. Forget the requests, so that they may be made
+    again."""
     global _thread, _current, _compile_lock
     _thread, _current, _compile_lock = None, None, threading.RLock()
     _queue.clear()

@@ -51,7 +51,7 @@ _now, _cpu_time = time.perf_counter, time.thread_time
 
 
 class Account:
-    """What exploring has cost in this process, and its budget."""
+    """Counts what exploring has cost in this process, against its budget."""
 
     def __init__(self) -> None:
         self._lock = locks.Lock()              # held for an addition only
@@ -236,7 +236,7 @@ class LearnedKind:
                       else max(BEHIND_WINNER * best.median / s.median, 1.0))
 
             def kernel_us(us: float, score: Any = score, behind: float = behind) -> float:
-                """The time of the kernel alone: transforms of inputs are counted apart, and
+                """Returns the time of the kernel alone: transforms of inputs are counted apart, and
                 estimated."""
                 total = us * behind * score.boost
                 return max(total - score.transform_us, 0.05 * total)
@@ -287,7 +287,7 @@ class Candidate(NamedTuple):
 
 
 class Exploring:
-    """What an entry runs while its kind is learned.
+    """The function that an entry runs while its kind is learned.
 
     `candidates` grows as their kernels are loaded.
     """
@@ -384,7 +384,7 @@ class Exploring:
 
 
 def _packed_weights() -> int:
-    """How many weights are packed: a call that packs another is no sample."""
+    """Returns how many weights are packed: a call that packs another is no sample."""
     from ...backends._packing import PACKED  # `import layerzero` reads no backend
 
     return len(PACKED)

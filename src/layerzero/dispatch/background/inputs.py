@@ -62,7 +62,7 @@ def _tensor_like(t: Tensor, grad: bool) -> TensorLike:
     return TensorLike(shape, stride, t.dtype, t.device, offset, grad and t.requires_grad, numbers)
 
 
-def why_not(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
+def inputs_obstacle(kernel: Kernel, facts: Mapping[str, Any], values: tuple[Any, ...]) -> str:
     """Return why inputs like these must not be made; "" if they may be."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if facts.get("dropout_p"):

@@ -62,7 +62,7 @@ def signature(values: tuple[Any, ...], grad: bool) -> Form:
 
 
 def _process_state() -> Form:
-    """What is true of the whole process and compiled in."""
+    """Returns the state of the process that is compiled in."""
     return (torch.get_num_threads(), torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision())

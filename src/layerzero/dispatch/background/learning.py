@@ -295,7 +295,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def after_fork(self) -> None:
-        """In the child: the thread is gone; start one for what it had to do."""
+        """Runs in a forked child: the thread is gone; start one for what it had to do."""
         tasks, settled = self._tasks, self._settled
         self.renew()
         self._tasks, self._settled = tasks, settled
@@ -340,7 +340,7 @@ def _close(kind: LearnedKind) -> None:
 # status
 
 class LearnStatus(NamedTuple):
-    """What was learned, and what it cost; `share` is of the time since the first explored call."""
+    """The state of learning, and its cost; `share` is of the time since the first explored call."""
 
     learning: int
     learned: int

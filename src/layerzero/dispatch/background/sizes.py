@@ -23,7 +23,7 @@ EXACT = 16                                     # sizes up to this are a bucket o
 
 
 class Caller(Protocol):
-    """What is needed of a dispatcher here."""
+    """The interface of a dispatcher that is used here."""
 
     @property
     def op(self) -> Op: ...

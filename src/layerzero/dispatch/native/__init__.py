@@ -325,7 +325,7 @@ def _limits(op: Op, p: Param) -> tuple[float, float]:
 
 def _tests(f: NumberField) -> Iterator[tuple[tuple[float, ...], tuple[float, ...],
                                              tuple[int, ...]]]:
-    """The tests of a field, in groups that fit a word each."""
+    """Yields the tests of a field, in groups that fit a word each."""
     size = MAX_TESTS // 3
     for at in range(0, max(len(f.equals), len(f.above), len(f.multiples), 1), size):
         yield tuple(f.equals[at:at + size]), tuple(f.above[at:at + size]), tuple(

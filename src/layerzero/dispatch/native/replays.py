@@ -55,7 +55,7 @@ class LaunchRecorder(TorchDispatchMode):
         self.allocations: list[Tensor] = []
         self.is_random: list[bool] = []
         self.launches: list[Launch] = []
-        self.kept: dict[int, Tensor] = {}      # by storage
+        self.static_tensors: dict[int, Tensor] = {}  # by storage
         self.stream: int | None = None
         tensors = [v for v in values if isinstance(v, Tensor)]
         if len({id(v) for v in tensors}) < len(tensors):
@@ -89,7 +89,7 @@ class LaunchRecorder(TorchDispatchMode):
         self.launches.append(launch)
 
     def keeps(self, tensor: Tensor, stream: int) -> None:
-        self.kept[_storage(tensor)] = tensor
+        self.static_tensors[_storage(tensor)] = tensor
         self.stream = stream
 
     def refuse(self, why: str) -> None:
@@ -105,15 +105,15 @@ class LaunchRecorder(TorchDispatchMode):
         results = out if type(out) is tuple else (out,)
         outputs = tuple([self._output(t) for t in results])
         launches = tuple([self._launch(launch) for launch in self.launches])
-        ranges = tuple([(self._argument(v), int(v.what == "stride"), v.axis, v.low, v.high, v.step)
+        ranges = tuple([(self._argument(v), int(v.kind == "stride"), v.axis, v.low, v.high, v.step)
                         for launch in self.launches for v in launch.varying])
         if self.problem:
             return None
         hooks = tuple({id(h): h for launch in self.launches for h in launch.hooks}.values())
-        kept = (*self.kept.values(), *(launch.kept for launch in self.launches))
+        keep_alive = (*self.static_tensors.values(), *(x.keep_alive for x in self.launches))
         index = self.device.index if self.device.type == "cuda" else -1
         return (self.values, ranges, tuple(self.allocations), tuple(map(int, self.is_random)),
-                launches, outputs, type(out) is not tuple, index, self.stream, hooks, kept)
+                launches, outputs, type(out) is not tuple, index, self.stream, hooks, keep_alive)
 
     def _output(self, t: Any) -> int:
         for i, value in enumerate(self.values):
@@ -128,11 +128,12 @@ class LaunchRecorder(TorchDispatchMode):
     def _launch(self, launch: Launch) -> tuple[Any, ...]:
         pointers = tuple([(launch.fields[field][0], *self._origin(tensor))
                           for field, tensor in launch.pointers])
-        numbers = tuple([(*launch.fields[v.field], self._argument(v), int(v.what == "stride"),
+        numbers = tuple([(*launch.fields[v.field], self._argument(v), int(v.kind == "stride"),
                           v.axis, v.factor)
                          for v in launch.varying if v.field >= 0])
         return (launch.address, launch.function, launch.grid, launch.threads, launch.shared,
-                launch.cluster, launch.params, launch.places, pointers, numbers, launch.refused)
+                launch.cluster, launch.params, launch.offsets, pointers, numbers,
+                launch.launch_error)
 
     def _argument(self, v: Varying) -> int:
         for i, value in enumerate(self.values):
@@ -155,7 +156,7 @@ class LaunchRecorder(TorchDispatchMode):
         if len(owners) == 1:
             source, index, root = owners[0]
             return source, index, t.data_ptr() - root.data_ptr()
-        if storage not in self.kept:
+        if storage not in self.static_tensors:
             self.refuse("it passes memory of unknown origin" if not owners
                         else "a view of memory that arguments share")
         return KEPT, 0, 0

@@ -175,7 +175,7 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, records: Sequence[Recorded],
 
 
 def _packed(k: Tensor, v: Tensor, first: int, stride: int) -> Tensor:
-    """Keys and values of some heads side by side, so that one exchange brings both."""
+    """Returns keys and values of some heads side by side, so that one exchange brings both."""
     return torch.cat((k[:, first:first + stride], v[:, first:first + stride]), -1)
 
 

@@ -56,14 +56,14 @@ class Sequences:
     world_size: int
 
     def gathered(self, rank: int, tokens: int, is_causal: bool) -> Items:
-        """A rank's queries over the keys of all ranks, gathered rank by rank and addressed where
-        they lie."""
+        """Returns a rank's queries over the keys of all ranks, gathered rank by rank and addressed
+        where they lie."""
         def build() -> Items:
             rows = [(self._starts(slot), self._visible(chunk, is_causal))
                     for slot, chunk in enumerate(chunks_of(rank, self.world_size, self.layout))]
             return self._addressed(rows, tokens)
 
-        return self._made_once(("gathered", rank, tokens, is_causal), build)
+        return self._cached(("gathered", rank, tokens, is_causal), build)
 
     def exchanged(self, tokens: int, is_causal: bool) -> Items:
         """All tokens of some heads: queries too lie rank by rank."""
@@ -74,11 +74,12 @@ class Sequences:
                     for chunk, rank, slot in owners]
             return self._addressed(rows, tokens)
 
-        return self._made_once(("exchanged", tokens, is_causal), build)
+        return self._cached(("exchanged", tokens, is_causal), build)
 
     def of_rank(self, rank: int, source: int, is_causal: bool) -> Items | None:
-        """A rank's queries over the keys of one rank; None where it sees none of them. Causality is
-        in the choice of keys, and a diagonal only where the rank is the source itself."""
+        """Returns a rank's queries over the keys of one rank; None where it sees none of them.
+        Causality is in the choice of keys, and a diagonal only where the rank is the source
+        itself."""
         def build() -> Items | None:
             held = chunks_of(source, self.world_size, self.layout)
             queries = enumerate(chunks_of(rank, self.world_size, self.layout))
@@ -93,7 +94,7 @@ class Sequences:
             most = max(seen for _, seen in rows)
             return Items(items.int(), self._longest, most * self._longest)
 
-        return self._made_once(("of_rank", rank, source, is_causal), build)
+        return self._cached(("of_rank", rank, source, is_causal), build)
 
     def _addressed(self, rows: Sequence[tuple[Tensor, int]], tokens: int) -> Items:
         """`rows`: where a chunk of every sequence begins, and how many chunks it sees."""
@@ -128,7 +129,7 @@ class Sequences:
     def _starts(self, slot: int) -> Tensor:
         return self.cu_seqlens[:-1] + slot * self._length
 
-    def _made_once(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+    def _cached(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
         return _remembered(self.cu_seqlens,
                            (*key, self.max_seqlen, self.layout, self.world_size), build)
 

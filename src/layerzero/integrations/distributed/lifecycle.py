@@ -231,7 +231,7 @@ def _check(session: Session, timeout: float | None) -> Agreement:
 
 
 def _all_equal(exchange: Exchange, text: str) -> bool:
-    """Whether all ranks have the same text: the largest hash is the smallest one."""
+    """Returns whether all ranks have the same text: the largest hash is the smallest one."""
     if not exchange.collective:
         return len(set(exchange.gather("hash", text))) == 1
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

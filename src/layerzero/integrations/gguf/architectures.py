@@ -24,12 +24,12 @@ from ...spec.errors import DataError
 from ...spec.reason import shown
 from .reader import FLOATS, GGUFFile
 
-_MOST_LAYERS, _MOST_SIZE, _MOST_POSITIONS = 1024, 1 << 24, 1 << 31
+_MAX_LAYERS, _MAX_SIZE, _MAX_POSITIONS = 1024, 1 << 24, 1 << 31
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the metadata of a file does not say, for it goes without saying in llama.cpp."""
+    """The facts that llama.cpp knows of an architecture and its files do not state."""
 
     pairs: bool = False                        # rows of q and k are stored as interleaved pairs
     activation: str = "swiglu"
@@ -93,7 +93,7 @@ class Facts:
                          f"{shown(got, most=80)}; convert the model again")
 
     def integer(self, key: str, default: int | None = None, least: int = 1,
-                most: int = _MOST_SIZE) -> int:
+                most: int = _MAX_SIZE) -> int:
         got = self.values.get(f"{self.name}.{key}", default)
         if isinstance(got, list) and got and all(n == got[0] for n in got):    # one for each layer
             got = got[0]
@@ -146,8 +146,8 @@ def read_config(facts: Facts) -> DecoderConfig:
     rotary = facts.integer("rope.dimension_count", head_dim, most=head_dim)
     if rotary % 2:
         raise facts.wrong("rope.dimension_count", "an even number", rotary)
-    layers = facts.integer("block_count", most=_MOST_LAYERS)
-    longest = facts.integer("context_length", most=_MOST_POSITIONS)
+    layers = facts.integer("block_count", most=_MAX_LAYERS)
+    longest = facts.integer("context_length", most=_MAX_POSITIONS)
     experts = facts.integer("expert_count", 0, least=0)
     if kind.experts and not experts:
         raise facts.wrong("expert_count", "at least 1", 0)
@@ -177,7 +177,7 @@ def read_config(facts: Facts) -> DecoderConfig:
 def _windows(facts: Facts, layers: int) -> tuple[tuple[bool, ...], int]:
     """Return which layers have a window, () for all, and its size; 0 for none."""
     kind = facts.architecture
-    window = facts.integer("attention.sliding_window", kind.window, least=0, most=_MOST_POSITIONS)
+    window = facts.integer("attention.sliding_window", kind.window, least=0, most=_MAX_POSITIONS)
     if not kind.window_period or not window:
         return (), 0
     got = facts.values.get(f"{facts.name}.attention.sliding_window_pattern", kind.window_period)
@@ -185,7 +185,7 @@ def _windows(facts: Facts, layers: int) -> tuple[tuple[bool, ...], int]:
         if len(got) < layers or not all(type(w) is bool for w in got):
             raise facts.wrong("attention.sliding_window_pattern", f"{layers} booleans", got)
         return tuple(got[:layers]), window
-    if type(got) is not int or not 0 < got <= _MOST_LAYERS:
+    if type(got) is not int or not 0 < got <= _MAX_LAYERS:
         raise facts.wrong("attention.sliding_window_pattern", "a period", got)
     return () if got == 1 else tuple(i % got < got - 1 for i in range(layers)), window
 
@@ -195,7 +195,7 @@ def _scaling(facts: Facts, rotary: int, longest: int) -> dict[str, Any] | None:
     kind = facts.values.get(f"{facts.name}.rope.scaling.type", "none")
     factor = facts.number("rope.scaling.factor", 0.0) or facts.number("rope.scale_linear", 0.0)
     original = facts.integer("rope.scaling.original_context_length", longest,
-                             most=_MOST_POSITIONS)
+                             most=_MAX_POSITIONS)
     amplitude = facts.number("rope.scaling.attn_factor", 1.0)
     short = facts.floats("rope_freqs.weight", rotary // 2)
     long = facts.floats("rope_factors_long.weight", rotary // 2)
@@ -223,7 +223,7 @@ class WeightReader:
     def __init__(self, facts: Facts, c: DecoderConfig, dtype: torch.dtype,
                  apart: Container[str] = ()) -> None:
         self.file, self.pairs, self.c, self.apart = facts.file, facts.architecture.pairs, c, apart
-        self.dtype, self.left = dtype, dict.fromkeys(facts.file.tensors)
+        self.dtype, self.unread = dtype, dict.fromkeys(facts.file.tensors)
 
     def read(self) -> dict[str, Weight]:
         c = self.c
@@ -235,10 +235,10 @@ class WeightReader:
         for i in range(c.layers):
             weights |= {f"{i}.{name}": w for name, w in self.layer(f"blk.{i}.")}
         for name in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
-            self.left.pop(f"{name}.weight", None)
-        if self.left:
-            raise DataError(f"{self.file.path}: {len(self.left)} tensors have no place in a "
-                            f"decoder of this architecture, such as {next(iter(self.left))}")
+            self.unread.pop(f"{name}.weight", None)
+        if self.unread:
+            raise DataError(f"{self.file.path}: {len(self.unread)} tensors have no place in a "
+                            f"decoder of this architecture, such as {next(iter(self.unread))}")
         return weights
 
     def layer(self, at: str) -> Iterator[tuple[str, Weight]]:
@@ -252,7 +252,7 @@ class WeightReader:
                 yield name, self.take(f"{at}{stored}.weight", sizes[name])
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         rows = {"attn_q": q, "attn_k": kv, "attn_v": kv}
-        if f"{at}attn_qkv.weight" in self.left:
+        if f"{at}attn_qkv.weight" in self.unread:
             yield from self.linear(at, "attn_qkv", "qkv", q + 2 * kv, c.hidden)
         else:
             yield from self.joined(at, "qkv", ("q", "k", "v"), rows)
@@ -265,7 +265,7 @@ class WeightReader:
             yield "experts_down", self.take(f"{at}ffn_down_exps.weight", c.experts, c.hidden,
                                             c.inner)
             return
-        if f"{at}ffn_gate.weight" in self.left:
+        if f"{at}ffn_gate.weight" in self.unread:
             yield from self.joined(at, "in", ("gate", "up"), {"ffn_gate": c.inner,
                                                               "ffn_up": c.inner})
         else:                                  # gate and up in one tensor, gate first
@@ -297,13 +297,13 @@ class WeightReader:
 
     def linear(self, at: str, stored: str, name: str, *shape: int) -> Iterator[tuple[str, Weight]]:
         yield name, self.take(f"{at}{stored}.weight", *shape)
-        if f"{at}{stored}.bias" in self.left:
+        if f"{at}{stored}.bias" in self.unread:
             yield f"{name}.bias", self.take(f"{at}{stored}.bias", shape[0])
 
     def take(self, name: str, *shape: int) -> Weight:
         blocks = self.file.blocks(name)
         info = self.file.tensors[name]
-        self.left.pop(name, None)
+        self.unread.pop(name, None)
         if info.shape != shape:
             raise DataError(f"{self.file.path}: wanted the tensor {name} of shape {list(shape)}, "
                             f"got {list(info.shape)}; convert the model again")

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from ...spec.errors import ConfigError, DataError
 
-MOST_CHARACTERS = 1 << 20                      # of a template; real ones have some thousand
+MAX_CHARACTERS = 1 << 20                       # of a template; real ones have some thousand
 SECONDS = 10.0
 MEMORY = 1 << 30                               # bytes of the child, Python included
-MOST_OUTPUT = 1 << 22                          # characters
+MAX_OUTPUT = 1 << 22                           # characters
 
 _CHILD = """
 import json, sys
@@ -58,12 +58,12 @@ def render(template: str, messages: Sequence[tuple[str, str]], owner: str,
 
     tokens: the texts of the tokens "bos" and "eos".
     """
-    if len(template) > MOST_CHARACTERS:
+    if len(template) > MAX_CHARACTERS:
         raise DataError(
-            f"{owner}: wanted a chat template of at most {MOST_CHARACTERS} characters, got "
+            f"{owner}: wanted a chat template of at most {MAX_CHARACTERS} characters, got "
             f"{len(template)}")
     known = {f"{side}_token": (tokens or {}).get(side, "") for side in ("bos", "eos")}
-    task = {"path": sys.path, "memory": MEMORY, "template": template, "output": MOST_OUTPUT,
+    task = {"path": sys.path, "memory": MEMORY, "template": template, "output": MAX_OUTPUT,
             "tokens": known,
             "messages": [{"role": role, "content": content} for role, content in messages]}
     try:

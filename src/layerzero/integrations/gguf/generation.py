@@ -54,8 +54,8 @@ class TextGeneration:
         length = min(self.max_tokens, room)
         capacity = len(self.prompt) + length
         phases = {"prefill": self._calls(), "decode": self._calls()}
-        memory = SequenceKV(c, capacity, self.kv or str(model.dtype).removeprefix("torch."),
-                            device=model.device)
+        kv = SequenceKV(c, capacity, self.kv or str(model.dtype).removeprefix("torch."),
+                        device=model.device)
         run = model.decoder(phases["prefill"], capacity)
         one: TokenStep | None = None
         tokens = torch.tensor([list(self.prompt)], device=model.device)
@@ -64,10 +64,10 @@ class TextGeneration:
             with torch.no_grad():
                 if step and not self.watch:
                     if one is None or one.stale():
-                        one = TokenStep(run, memory)
+                        one = TokenStep(run, kv)
                     logits = one(token)
                 else:
-                    logits = run(tokens, memory, last=True)[:, -1]
+                    logits = run(tokens, kv, last=True)[:, -1]
                 if one is not None and one.likeliest is not None and not self.temperature:
                     token = one.likeliest
                 else:

@@ -52,7 +52,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Agreement(Record):
-    """How far two models agree on the next token, over `positions` of them."""
+    """Measures how far two models agree on the next token, over `positions` of them."""
 
     name: str
     positions: int
@@ -91,7 +91,7 @@ class Speed(Record):
 
 @dataclass
 class PeerReport:
-    """What `lz verify --peer llama.cpp` found."""
+    """The result of `lz verify --peer llama.cpp`."""
 
     model: str
     peer: str
@@ -230,11 +230,11 @@ def compare_decode(model: GGUFModel, peer: LlamaCpp, count: int) -> Agreement:
     """Decode so many tokens with the peer, and follow it token by token."""
     prompt = model.tokenize(TEXTS[0], special=True)
     answer = peer.ask(prompt, count, TOP)
-    memory, run = SequenceKV(model.config, len(prompt) + count), model.decoder(
+    kv, run = SequenceKV(model.config, len(prompt) + count), model.decoder(
         length=len(prompt) + count)
     with torch.no_grad():
-        rows = [run(torch.tensor([prompt]), memory, last=True)[0, -1]]
-        step = TokenStep(run, memory)
+        rows = [run(torch.tensor([prompt]), kv, last=True)[0, -1]]
+        step = TokenStep(run, kv)
         rows += [step(token)[0] for token in answer["tokens"][:-1]]
     return agreement(f"decode of {len(rows)} tokens", answer["top"], torch.stack(rows))
 

@@ -27,7 +27,7 @@ FIRST_APART, APART = 0.01, 0.15
 
 @dataclass(frozen=True)
 class StageParity(Record):
-    """How far a stage is apart in the first layer, and in the layer where it is most."""
+    """The difference of a stage in the first layer, and in the layer where it is largest."""
 
     name: str
     layers: int

@@ -19,7 +19,7 @@ NO_PRODUCT = [0] * 5
 NORMS = ("ln1", "ln2", "q_norm", "k_norm", "post_attention", "post_mlp")
 
 
-def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
+def native_obstacle(decoder: Decoder, kv: SequenceKV) -> str:
     """Return why a token of this model cannot be one call, "" if it can."""
     c, weights = decoder.config, decoder.weights
     norm = weights["norm"]
@@ -27,8 +27,8 @@ def native_obstacle(decoder: Decoder, memory: SequenceKV) -> str:
         return "it is not float32 on a CPU"
     if c.experts or not c.gated or c.norm != "rms" or c.rope_style != "rotate_half":
         return "it has experts, or no gate, RMS norms or rope in halves"
-    if memory.keys[0].dtype not in DTYPES or memory.keys[0].shape[0] != 1:
-        return f"keys and values are kept as {memory.kind}"
+    if kv.keys[0].dtype not in DTYPES or kv.keys[0].shape[0] != 1:
+        return f"keys and values are kept as {kv.kind}"
     if c.hidden % 32 or c.inner % 32 or (c.qk_norm and c.head_dim % 32):
         return "its sizes are no multiples of 32"
     names = [n for i in range(c.layers) for name in PRODUCTS
@@ -52,8 +52,8 @@ def _parts(decoder: Decoder, at: str, name: str) -> list[str]:
 class NativeDecode:
     """Calling it with an embedded token and its place gives the logits and the likeliest id."""
 
-    def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
-        self.decoder, self.memory = decoder, memory
+    def __init__(self, decoder: Decoder, kv: SequenceKV) -> None:
+        self.decoder, self.kv = decoder, kv
         self._run = native_build.module().ggml_decode
         self._held: list[Any] = []             # what the addresses point to
         self.refresh()
@@ -68,7 +68,7 @@ class NativeDecode:
         norm = weights["norm"]
         assert isinstance(norm, Tensor)
         scale = c.attention_scale or c.head_dim ** -0.5
-        self._fixed = (DTYPES[self.memory.keys[0].dtype], self._layers.data_ptr(), c.layers,
+        self._fixed = (DTYPES[self.kv.keys[0].dtype], self._layers.data_ptr(), c.layers,
                        self._head.data_ptr(), norm.data_ptr(), c.hidden, c.heads, c.kv_heads,
                        c.head_dim, c.rotated // 2, c.inner, ACTIVATIONS[c.activation], c.eps,
                        scale, c.softcap)
@@ -89,11 +89,12 @@ class NativeDecode:
         self._held += [cos, sin]
         products = [n for name in PRODUCTS for n in self._products(i, name)]
         return [*(self._address(f"{i}.{name}") for name in NORMS), *products,
-                self.memory.keys[i].data_ptr(), self.memory.values[i].data_ptr(), cos.data_ptr(),
+                self.kv.keys[i].data_ptr(), self.kv.values[i].data_ptr(), cos.data_ptr(),
                 sin.data_ptr(), c.window if c.has_window(i) else 0]
 
     def _products(self, i: int, name: str) -> list[int]:
-        """One product or several, and as many that are none as quant/decode.h has room for."""
+        """Returns one product or several, and as many that are none as quant/decode.h has room
+        for."""
         parts = _parts(self.decoder, f"{i}.{name}", name)
         numbers = [n for part in parts for n in self._product(part)]
         return numbers + NO_PRODUCT * (len(APART.get(name, (name,))) - len(parts))

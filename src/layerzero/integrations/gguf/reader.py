@@ -22,9 +22,9 @@ from ...spec.errors import DataError
 from ...spec.reason import shown
 
 # Limits; real files stay far below. Items count over all arrays of a file.
-_MOST_ITEMS, _MOST_HEADER, _MOST_STRING = 1 << 22, 1 << 28, 1 << 26
-_MOST_DEPTH, _MOST_NAME, _MOST_DIMS = 4, 1024, 4
-_LEAST_PAIR, _LEAST_TENSOR = 13, 33            # bytes that the smallest of them takes
+_MAX_ITEMS, _MAX_HEADER, _MAX_STRING = 1 << 22, 1 << 28, 1 << 26
+_MAX_DEPTH, _MAX_NAME, _MAX_DIMS = 4, 1024, 4
+_MIN_PAIR, _MIN_TENSOR = 13, 33                # bytes that the smallest of them takes
 _ALIGNMENTS = tuple(1 << n for n in range(3, 21))
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
@@ -46,7 +46,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies in the file; `shape` is torch's order, the rows last."""
+    """The place of a tensor in the file; `shape` is torch's order, the rows last."""
 
     name: str
     type: str                                  # "f32", "q4_k", ...
@@ -140,7 +140,7 @@ class _Header:
 
     def __init__(self, mapped: mmap.mmap, path: str) -> None:
         self.mapped, self.path, self.at, self.items = mapped, path, 4, 0
-        self.size = min(len(mapped), _MOST_HEADER)
+        self.size = min(len(mapped), _MAX_HEADER)
 
     def error(self, text: str) -> DataError:
         return DataError(f"{self.path}: wanted a GGUF file, found one that is cut short or damaged "
@@ -153,14 +153,14 @@ class _Header:
                       else "write the file again with a newer converter")
             raise DataError(f"{self.path}: wanted version 2 or 3 of GGUF, got {version}; {advice}")
         tensors, pairs = self.number("Q"), self.number("Q")
-        self.fits(pairs, _LEAST_PAIR, "pairs of metadata")
+        self.fits(pairs, _MIN_PAIR, "pairs of metadata")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            name = self.string(_MOST_NAME)
+            name = self.string(_MAX_NAME)
             if name in metadata:
                 raise self.error(f"the key {shown(name)} twice")
             metadata[name] = self.value(self.number("I"))
-        self.fits(tensors, _LEAST_TENSOR, "tensors")
+        self.fits(tensors, _MIN_TENSOR, "tensors")
         infos = [self.tensor() for _ in range(tensors)]
         return metadata, self.placed(infos, metadata.get("general.alignment", 32))
 
@@ -175,7 +175,7 @@ class _Header:
         self.at += struct.calcsize("<" + form)
         return value
 
-    def string(self, most: int = _MOST_STRING) -> str:
+    def string(self, most: int = _MAX_STRING) -> str:
         length = self.fits(self.number("Q"), 1, "bytes of a string")
         if length > most:
             raise self.error(f"a string of {length} bytes, of which {most} are allowed")
@@ -192,14 +192,14 @@ class _Header:
             return self.string()
         if kind != _ARRAY:
             raise self.error(f"a value of the unknown type {kind}")
-        if depth >= _MOST_DEPTH:
-            raise self.error(f"arrays nested more than {_MOST_DEPTH} deep")
+        if depth >= _MAX_DEPTH:
+            raise self.error(f"arrays nested more than {_MAX_DEPTH} deep")
         inner, count = self.number("I"), self.number("Q")
         size = struct.calcsize("<" + _NUMBERS[inner]) if inner in _NUMBERS else 8
         self.fits(count, size, "items of an array")
         self.items += count
-        if self.items > _MOST_ITEMS:
-            raise self.error(f"arrays of {self.items} items, of which {_MOST_ITEMS} are allowed")
+        if self.items > _MAX_ITEMS:
+            raise self.error(f"arrays of {self.items} items, of which {_MAX_ITEMS} are allowed")
         if inner in _NUMBERS:
             numbers = struct.unpack_from(f"<{count}{_NUMBERS[inner]}", self.mapped, self.at)
             self.at += count * size
@@ -227,8 +227,8 @@ class _Header:
         return texts
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dims = self.string(_MOST_NAME), self.number("I")
-        if not 1 <= dims <= _MOST_DIMS:
+        name, dims = self.string(_MAX_NAME), self.number("I")
+        if not 1 <= dims <= _MAX_DIMS:
             raise self.error(f"a tensor {shown(name, most=80)} of {dims} dimensions")
         shape = tuple(self.number("Q") for _ in range(dims))
         return name, shape[::-1], self.number("I"), self.number("Q")

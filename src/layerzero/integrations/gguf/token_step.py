@@ -30,7 +30,7 @@ Run = Callable[..., Any]
 
 
 class BoundLayer(NamedTuple):
-    """What one layer does, each a function of the data alone."""
+    """The steps of one layer, each a function of the data alone."""
 
     qkv: Run
     attend: Run                                # of the qkv row
@@ -43,15 +43,15 @@ class BoundLayer(NamedTuple):
 class TokenStep(ChosenKernels):
     """Calling it with a token gives its logits, (1, vocab), and keeps its keys and values."""
 
-    def __init__(self, decoder: Decoder, memory: SequenceKV) -> None:
-        self.decoder, self.memory, self.config = decoder, memory, decoder.config
+    def __init__(self, decoder: Decoder, kv: SequenceKV) -> None:
+        self.decoder, self.kv, self.config = decoder, kv, decoder.config
         self.world = worlds.current()
         self.kernels: dict[str, str] = {}
         c, self._bound = self.config, {}  # type: Any, dict[Any, Any]
         norm = decoder.weights["norm"]
         assert isinstance(norm, Tensor) and decoder.tables is not None
         self._x = norm.new_zeros((1, 1, c.hidden))
-        self._narrow = memory.keys[0].dtype != self._x.dtype
+        self._narrow = kv.keys[0].dtype != self._x.dtype
         self.likeliest: int | None = None      # the next token, where the kernels tell it
         self._native = self._compiled_decoder()
         if self._native is not None:
@@ -62,15 +62,15 @@ class TokenStep(ChosenKernels):
         self._head = self._linear("", "embed" if c.tied else "head", self._x)
 
     def __call__(self, token: int) -> Tensor:
-        memory, c = self.memory, self.config
-        place = memory.length
-        if place >= memory.keys[0].shape[1]:
+        kv, c = self.kv, self.config
+        place = kv.length
+        if place >= kv.keys[0].shape[1]:
             for i in range(c.layers):
-                memory.reserve(i, place + 1)
+                kv.reserve(i, place + 1)
             if self._native is not None:
                 self._native.refresh()
         logits = self._decode(self._embedded(token), place)
-        memory.length, cap = place + 1, c.logit_softcap
+        kv.length, cap = place + 1, c.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _decode(self, x: Tensor, place: int) -> Tensor:
@@ -162,9 +162,10 @@ class TokenStep(ChosenKernels):
         return lambda x: second(activate(c, first(x)))
 
     def _compiled_decoder(self) -> NativeDecode | None:
-        """The whole token as one call; None where lz may not choose our compiled kernels."""
+        """Returns the whole token as one call; None where lz may not choose our compiled
+        kernels."""
         decoder = self.decoder
-        if native_obstacle(decoder, self.memory):
+        if native_obstacle(decoder, self.kv):
             return None
         quantized = [w for w in decoder.weights.values() if isinstance(w, GgmlWeight)]
         examples = {(w.format, w.shape): w for w in quantized}
@@ -174,7 +175,7 @@ class TokenStep(ChosenKernels):
         if not all(kernel.startswith("native.") for kernel in used) or not self._may_attend():
             return None
         self.kernels = {"decode": f"{', '.join(sorted(used))}, all layers in one call"}
-        return NativeDecode(decoder, self.memory)
+        return NativeDecode(decoder, self.kv)
 
     # attention
 
@@ -202,7 +203,7 @@ class TokenStep(ChosenKernels):
         return getattr(native_build.module(), "token", None)
 
     def _attend(self, i: int) -> Run:
-        c, memory, token = self.config, self.memory, self._token
+        c, kv, token = self.config, self.kv, self._token
         tables = (self.decoder.window_tables if c.has_window(i) else self.decoder.tables)
         assert tables is not None
         window = c.window if c.has_window(i) else 0
@@ -218,7 +219,7 @@ class TokenStep(ChosenKernels):
         token_bytes = kv_heads * dim * self._x.element_size()
 
         def attend(qkv: Tensor, place: int, held: Any = (cos, sin)) -> Tensor:
-            keys, values = memory.keys[i], memory.values[i]
+            keys, values = kv.keys[i], kv.values[i]
             out = empty(shape, dtype=kind)
             first = max(0, place + 1 - window) if window else 0
             before, angle = first * token_bytes, place * row
@@ -231,7 +232,7 @@ class TokenStep(ChosenKernels):
 
     def _attend_in_parts(self, i: int, tables: tuple[Tensor, Tensor], window: int,
                          scale: float) -> Run:
-        c, memory, like = self.config, self.memory, self._x
+        c, kv, like = self.config, self.kv, self._x
         sizes = (c.heads, c.kv_heads, c.kv_heads)
         heads = like.new_zeros((1, 1, sum(sizes), c.head_dim))
         q, k, _ = heads.split(sizes, 2)
@@ -250,9 +251,9 @@ class TokenStep(ChosenKernels):
                 q, k = norms[0](q), norms[1](k)
             q, k = rope(q, k, tables[0][place:place + 1], tables[1][place:place + 1])
             if self._narrow:
-                out: Tensor = memory.attend(call_op, i, q, k, v)
+                out: Tensor = kv.attend(call_op, i, q, k, v)
                 return out.flatten(2)
-            keys, values = memory.keys[i], memory.values[i]
+            keys, values = kv.keys[i], kv.values[i]
             keys[:, place:place + 1], values[:, place:place + 1] = k, v
             first = max(0, place + 1 - window) if window else 0
             seen = slice(first, place + 1)

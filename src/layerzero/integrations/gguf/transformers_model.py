@@ -37,21 +37,21 @@ class GGUFConfig(PretrainedConfig):  # type: ignore[misc]
 class GGUFCache(DynamicCache):  # type: ignore[misc]
     """Keys and values in a SequenceKV; `step` serves single tokens."""
 
-    def __init__(self, memory: SequenceKV) -> None:
+    def __init__(self, kv: SequenceKV) -> None:
         super().__init__()
-        self.memory, self.step = memory, None  # type: SequenceKV, TokenStep | None
+        self.kv, self.step = kv, None          # type: SequenceKV, TokenStep | None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.memory.length
+        return self.kv.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequences continue others, as beam search does."""
-        for buffers in (self.memory.keys, self.memory.values):
+        for buffers in (self.kv.keys, self.kv.values):
             buffers[:] = [t.index_select(0, beam_idx.to(t.device)) for t in buffers]
 
     def crop(self, max_length: int) -> None:
-        length = self.memory.length
-        self.memory.length = min(length, max_length if max_length >= 0 else length + max_length)
+        length = self.kv.length
+        self.kv.length = min(length, max_length if max_length >= 0 else length + max_length)
 
 
 class GGUFForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -84,7 +84,7 @@ class GGUFForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def dtype(self) -> torch.dtype:
         return self.gguf.dtype
 
-    def _memory(self, batch: int) -> SequenceKV:
+    def _new_kv(self, batch: int) -> SequenceKV:
         return SequenceKV(self.gguf.config, self.config.max_position_embeddings, self.kv, batch,
                           self.device)
 
@@ -102,17 +102,17 @@ class GGUFForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if past_key_values is not None and past_key_values.get_seq_length():
                 raise ConfigError("a GGUF model as one of transformers takes the cache that it "
                                   f"returned, got {type(past_key_values).__name__}")
-            cache = (GGUFCache(self._memory(len(input_ids))) if use_cache is not False
+            cache = (GGUFCache(self._new_kv(len(input_ids))) if use_cache is not False
                      else None)
-        if cache is not None and not cache.memory.length:      # beams make the batch larger
-            cache.memory = self._memory(len(input_ids))
-        memory = None if cache is None else cache.memory
-        if cache is not None and memory is not None and input_ids.numel() == 1 and memory.length:
+        if cache is not None and not cache.kv.length:          # beams make the batch larger
+            cache.kv = self._new_kv(len(input_ids))
+        kv = None if cache is None else cache.kv
+        if cache is not None and kv is not None and input_ids.numel() == 1 and kv.length:
             if cache.step is None or cache.step.stale():
-                cache.step = TokenStep(self._decoder, memory)
+                cache.step = TokenStep(self._decoder, kv)
             logits = cache.step(int(input_ids))[:, None]
         else:
-            logits = self._decoder(input_ids, memory, last=logits_to_keep == 1)
+            logits = self._decoder(input_ids, kv, last=logits_to_keep == 1)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: Any = None,
@@ -125,4 +125,4 @@ class GGUFForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any],
                                       *unused: Any) -> None:
         if not isinstance(model_kwargs.get("past_key_values"), GGUFCache):
-            model_kwargs["past_key_values"] = GGUFCache(self._memory(1))
+            model_kwargs["past_key_values"] = GGUFCache(self._new_kv(1))

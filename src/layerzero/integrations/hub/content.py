@@ -32,7 +32,7 @@ from ...files.sealed import (
 from .errors import HubError, Tampered, UnsafePath
 
 _BYTECODE = (".pyc", ".pyo")
-MOST_UNPACKED = 8 << 30                        # bytes; a larger archive is refused as a zip bomb
+MAX_UNPACKED = 8 << 30                         # bytes; a larger archive is refused as a zip bomb
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ def _unpack(members: Mapping[str, tuple[int, Callable[[], IO[bytes] | None]]], s
         if not parts or parts[0].startswith("/") or ".." in parts or ":" in parts[0]:
             raise UnsafePath(
                 f"{source}: {name!r} would land outside of {target}; nothing was unpacked")
-    if (total := sum(size for size, _ in members.values())) > MOST_UNPACKED:
-        raise HubError(f"{source} would unpack to {total} bytes; at most {MOST_UNPACKED} are taken")
+    if (total := sum(size for size, _ in members.values())) > MAX_UNPACKED:
+        raise HubError(f"{source} would unpack to {total} bytes; at most {MAX_UNPACKED} are taken")
     for name, (size, open_member) in members.items():
         path = target.joinpath(*PurePosixPath(name).parts)
         path.parent.mkdir(parents=True, exist_ok=True)

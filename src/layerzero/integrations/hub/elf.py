@@ -26,7 +26,7 @@ _MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_RISCV": "riscv6
              "EM_S390": "s390x"}
 # Tables of a hostile file may overlap or repeat: a small file could ask for hours. An honest one
 # needs about one read for four of its bytes.
-_LEAST_READS, _MOST_READS = 1 << 14, 1 << 21
+_MIN_READS, _MAX_READS = 1 << 14, 1 << 21
 _READ_SIZE = 64                                # bytes that count as one read
 # What pyelftools runs into in a damaged file, besides its own ELFError.
 _PARSE_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
@@ -75,7 +75,7 @@ def _opened(path: Path) -> Iterator[Any]:
         if file.read(6) != b"\x7fELF\x02\x01":
             raise NotElf("not a 64-bit little-endian ELF file")
         with _BoundedFile(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            data.reads_left = min(_LEAST_READS + len(data) // 2, _MOST_READS)
+            data.reads_left = min(_MIN_READS + len(data) // 2, _MAX_READS)
             try:
                 yield ELFFile(data)
             except (ELFError, *_PARSE_ERRORS) as e:

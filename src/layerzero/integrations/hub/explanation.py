@@ -14,13 +14,13 @@ class RepositoryCheck:
     """One check of a repository; `error` is what loading it would raise."""
 
     name: str
-    found: str
+    detail: str
     error: HubError | None = None
 
 
 @dataclass(frozen=True)
 class HubExplanation:
-    """Whether a repository would be loaded here, and why."""
+    """Explains whether a repository would be loaded here, and why."""
 
     name: str
     version: str
@@ -40,7 +40,7 @@ class HubExplanation:
     def __str__(self) -> str:
         lines = [f"{self.name} {self.version}".rstrip()
                  + (f": {self.variant}" if self.ok else ": refused")]
-        lines += [f"  {'ok' if c.error is None else '!!'}  {c.name}: {c.found}"
+        lines += [f"  {'ok' if c.error is None else '!!'}  {c.name}: {c.detail}"
                   for c in self.checks]
         lines += [f"  {'->' if v.variant == self.variant else '  '}  {v}" for v in self.verdicts]
         return "\n".join(lines)
@@ -48,7 +48,7 @@ class HubExplanation:
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "version": self.version, "ok": self.ok, "variant": self.variant,
                 "sha256": self.sha256,
-                "checks": [{"name": c.name, "ok": c.error is None, "found": c.found,
+                "checks": [{"name": c.name, "ok": c.error is None, "detail": c.detail,
                             "error": type(c.error).__name__ if c.error else ""}
                            for c in self.checks],
                 "variants": [{"variant": v.variant, "accepted": isinstance(v, Accepted),

@@ -1,9 +1,9 @@
 """Kernels from repositories in the layout of the Kernel Hub: found, checked, imported, registered.
 
-A repository is code of strangers. Before any of it runs, it must be allowed or pinned, its build
-must fit this machine, its files must be the pinned or signed ones, and a private copy is imported.
-Before selection may choose a kernel of it, the kernel must pass the contract of its operation on
-this machine.
+A repository is the code of third parties. Before any of it runs, it must be allowed or pinned, its
+build must fit this machine, its files must be the pinned or signed ones, and a private copy is
+imported. Before selection may choose a kernel of it, the kernel must pass the contract of its
+operation on this machine.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ class _Load:
 
     @property
     def remote(self) -> dict[str, Any] | None:
-        """How a worker process (world/registry/isolation.py) loads it. Each has one version,
-        so that two whose torch operations share a namespace serve beside each other."""
+        """Returns how a worker process (world/registry/isolation.py) loads it. Each has one
+        version, so that two whose torch operations share a namespace serve beside each other."""
         if self.adapt is not None:             # a function of this process
             return None
         hub = {f.name: getattr(self.hub, f.name) for f in fields(self.hub)}

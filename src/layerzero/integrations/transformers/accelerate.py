@@ -40,7 +40,7 @@ from .quantized import QuantizedLayers, quantize_layers
 from .replacements import recipe_of
 from .report import PatchReport
 from .trial import Gain, Trial
-from .weight_error import QuantizedWeights, Text, given_ids
+from .weight_error import QuantizedWeights, Text, text_ids
 
 STOCK_DRAW = (
     "sampling: logits processors and the draw stay transformers' own, so a seed gives the same "
@@ -51,7 +51,8 @@ STOCK_DRAW = (
 class Acceleration(
         Displayed, Record,
         json="model done left error gains kernels served declined generated weights"):
-    """What was done to a model. As a context manager it is undone at the end of the block."""
+    """Reports what was done to a model. As a context manager it is undone at the end of the
+    block."""
 
     model: str                                 # its class
     done: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Acceleration(
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What the decode step runs: what it is for -> kernel."""
+        """Returns the kernels of the decode step, by what they compute."""
         return {} if self._step is None else self._step.kernels
 
     @property
@@ -93,8 +94,8 @@ class Acceleration(
 
     @property
     def speculated(self) -> str:
-        """What speculation did so far, in words; "" where there is none."""
-        return "" if self._speculation is None else str(self._speculation.done)
+        """Returns what speculation did so far, in words; "" where there is none."""
+        return "" if self._speculation is None else str(self._speculation.stats)
 
     @property
     def generated(self) -> dict[str, int]:
@@ -182,10 +183,10 @@ def accelerate(model: nn.Module, *, patch: bool = True, capture: bool | None = N
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lz.accelerate wants a torch.nn.Module, got {type(model).__name__}")
     wanted = None if weights is None else WeightOnly.of(weights)
-    ids = None if text is None else given_ids(text, model)
+    ids = None if text is None else text_ids(text, model)
     before = vars(model).get(ACCELERATION)
     if before is not None:
-        if wanted is not None and (before._layers is None or before._layers.wanted != wanted):
+        if wanted is not None and (before._layers is None or before._layers.config != wanted):
             raise ConfigError("lz.accelerate wants a model that is not accelerated to quantize its "
                               "weights, got one that is: lz.unaccelerate(model) first")
         return before  # type: ignore[no-any-return]
@@ -261,14 +262,14 @@ def _accelerate(report: Acceleration, patch: bool, capture: bool | None, seconds
         if weights is not None:
             report._layers = quantize_layers(model, weights, parts)
         from .decoding.accelerated import Accelerated, attach
-        from .decoding.encoder_decoder import AcceleratedAcross
-        step_type = Accelerated if parts.layers[0].cross is None else AcceleratedAcross
+        from .decoding.encoder_decoder import AcceleratedEncoderDecoder
+        step_type = Accelerated if parts.layers[0].cross is None else AcceleratedEncoderDecoder
         graph = parts.weights.is_cuda if capture is None else capture
-        if graph and parts.ungraphed:
-            report.left.append(f"no graph of its decode step: it has {parts.ungraphed}")
+        if graph and parts.graph_obstacle:
+            report.left.append(f"no graph of its decode step: it has {parts.graph_obstacle}")
         # joined weights are weights like any other
         with torch.inference_mode(False), torch.no_grad():
-            report._step = step_type(decoder, parts, graph and not parts.ungraphed, model)
+            report._step = step_type(decoder, parts, graph and not parts.graph_obstacle, model)
     except NotRecognised as why:
         report.left.append(f"no decode step: {why}")
     if weights is not None and report._layers is None:

@@ -69,7 +69,7 @@ def attention_forward(
                    sliding_window, softcap, s_aux, position_bias, indices), None
 
 
-def like_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
+def matches_eager(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a model's eager attention as lz computes it; `stock` serves whoever wants the
     weights, or dropout."""
     parameters = eager_parameters(stock)
@@ -186,7 +186,8 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
-    """The mask with all but the selected keys hidden; `indices` is (batch, seq_q, how many)."""
+    """Returns the mask with all but the selected keys hidden; `indices` is (batch, seq_q, how
+    many)."""
     hidden = indices.new_ones((*indices.shape[:-1], keys),
                               dtype=torch.bool).scatter(-1, indices.long(), False)
     hidden = hidden.unsqueeze(1)

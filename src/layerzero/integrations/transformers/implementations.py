@@ -34,7 +34,7 @@ EAGER_PARAMETERS = frozenset(("scaling", "dropout", "softcap", "position_bias"))
 CLOSE = 1e-3
 
 
-def asking(module: nn.Module) -> FunctionType | None:
+def interface_forward(module: nn.Module) -> FunctionType | None:
     """Returns the forward of a module that asks transformers' interface for its attention."""
     forward = getattr(stock_of(module), "forward", None)
     plain = inspect.unwrap(forward) if callable(forward) else None
@@ -58,7 +58,7 @@ class Implementations:
     def refused(self, module: Any) -> str:
         """Returns why lz leaves the attention of this module alone, or "" where it knows what is
         computed."""
-        forward = asking(module)
+        forward = interface_forward(module)
         if forward is None:
             # it calls torch's attention by itself, or nothing that lz computes
             return replaced_sdpa()

@@ -22,8 +22,8 @@ _VALUES = "_layerzero_values"
 
 
 class Pattern(NamedTuple):
-    """What a mask says: keys [first, last) are seen, the last query on the last of them; windows as
-    lz.attention's."""
+    """The pattern of a mask: keys [first, last) are seen, the last query on the last of them;
+    windows as lz.attention's."""
 
     first: int
     last: int
@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """A mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
+    """Returns a mask as transformers' `sdpa_mask` makes it, with a pattern where it has one."""
     pattern = _pattern(arguments) if "q_offset" in arguments and not _tracing(arguments) else None
     if pattern is None:
         return masking_utils.sdpa_mask(**arguments)  # type: ignore[no-any-return]
@@ -51,8 +51,8 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
 
 def pattern_of(mask: Tensor, queries: int, keys: int) -> Pattern | None:
-    """The pattern of a mask for so many queries and keys, if it has one and was not overwritten
-    since."""
+    """Returns the pattern of a mask for so many queries and keys, if it has one and was not
+    overwritten since."""
     noted = getattr(mask, _ATTRIBUTE, None)
     if noted is None or noted[1] != mask._version or mask.shape[-2:] != (queries, keys):
         return None
@@ -116,11 +116,11 @@ def _pattern(arguments: dict[str, Any]) -> Pattern | None:
         pattern = Pattern(0, keys, False, held[0], held[0])
     else:
         return None
-    seen = _all_seen(arguments["attention_mask"], arguments["kv_offset"], pattern)
+    seen = _is_full(arguments["attention_mask"], arguments["kv_offset"], pattern)
     return pattern if seen else None
 
 
-def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
+def _is_full(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
     """No key of the pattern is padding."""
     if padding is None:
         return True
@@ -129,16 +129,16 @@ def _all_seen(padding: Tensor | None, kv_offset: int, pattern: Pattern) -> bool:
 
 
 def _tracing(arguments: dict[str, Any]) -> bool:
-    """Whether values cannot be looked at: then the mask is computed in the graph, as transformers
-    does it."""
+    """Returns whether values cannot be looked at: then the mask is computed in the graph, as
+    transformers does it."""
     offset = arguments["q_offset"]
     return masking_utils.is_tracing(arguments["attention_mask"]) or (
         isinstance(offset, Tensor) and masking_utils.is_tracing(offset))
 
 
 def _anatomy(function: Callable[..., Any]) -> tuple[tuple[CodeType, ...], tuple[Any, ...]]:
-    """What a mask function is made of: the code of it and of those it calls, and the values they
-    hold."""
+    """Returns what a mask function is made of: the code of it and of those it calls, and the values
+    they hold."""
     if not isinstance(function, FunctionType):
         return (), ()
     codes: tuple[CodeType, ...] = (function.__code__,)

@@ -31,7 +31,7 @@ from ...operate.inspection import stats, which
 from ...spec.errors import ConfigError, NoKernelFoundError
 from ...spec.names import suggest
 from . import NAME, register
-from .implementations import Implementations, asking, eager_name, is_configuration
+from .implementations import Implementations, eager_name, interface_forward, is_configuration
 from .owned_config import OWNED, is_uncapped
 from .quantized import CODES
 from .recognise import NOWHERE, Recogniser
@@ -61,15 +61,15 @@ class _Owned:
 
 @dataclass
 class Changes:
-    """What lz.patch did to modules: the class that each one had, and those that got a configuration
-    of their own."""
+    """Records what lz.patch did to modules: the class that each one had, and those that got a
+    configuration of their own."""
 
     classes: dict[nn.Module, type] = field(default_factory=dict)
     configs: list[nn.Module] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module) -> Changes:
-        """All that is patched in a model, by however many calls."""
+        """Returns all that is patched in a model, by however many calls."""
         modules = list(model.modules())
         return cls({m: stock_of(m) for m in modules if hasattr(type(m), "_layerzero_recipe")},
                    [m for m in modules if OWNED in vars(m)])
@@ -191,7 +191,7 @@ def _patch_modules(
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
-        recipe, where, eager = recipe_of(module), _where(path), ""
+        recipe, where, eager = recipe_of(module), _generic_path(path), ""
         if recipe is not None and recipe.only_eager:
             eager, recipe = recipe.eager, None
         if recipe is not None and recipe.kind == SAMPLING:
@@ -212,7 +212,7 @@ def _patch_modules(
                 recipe = replace(verdict, kind="lm_head") if id(module) in heads else verdict
                 if recipe.kind not in kinds:
                     continue
-                if recipe.kind == "rope" and not named and (vain := _vain_rope(module)):
+                if recipe.kind == "rope" and not named and (vain := _rope_obstacle(module)):
                     rows[ModuleRow(where, recipe.kind, "", 0, vain)] += 1
                     continue
                 changes.follow(module, replace(recipe, eager=eager))
@@ -223,7 +223,7 @@ def _patch_modules(
             inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
 
 
-def _vain_rope(module: nn.Module) -> str:
+def _rope_obstacle(module: nn.Module) -> str:
     """Models compute rope by a few torch operations; a kernel made of torch operations gains
     nothing over that."""
     own = next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1),
@@ -241,8 +241,8 @@ def _vain_rope(module: nn.Module) -> str:
     return f"only {kernel} would serve it here, which gains nothing" if is_formula else ""
 
 
-def _where(path: str) -> str:
-    """The path of a module in a report: modules alike have the same."""
+def _generic_path(path: str) -> str:
+    """Returns the path of a module in a report: modules alike have the same."""
     return re.sub(r"\b\d+\b", "*", path) or "(model)"
 
 
@@ -261,7 +261,7 @@ def _patch_sampling(model: nn.Module, wanted: bool, rows: Counter[ModuleRow],
 # are called.
 
 def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Changes) -> None:
-    paths = {path: m for path, m in model.named_modules() if asking(m)}
+    paths = {path: m for path, m in model.named_modules() if interface_forward(m)}
     if not paths:
         return
     register()
@@ -270,7 +270,7 @@ def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Change
     before = {m for m in refused if _serves(m)}
     for module, why in refused.items():
         if not why and module.config._attn_implementation == "eager" and module not in before:  # type: ignore[union-attr]
-            forward = asking(module)
+            forward = interface_forward(module)
             assert forward is not None
             changes.follow(module, replace(recipe_of(module) or Recipe("attention", "attention"),
                                            eager=eager_name(forward)))
@@ -278,10 +278,10 @@ def _patch_attention(model: nn.Module, rows: Counter[ModuleRow], changes: Change
     for path, module in paths.items():
         if _serves(module):
             why = _UNCAPPED if is_uncapped(module) else "patched before" if module in before else ""
-            rows[ModuleRow(_where(path), "attention", "attention", 0, why)] += 1
+            rows[ModuleRow(_generic_path(path), "attention", "attention", 0, why)] += 1
         else:
             why = refused[module] or "its masks are made outside: patch the whole model"
-            rows[ModuleRow(_where(path), stock_of(module).__name__, "", 0, why)] += 1
+            rows[ModuleRow(_generic_path(path), stock_of(module).__name__, "", 0, why)] += 1
 
 
 def _serves(module: nn.Module) -> bool:
@@ -325,7 +325,7 @@ def _switch(config: Any) -> None:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """The outermost models of transformers in it."""
+    """Yields the outermost models of transformers in it."""
     if "transformers" not in sys.modules:
         return
     kind = sys.modules["transformers"].PreTrainedModel
@@ -337,7 +337,7 @@ def _transformers_models(model: nn.Module) -> Iterator[Any]:
 
 
 def _carry_over(owned: _Owned) -> None:
-    """What was set in the configuration while the model was patched stays set."""
+    """Keeps what was set in the configuration while the model was patched."""
     for name, value in vars(owned.ours).items():
         ours = name == "_attn_implementation_internal" and value == NAME
         if not ours and not is_configuration(value):

@@ -32,8 +32,8 @@ from ...spec.errors import ConfigError
 from ..rewiring import public
 from .replacements import stock_of
 
-CODES = "_layerzero_codes"                     # of a quantized layer: its _Held
-LEAST = 32                                     # inputs and outputs of a weight that is worth it
+CODES = "_layerzero_codes"                     # of a quantized layer: its _QuantizedState
+MIN_FEATURES = 32                              # inputs and outputs of a weight that is worth it
 
 _quantize, _dequantize = public("quantize"), public("dequantize")
 _linear = public("quantized_linear")
@@ -41,17 +41,17 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
-    """What a quantized layer knows beside its weight."""
+class _QuantizedState:
+    """The state of a quantized layer beside its weight."""
 
     codes: WeightCodes
-    whole: WeightCodes                         # of all layers of its product
+    joined: WeightCodes                        # of all layers of its product
     transposed: bool                           # the weight is kept as (in, out)
-    before: type                               # the class that it had
+    stock_class: type                          # the class that it had
     dropped: bool                              # the weight as it was is gone
 
     def dequantized(self, like: Tensor) -> Tensor:
-        """The weight that the codes stand for."""
+        """Returns the weight that the codes stand for."""
         c = self.codes
         value: Tensor = (
             _dequantize(c.codes, format=c.format) if c.scales is None else _dequantize(
@@ -61,23 +61,24 @@ class _Held:
 
 
 def codes_of(module: Any) -> WeightCodes | None:
-    """The codes of a quantized layer; None for any other module."""
+    """Returns the codes of a quantized layer; None for any other module."""
     held = vars(module).get(CODES)
     return None if held is None else held.codes
 
 
 def joined_codes(modules: Sequence[Any]) -> WeightCodes | None:
-    """The codes of layers whose rows follow one another, as one weight; None where they do not."""
+    """Returns the codes of layers whose rows follow one another, as one weight; None where they do
+    not."""
     held = [vars(module).get(CODES) for module in modules]
-    if any(h is None or h.whole is not held[0].whole for h in held):
+    if any(h is None or h.joined is not held[0].joined for h in held):
         return None
-    codes: WeightCodes = held[0].whole
+    codes: WeightCodes = held[0].joined
     return codes if codes.shape[0] == sum(h.codes.shape[0] for h in held) else None
 
 
 def encode(weight: Tensor, wanted: WeightOnly) -> WeightCodes:
-    """A weight (outputs, inputs) in the format that is wanted, or the one that stands for it on
-    this device."""
+    """Returns a weight (outputs, inputs) in the format that is wanted, or the one that stands for
+    it on this device."""
     inputs, on_cpu = weight.shape[1], weight.device.type == "cpu"
     name, size = wanted.stored_format(weight.device, inputs), wanted.group_size
     if name in GGML_FORMATS:
@@ -114,7 +115,7 @@ class QuantizedLayers:
     """The layers of a model that were quantized, and how to make them what they were."""
 
     def __init__(self, wanted: WeightOnly) -> None:
-        self.wanted, self.modules = wanted, []  # type: WeightOnly, list[Any]
+        self.config, self.modules = wanted, []  # type: WeightOnly, list[Any]
         self.left: Counter[str] = Counter()    # layers that stay as they are, by reason
         self.stock_bytes = 0
         self._moved: dict[nn.Parameter, torch.device] = {}
@@ -144,7 +145,7 @@ class QuantizedLayers:
         groups: layers of one product each. conv: classes that keep weights as (in, out). heads:
         layers that give logits.
         """
-        known = _candidates(model, self.wanted, conv, {id(h) for h in heads}, self.left)
+        known = _candidates(model, self.config, conv, {id(h) for h in heads}, self.left)
         shared = Counter(id(p) for m in model.modules() for p in m._parameters.values()
                          if p is not None)
         together = [list(group) for group in groups if all(id(m) in known for m in group)]
@@ -164,26 +165,26 @@ class QuantizedLayers:
         turned = [isinstance(m, conv) for m in group]
         weights = [m.weight.detach().t() if t else m.weight.detach() for m, t in zip(group, turned)]
         whole = encode(weights[0].contiguous() if len(group) == 1 else torch.cat(weights),
-                       self.wanted)
+                       self.config)
         first = 0
         for module, weight, transposed in zip(group, weights, turned):
             codes = whole.rows(first, first + len(weight))
             first += len(weight)
             own = shared[id(module.weight)] == 1
-            drop = own and self.wanted.originals == "drop"
-            vars(module)[CODES] = _Held(codes, whole, transposed, type(module), drop)
+            drop = own and self.config.originals == "drop"
+            vars(module)[CODES] = _QuantizedState(codes, whole, transposed, type(module), drop)
             module.__class__ = quantized_class(stock_of(module))
             self.modules.append(module)
             self.stock_bytes += weight.nbytes
             if own:
-                self._put_away(module.weight)
+                self._store_original(module.weight)
 
-    def _put_away(self, parameter: nn.Parameter) -> None:
+    def _store_original(self, parameter: nn.Parameter) -> None:
         """Moves a weight as it was to where it is kept."""
         self._moved[parameter] = parameter.device
-        if self.wanted.originals == "drop":
+        if self.config.originals == "drop":
             parameter.data = _nothing(parameter, parameter.dtype)
-        elif self.wanted.originals == "cpu":
+        elif self.config.originals == "cpu":
             parameter.data = parameter.detach().to("cpu")
 
     def undo(self) -> None:
@@ -193,7 +194,7 @@ class QuantizedLayers:
                 held = vars(module).pop(CODES, None)
                 if held is None:
                     continue
-                module.__class__ = held.before
+                module.__class__ = held.stock_class
                 weight, device = module.weight, held.codes.codes.device
                 if held.dropped:
                     weight.data = held.dequantized(weight)
@@ -206,12 +207,12 @@ class QuantizedLayers:
 
 def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], heads: set[int],
                 left: Counter[str]) -> dict[int, Any]:
-    """The layers that can be quantized, by id; why others cannot is counted in `left`."""
+    """Returns the layers that can be quantized, by id; why others cannot is counted in `left`."""
     modules: dict[int, Any] = {}
     for path, module in model.named_modules():
         if not issubclass(stock_of(module), (nn.Linear, *conv)) or id(module) in modules:
             continue
-        reason = _why_not(path, module, wanted, conv, id(module) in heads)
+        reason = _layer_obstacle(path, module, wanted, conv, id(module) in heads)
         if reason:
             left[reason] += 1
         else:
@@ -219,8 +220,8 @@ def _candidates(model: nn.Module, wanted: WeightOnly, conv: tuple[type, ...], he
     return modules
 
 
-def _why_not(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
-             is_head: bool) -> str:
+def _layer_obstacle(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
+                    is_head: bool) -> str:
     weight = module._parameters.get("weight")
     if stock_of(module) not in (nn.Linear, *conv):
         return f"{stock_of(module).__name__} is a linear layer with more to it"
@@ -233,14 +234,14 @@ def _why_not(path: str, module: Any, wanted: WeightOnly, conv: tuple[type, ...],
     if not weight.is_floating_point() or weight.element_size() == 1:
         return f"its weight is {str(weight.dtype)[6:]}"
     inputs = weight.shape[0] if isinstance(module, conv) else weight.shape[1]
-    if min(weight.shape) < LEAST:
-        return f"fewer than {LEAST} inputs or outputs"
+    if min(weight.shape) < MIN_FEATURES:
+        return f"fewer than {MIN_FEATURES} inputs or outputs"
     return obstacle(wanted, weight.device, inputs)
 
 
 @lru_cache(maxsize=None)
 def quantized_class(stock: type) -> type:
-    """The subclass of a linear layer's class that multiplies with codes."""
+    """Returns the subclass of a linear layer's class that multiplies with codes."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         held, bias = vars(self)[CODES], self._parameters.get("bias")
@@ -266,11 +267,11 @@ def quantized_class(stock: type) -> type:
         result = super(ours, self)._apply(convert, recurse)
         if like.device != held.codes.codes.device:
             moved = held.codes.to(like.device)
-            vars(self)[CODES] = replace(held, codes=moved, whole=moved)
+            vars(self)[CODES] = replace(held, codes=moved, joined=moved)
         return result
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        check_kept(self, "a state dict of it")
+        check_not_dropped(self, "a state dict of it")
         super(ours, self)._save_to_state_dict(destination, prefix, keep_vars)
 
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,7 +280,7 @@ def quantized_class(stock: type) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """A copy or a pickle is that of the layer as it was."""
-        check_kept(self, "a copy or a pickle of it")
+        check_not_dropped(self, "a copy or a pickle of it")
         held, state = vars(self)[CODES], dict(vars(self))
         del state[CODES]
         weight, device = self._parameters["weight"], held.codes.codes.device
@@ -300,16 +301,16 @@ def quantized_class(stock: type) -> type:
 
 
 def _nothing(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number that no one takes for a weight, in the shape of this one."""
+    """Returns a number that no one takes for a weight, in the shape of this one."""
     return torch.full((), float("nan"), dtype=dtype, device=weight.device).expand(weight.shape)
 
 
 def _empty(stock: Any) -> Any:
-    """A module of this class, as unpickling fills it."""
+    """Returns a module of this class, as unpickling fills it."""
     return stock.__new__(stock)
 
 
-def check_kept(module: Any, what: str) -> None:
+def check_not_dropped(module: Any, what: str) -> None:
     if vars(module)[CODES].dropped:
         raise ConfigError(
             f"{what} wants weights as they were, and lz.accelerate(weights=WeightOnly(..., "

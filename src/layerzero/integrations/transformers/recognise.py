@@ -207,7 +207,7 @@ Look = Callable[[Recogniser, nn.Module], Verdict]
 
 
 def _kind_of_candidate(module: nn.Module) -> Look | None:
-    """What the module may be, by its parts alone."""
+    """Returns what the module may be, by its parts alone."""
     sizes = [tuple(p.shape) for p in module._parameters.values() if p is not None]
     dims = [len(s) for s in sizes]
     if isinstance(module, (nn.Embedding, nn.modules.batchnorm._NormBase, nn.GroupNorm,
@@ -242,7 +242,8 @@ def _kind_of_candidate(module: nn.Module) -> Look | None:
 
 
 def rotary_names(forward: FunctionType) -> tuple[str, ...]:
-    """The functions among the forward's globals that rotate queries and keys by cos and sin."""
+    """Returns the functions among the forward's globals that rotate queries and keys by cos and
+    sin."""
     names = []
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -258,7 +259,7 @@ def rotary_names(forward: FunctionType) -> tuple[str, ...]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why this module cannot get another forward, whatever it computes; "" if it can."""
+    """Returns why this module cannot get another forward, whatever it computes; "" if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit"
     if "forward" in vars(module):
@@ -270,7 +271,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _unfit(module: nn.Module) -> str:
-    """Why its computation cannot be replaced as a whole; "" if it can."""
+    """Returns why its computation cannot be replaced as a whole; "" if it can."""
     for t in (p for m in (module, *module.children()) for p in m._parameters.values()
               if p is not None):
         if type(t) not in (nn.Parameter, Tensor):
@@ -284,21 +285,22 @@ def _unfit(module: nn.Module) -> str:
 
 
 def _code(module: nn.Module) -> CodeType:
-    """The code of its forward, below its decorators."""
+    """Returns the code of its forward, below its decorators."""
     forward: Any = stock_of(module).forward  # type: ignore[attr-defined]
     below = inspect.unwrap(forward)
     return below.__code__ if isinstance(below, FunctionType) else forward.__code__
 
 
 def _writes(module: nn.Module) -> str:
-    """The attribute or global that its forward stores to: something a replacement would not do."""
+    """Returns the attribute or global that its forward stores to: something a replacement would not
+    do."""
     stores = (i.argval for i in dis.get_instructions(_code(module))
               if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"))
     return str(next(stores, ""))
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """In training its result may be random."""
+    """Returns whether the result may be random in training."""
     return (any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.children())
             or bool(
          {"dropout", "training"} & set(_code(module).co_names)))
@@ -307,8 +309,8 @@ def _may_drop(module: nn.Module) -> bool:
 # Trying it out.
 
 def random(like: Tensor, *shape: int, seed: int = 0) -> Tensor:
-    """The same numbers each time, wherever `like` is, and torch's own generators stay as they are.
-    """
+    """Returns the same numbers each time, wherever `like` is, and torch's own generators stay as
+    they are."""
     generator = torch.Generator("cpu").manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(device=like.device, dtype=like.dtype)
@@ -340,7 +342,7 @@ class ModuleTrial:
 
     def _result(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         try:
-            return functional_call(_Alone(self.module, run), self.weights, inputs)
+            return functional_call(_WithoutHooks(self.module, run), self.weights, inputs)
         except torch.OutOfMemoryError:
             raise
         # whatever unknown code says to an input that it does not expect: then it is something else
@@ -348,7 +350,8 @@ class ModuleTrial:
             return None
 
     def spread(self, weight: str, width: int, transposed: bool) -> Tensor:
-        """An input whose product with this weight is spread wide enough to tell activations."""
+        """Returns an input whose product with this weight is spread wide enough to tell
+        activations."""
         matrix = self.weights[f"module.{weight}"].detach()
         matrix = matrix[0] if matrix.dim() == 3 else matrix
         x = random(self.like, 2, 3, width)
@@ -358,7 +361,8 @@ class ModuleTrial:
 
 @contextmanager
 def trying(module: nn.Module, widest: torch.dtype = torch.float64) -> Iterator[ModuleTrial]:
-    """In eval mode, without autocast, with gradients; everything is as it was afterwards."""
+    """Runs the block in eval mode, without autocast, with gradients; everything is as it was
+    afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     device = next(module.parameters(), NOWHERE).device
     try:
@@ -376,7 +380,7 @@ def _unserved(*args: Any) -> Any:
     raise NotImplementedError("the stock forward would have to serve this")
 
 
-class _Alone(nn.Module):
+class _WithoutHooks(nn.Module):
     """Calls a forward alone: hooks are not for trials."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -388,8 +392,8 @@ class _Alone(nn.Module):
 
 
 def _weights(module: nn.Module, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Its own matrices, and random vectors: those of a fresh model are all ones or zeros, which
-    tell nothing."""
+    """Yields the module's own matrices, and random vectors: those of a fresh model are all ones or
+    zeros, which tell nothing."""
     for seed, (name, p) in enumerate(module.named_parameters(), 1):
         low, high = ((float(v) for v in p.detach().aminmax()) if p.dim() > 1 and p.numel()
                      else (0.0, 0.0))

@@ -36,7 +36,7 @@ _classes: WeakValueDictionary[tuple[type, Recipe], type] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a module computes, in lz's words.
+    """The computation of a module, in lz's words.
 
     It says everything that is needed to make the class again.
     """
@@ -62,7 +62,7 @@ class Recipe:
 
 
 def patched_class(stock: type, recipe: Recipe) -> type:
-    """The subclass of `stock` that follows the recipe; one for all modules alike."""
+    """Returns the subclass of `stock` that follows the recipe; one for all modules alike."""
     key = (stock, recipe)
     known = _classes.get(key)
     if known is not None:
@@ -85,7 +85,7 @@ def patched_class(stock: type, recipe: Recipe) -> type:
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
-    """What a patched module follows; None for one that is not patched."""
+    """Returns what a patched module follows; None for one that is not patched."""
     recipe: Recipe | None = vars(type(module)).get("_layerzero_recipe")
     return recipe
 
@@ -110,7 +110,7 @@ def _forward_of(stock: type) -> Any:
 
 
 def remade(stock: type, recipe: Recipe) -> Any:
-    """An empty module of a patched class, as unpickling fills it."""
+    """Returns an empty module of a patched class, as unpickling fills it."""
     ours: Any = patched_class(stock, recipe)
     return ours.__new__(ours)
 
@@ -261,7 +261,8 @@ def _linear_attention(stock: Forward, recipe: Recipe) -> Forward:
 
 
 def _attention(stock: Forward, recipe: Recipe) -> Forward:
-    """A forward that calls torch's attention by itself, or the eager function of its model."""
+    """Returns a forward that calls torch's attention by itself, or the eager function of its
+    model."""
     assert isinstance(stock, FunctionType)
     if recipe.eager:
         ours = rewired(stock, _eager(stock, recipe))
@@ -281,9 +282,9 @@ def _eager(stock: FunctionType, recipe: Recipe) -> dict[str, Any]:
     stays."""
     if not recipe.eager:
         return {}
-    from .attention import like_eager  # imports transformers, which is there by now
+    from .attention import matches_eager  # imports transformers, which is there by now
 
-    return {recipe.eager: like_eager(stock.__globals__[recipe.eager])}
+    return {recipe.eager: matches_eager(stock.__globals__[recipe.eager])}
 
 
 # Which elements form a pair, and how the tables have each column twice: side by side ("halves") or
@@ -293,7 +294,7 @@ ROTATIONS = {"rotate_half": ("rotate_half", True), "interleaved": ("interleaved"
 
 
 def rotary(stock: Callable[..., Any], form: str) -> Callable[..., Any]:
-    """As transformers' apply_rotary_pos_emb."""
+    """Rotates as transformers' apply_rotary_pos_emb does."""
     rope = public("rope")
     style, halves = ROTATIONS[form]
 
@@ -322,7 +323,7 @@ SAMPLING = "sampling"
 
 
 def methods_for(stock: type, recipe: Recipe) -> dict[str, Any]:
-    """What a class that follows the recipe has of its own."""
+    """Returns what a class that follows the recipe has of its own."""
     if recipe.kind == SAMPLING:
         # transformers is there by then; modules of other libraries need none
         from .sampling import drawing

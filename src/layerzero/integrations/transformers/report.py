@@ -45,7 +45,7 @@ class ServedCalls:
 
 @dataclass(frozen=True, repr=False)
 class ModelExplanation(Displayed):
-    """Which kernels served; `note` says whose calls these are."""
+    """Lists the kernels that served; `note` says whose calls these are."""
 
     rows: tuple[ServedCalls, ...]
     note: str
@@ -79,7 +79,7 @@ class PatchReport(Displayed):
         return tuple(row for row in self.rows if not row.patched)
 
     def counts(self) -> dict[str, int]:
-        """How many modules of each kind lz computes."""
+        """Returns how many modules of each kind lz computes."""
         totals: Counter[str] = Counter()
         for row in self.patched:
             totals[row.kind] += row.count
@@ -103,8 +103,8 @@ class PatchReport(Displayed):
                           *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])
 
     def explain(self, *args: Any, **kwargs: Any) -> ModelExplanation:
-        """The kernels that serve a call of the model with these arguments, which is made; without
-        arguments, those that served since the model was patched."""
+        """Returns the kernels that serve a call of the model with these arguments, which is made;
+        without arguments, those that served since the model was patched."""
         if not args and not kwargs:
             rows = [ServedCalls(op, kernel, n - self._before.get(op, {}).get(kernel, 0))
                     for op, kernels in stats().calls.items() for kernel, n in kernels.items()]

@@ -37,18 +37,18 @@ class Draw(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, **by: float) -> None:
-        self.by = by
+        self.filters = by
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = _sample(scores, **self.by).unsqueeze(1)
+        token = _sample(scores, **self.filters).unsqueeze(1)
         # as softmax has it of no score at all
         nothing = torch.where(token < 0, torch.nan, 0.0).to(scores.dtype)
         return torch.full_like(scores, -torch.inf).scatter_(1, token.clamp(min=0), nothing)
 
 
 def with_draw(processors: Any, config: Any) -> Any:
-    """The list with its filters at the end replaced by one Draw; as it is where that would be seen
-    in the results, or where something stands among them that lz.sample does not know."""
+    """Returns the list with its filters at the end replaced by one Draw; as it is where that would
+    be seen in the results, or where something stands among them that lz.sample does not know."""
     kinds = [type(p) for p in processors]
     first = next((n for n, kind in enumerate(kinds) if kind in _KINDS), len(kinds))
     places = [_KINDS.index(kind) for kind in kinds[first:] if kind in _KINDS]
@@ -65,7 +65,7 @@ def with_draw(processors: Any, config: Any) -> Any:
 
 
 def drawing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The `_sample` of a model that draws by lz.sample."""
+    """Returns the `_sample` of a model that draws by lz.sample."""
     @functools.wraps(stock)
     def _sample(self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
                 generation_config: Any,

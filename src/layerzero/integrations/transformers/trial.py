@@ -23,15 +23,15 @@ from .weight_error import QuantizedWeights, default_ids, prediction_error
 if TYPE_CHECKING:
     from .accelerate import Acceleration
 
-# The largest relative error of the results, by dtype; or, where it is more, AS_OWN times the
+# The largest relative error of the results, by dtype; or, where it is more, SPREAD_FACTOR times the
 # difference between the model's own results token by token and all at once, which is large where
 # rounded scores choose among many experts.
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-AS_OWN = 4
+SPREAD_FACTOR = 4
 # the error that activations rounded to eight bits may have: a tie may go to either code
 ROUNDED = 0.05
 # the latter where one call takes longer than all should
-LEAST_ROUNDS, LEAST_SLOW_ROUNDS = 5, 2
+MIN_ROUNDS, MIN_SLOW_ROUNDS = 5, 2
 # tokens of the trial: prompt timed, prompt before decoding, decoded
 PREFILL, CONTEXT, TOKENS = 128, 64, 3
 ENCODED = 16                                   # states of an encoder in the trial
@@ -164,7 +164,7 @@ class Trial:
         step = self.report._step
         assert step is not None
         rounded = self.report._layers is not None and self.report._layers.rounds_activations
-        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), AS_OWN * spread,
+        limit = max(CLOSE.get(next(self.decoder.parameters()).dtype, 1e-3), SPREAD_FACTOR * spread,
                     ROUNDED * rounded)
         # NaN too; who is to blame is not known, so the patch goes as well
         if not self.report.error <= limit:
@@ -191,7 +191,7 @@ class Trial:
         elif ids is not None:
             self.report.left.append("the error of the weights was not measured: the model gives no "
                                     "predictions for tokens alone")
-        self.report.weights = QuantizedWeights.of(layers.wanted, layers, error)
+        self.report.weights = QuantizedWeights.of(layers.config, layers, error)
 
     def _give_up(self, why: str) -> None:
         self.report._drop_step()
@@ -270,7 +270,7 @@ class Trial:
             race.enter(name, way)
         entered = time.perf_counter()
         end = entered + seconds
-        race.run(LEAST_ROUNDS if entered - began < PATIENCE else LEAST_SLOW_ROUNDS)
+        race.run(MIN_ROUNDS if entered - began < PATIENCE else MIN_SLOW_ROUNDS)
         while time.perf_counter() < end:
             race.run()
         timings = race.timings

@@ -16,9 +16,9 @@ from ...spec.errors import ConfigError
 from .quantized import QuantizedLayers
 
 Text = Union[str, Tensor, Sequence[int]]
-KEPT = {"cpu": "kept in the memory of the CPU: undoing it gives their bits back",
-        "device": "kept where they were: undoing it gives their bits back",
-        "drop": "dropped: undoing it leaves the weights that the codes stand for"}
+ORIGINALS = {"cpu": "kept in the memory of the CPU: undoing it gives their bits back",
+             "device": "kept where they were: undoing it gives their bits back",
+             "drop": "dropped: undoing it leaves the weights that the codes stand for"}
 DEFAULT_TEXT = (
     "The lighthouse had stood on the headland for a hundred and forty years before anyone thought "
     "to measure how far its light could be seen. In 1969 a schoolteacher, Ada Marsh, took her "
@@ -49,7 +49,7 @@ class PredictionError(Record):
 
 @dataclass(frozen=True)
 class QuantizedWeights(Record):
-    """What became of the weights of a model's linear layers."""
+    """Reports what became of the weights of a model's linear layers."""
 
     format: str                                # as asked for
     layers: dict[str, int]                     # format that they are held in -> layers
@@ -68,7 +68,7 @@ class QuantizedWeights(Record):
     def __str__(self) -> str:
         held = ", ".join(f"{n} in {name}" for name, n in self.layers.items())
         lines = [f"weights in {self.format}: {held}; {self.stock_bytes / 1e6:.1f} MB -> "
-                 f"{self.bytes / 1e6:.1f} MB; originals {KEPT[self.originals]}"]
+                 f"{self.bytes / 1e6:.1f} MB; originals {ORIGINALS[self.originals]}"]
         if self.error is not None:
             lines.append(f"error of the weights: {self.error}")
         lines += [f"{n} linear layer{'s' * (n > 1)} as before: {why}"
@@ -76,9 +76,9 @@ class QuantizedWeights(Record):
         return "\n  ".join(lines)
 
 
-def given_ids(text: Text, model: Any) -> Tensor:
-    """The tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer that
-    lies beside the model's files."""
+def text_ids(text: Text, model: Any) -> Tensor:
+    """Returns the tokens, (1, n), of a text that was given; a string is tokenized by the tokenizer
+    that lies beside the model's files."""
     if not isinstance(text, str):
         ids = torch.as_tensor(text)
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.numel() < 2:
@@ -94,8 +94,8 @@ def given_ids(text: Text, model: Any) -> Tensor:
 
 
 def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tuple[Tensor, str]:
-    """The first `count` tokens of a text of ours, and what it is called; seeded tokens where no
-    tokenizer lies beside the model's files."""
+    """Returns the first `count` tokens of a text of ours, and what it is called; seeded tokens
+    where no tokenizer lies beside the model's files."""
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         return seeded(count), "seeded numbers (give text= for real ones)"
@@ -103,7 +103,8 @@ def default_ids(model: Any, count: int, seeded: Callable[[int], Tensor]) -> tupl
 
 
 def _tokenizer(model: Any) -> Any:
-    """The tokenizer in the folder that the model was loaded from, without asking the network."""
+    """Returns the tokenizer in the folder that the model was loaded from, without asking the
+    network."""
     name = getattr(model, "name_or_path", "")
     if not name:
         return None

@@ -23,7 +23,7 @@ from torch import Tensor
 from .wire import SCRATCH, Spec, align
 
 PAGE = mmap.PAGESIZE
-KEPT = 256 << 20                               # bytes of a free block whose pages are kept
+MAX_RESIDENT_BYTES = 256 << 20                 # bytes of a free block whose pages are kept
 
 
 class ArenaFull(MemoryError):
@@ -60,7 +60,7 @@ class Arena:
     def _take_back(self) -> None:
         while self.returned:
             offset, nbytes = self.returned.popleft()
-            if nbytes > KEPT and hasattr(mmap, "MADV_REMOVE"):
+            if nbytes > MAX_RESIDENT_BYTES and hasattr(mmap, "MADV_REMOVE"):
                 self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
             insort(self.free, (offset, nbytes))
             merged: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ class Arena:
         return offset if offset >= 0 and offset + nbytes <= self.size else None
 
     def make_private(self) -> None:
-        """In a forked child: what the parent writes from now on must not show in the child's
+        """Runs in a forked child: what the parent writes from now on must not show in the child's
         results, nor the other way round."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (

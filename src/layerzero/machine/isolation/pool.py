@@ -157,7 +157,7 @@ class Pool:
             worker.stop()
 
     def abandon(self) -> None:
-        """In a forked child: it starts workers of its own."""
+        """Runs in a forked child: it starts workers of its own."""
         for worker in self.workers:
             worker.abandon()
         self.lock = threading.Lock()

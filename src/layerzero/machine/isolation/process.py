@@ -87,7 +87,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Limits:
-    """What policy allows a worker."""
+    """The limits that policy sets a worker."""
 
     seconds: float                             # of one call
     nbytes: int                                # of shared memory, and again of its own
@@ -429,7 +429,7 @@ class Worker:
         self.arena.close()
 
     def abandon(self) -> None:
-        """In a forked child: the process belongs to the parent."""
+        """Runs in a forked child: the process belongs to the parent."""
         if self.process is not None:
             self.process.returncode = 0        # its destructor must not wait for it
         self.process = None
@@ -438,7 +438,7 @@ class Worker:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """The variables of a worker: another interpreter has its own path, and no worker has
+    """Returns the variables of a worker: another interpreter has its own path, and no worker has
     workers."""
     environ = {k: v for k, v in os.environ.items() if k not in _STATELESS}
     if python:

@@ -40,7 +40,7 @@ PAGE = 4 << 10                                 # of frames that do not go throug
 SCRATCH = CONTROL + PAGE
 MAX_FORMS = 512                                # descriptions of calls that both sides remember
 SPINS = 1000                                   # looks, about 0.1 us each, before sleeping
-MOST_SPINS = 10 * SPINS                        # of a worker that is woken again soon, on 4 cores
+MAX_SPINS = 10 * SPINS                         # of a worker that is woken again soon, on 4 cores
 SOON = 0.002                                   # seconds
 NAP_MS = 200                                   # of a sleeper that looks again by itself
 # words of a direction: frames posted, bytes of the last, whether the reader sleeps, frames piped
@@ -63,7 +63,7 @@ class Late(Exception):
 
 
 class Garbled(Exception):
-    """What came is no frame, or none that can be read."""
+    """Raised where bytes are no frame, or none that can be read."""
 
 
 class Link:
@@ -85,7 +85,7 @@ class Link:
         self.back, self.back_body = back[:BODY].cast("Q"), back[BODY:]
         self.posted = self.piped = self.seen = self.taken = 0
         self.spins = SPINS
-        self.most_spins = SPINS if first or (os.cpu_count() or 1) < 4 else MOST_SPINS
+        self.most_spins = SPINS if first or (os.cpu_count() or 1) < 4 else MAX_SPINS
         self.lock = threading.Lock()
 
     def fence(self) -> None:

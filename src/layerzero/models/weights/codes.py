@@ -76,7 +76,7 @@ class WeightOnly:
         return any(fnmatch(path, pattern) for pattern in self.skip)
 
     def stored_format(self, device: torch.device, inputs: int) -> str:
-        """The format in which a weight with so many inputs is held on this device."""
+        """Returns the format in which a weight with so many inputs is held on this device."""
         name = self.format
         if device.type == "cpu" and not self.group_size and inputs % 32 == 0:
             name = ON_CPU.get(name, name)
@@ -105,7 +105,7 @@ class WeightCodes:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
 
     def options(self, rows: int) -> dict[str, Any]:
-        """What lz.quantized_linear is told beside the tensors."""
+        """Returns the options of lz.quantized_linear, beside the tensors."""
         whole = {} if self.global_scale is None else {"global_scale": self.global_scale}
         rounded = self.prompts if rows > FEW_ROWS and self.prompts != "none" else self.activations
         return {"format": self.format, "group_size": self.group_size, "activations": rounded,
@@ -127,7 +127,7 @@ class WeightCodes:
 
 
 def obstacle(wanted: WeightOnly, device: torch.device, inputs: int) -> str:
-    """Why a weight with so many inputs cannot be held in the format, or ""."""
+    """Returns why a weight with so many inputs cannot be held in the format, or ""."""
     name = wanted.stored_format(device, inputs)
     block = GGML_FORMATS[name].block if name in GGML_FORMATS else 1
     return f"{inputs} inputs are no whole blocks of {block} for {name}" if inputs % block else ""

@@ -68,7 +68,7 @@ def raw_tensor(weight: Weight) -> Tensor:
     return weight.blocks if isinstance(weight, GgmlWeight) else weight
 
 
-def held_weights(weights: Mapping[str, Weight], at: str) -> dict[str, str]:
+def weight_formats(weights: Mapping[str, Weight], at: str) -> dict[str, str]:
     """Return the names of the weights of a layer ("3.") and their formats; of the norm for ""."""
     if not at:
         return {name: "" for name in ("norm", "norm.bias") if name in weights}

@@ -22,17 +22,17 @@ Facts = Mapping[str, Any]
 
 
 class Wording(NamedTuple):
-    """How messages speak of a fact that no caller gives as such, such as heads % kv_heads."""
+    """The wording of a fact that no caller passes as such, such as heads % kv_heads."""
 
     name: str                                  # as in "query heads per KV head must be >= 4"
-    given: str = ""                            # of it: "{heads} query heads, {kv_heads} KV heads"
+    inputs: str = ""                           # of it: "{heads} query heads, {kv_heads} KV heads"
     demands: Mapping[str, str] = {}            # a rule's `want` -> the whole demand in plain words
 
     def message(self, want: str, got: Any, facts: Facts) -> str:
-        given = self.given.format_map(facts)
+        inputs = self.inputs.format_map(facts)
         if want in self.demands:
-            return self.demands[want] + (f", got {given}" if given else "")
-        return f"{self.name} must be {want}, got {got}" + (f" ({given})" if given else "")
+            return self.demands[want] + (f", got {inputs}" if inputs else "")
+        return f"{self.name} must be {want}, got {got}" + (f" ({inputs})" if inputs else "")
 
 
 Words = Mapping[str, Wording]
@@ -67,18 +67,19 @@ class Rule(Record, omit="repair"):
         return None if self.predicate.holds(got) else Reason(self.code, self.want, got, self.fact)
 
     def complain(self, facts: Facts, words: Words) -> str:
-        """Why these facts, which break the rule, do, in the words of the op."""
+        """Returns why these facts break the rule, in the words of the op."""
         wording, got = words.get(self.fact), facts[self.fact]
         return (Reason(self.code, self.want, got, self.fact).message if wording is None
                 else wording.message(self.want, got, facts))
 
     def circumstance(self, words: Words) -> str:
-        """The rule as a fulfilled condition, as in "where dtype is float16"."""
+        """Returns the rule as a fulfilled condition, as in "where dtype is float16"."""
         name = words[self.fact].name if self.fact in words else self.fact.removesuffix(".dtype")
         return f"{name} is {self.want.replace('absent', 'None')}"
 
     def decide(self, verdict: Callable[[Rule], bool | None]) -> bool | None:
-        """The answer if each leaf has that of `verdict`; None is "unknown", there and here."""
+        """Returns the answer if each leaf has that of `verdict`; None is "unknown", there and
+        here."""
         return verdict(self)
 
     def expression(self, variable: Callable[[str], str]) -> str:
@@ -111,7 +112,7 @@ class AnyOf(Record, names={"rules": "any_of"}):
         return last
 
     def complain(self, facts: Facts, words: Words) -> str:
-        """All alternatives, or the last one if its code is a sentence about the whole."""
+        """Returns all alternatives, or the last one if its code is a sentence about the whole."""
         last = self.rules[-1]
         if isinstance(last, Rule) and last.fact not in words and "{" not in last.code.template:
             return last.complain(facts, words)

@@ -24,7 +24,7 @@ _COMPARE: dict[type, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 _CALLS: dict[str, tuple[str, Callable[..., Any]]] = {"max": ("max", max), "min": ("min", min)}
 
-MOST_CHARACTERS = 2000                         # a longer one may be nested too deeply to walk
+MAX_CHARACTERS = 2000                          # a longer one may be nested too deeply to walk
 Postfix = tuple[tuple[str, Any], ...]
 
 
@@ -34,10 +34,10 @@ class Expr:
     __slots__ = ("_code", "names", "postfix", "source")
 
     def __init__(self, source: str) -> None:
-        if len(source) > MOST_CHARACTERS:
+        if len(source) > MAX_CHARACTERS:
             raise SpecError(
                 f"expression {source[:60]!r}... has {len(source)} characters; write at most "
-                f"{MOST_CHARACTERS}")
+                f"{MAX_CHARACTERS}")
         try:
             tree = ast.parse(source, mode="eval")
             self.postfix: Postfix = tuple(_walk(tree.body, source))

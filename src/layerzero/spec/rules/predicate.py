@@ -19,7 +19,7 @@ Number = Union[int, float]
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number that a double holds."""
+    """Returns whether it is a finite number that a double holds."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
@@ -28,7 +28,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def below(n: Number) -> Number:
-    """The whole number just below `n`, or the float if `n` is one."""
+    """Returns the whole number just below `n`, or the float if `n` is one."""
     return n - 1 if isinstance(n, int) else math.nextafter(n, -math.inf)
 
 
@@ -37,7 +37,7 @@ def above(n: Number) -> Number:
 
 
 class Cuts(NamedTuple):
-    """Where on the number line an answer may change."""
+    """The points on the number line where an answer may change."""
 
     at: frozenset[Number] = frozenset()        # between this number and all others
     above: frozenset[Number] = frozenset()     # just above this number
@@ -46,7 +46,7 @@ class Cuts(NamedTuple):
 
     @classmethod
     def of(cls, predicates: Iterable[Predicate]) -> Cuts:
-        """All cuts that any of the predicates makes."""
+        """Returns all cuts that any of the predicates makes."""
         kinds = zip(*(p.cuts() for p in predicates))
         return cls(*(frozenset[Any]().union(*sets) for sets in kinds))
 
@@ -68,17 +68,17 @@ class Predicate(ABC):
 
     @abstractmethod
     def holds(self, value: Any) -> bool:
-        """Whether `value` passes."""
+        """Returns whether `value` passes."""
 
     def code(self, x: str) -> str:
         return self.expression.format(x=x, n=repr(self.operand))
 
     def text(self) -> str:
-        """The wording in a message, as in "head_dim must be <= 256"."""
+        """Returns the wording in a message, as in "head_dim must be <= 256"."""
         return self.phrase.format(_joined(self.operand, " or "))
 
     def short_text(self) -> str:
-        """The wording in a table, as in "`head_dim` ≤ 256"."""
+        """Returns the wording in a table, as in "`head_dim` ≤ 256"."""
         return self.relation.format(_joined(self.operand, "/"))
 
     def cuts(self) -> Cuts:
@@ -89,7 +89,8 @@ class Predicate(ABC):
 
     def over_span(self, low: Number, high: Number, multiples: Collection[int] = (),
                   others: Collection[int] = ()) -> bool | None:
-        """The answer for all numbers from `low` to `high`; None if they differ or cannot be told.
+        """Returns the answer for all numbers from `low` to `high`; None if they differ or cannot be
+        told.
 
         All these numbers are multiples of each of `multiples` and of none of `others`.
         """

@@ -37,8 +37,8 @@ FAILED = ".failed.json"                        # beside the certificates
 
 @dataclass(frozen=True)
 class Certificate(Record, header={"format": FORMAT}):
-    """What was verified of a kernel, and where. `worst` is its largest error over the allowed
-    error, at most 1."""
+    """Certifies what was verified of a kernel, and where. `worst` is its largest error over the
+    allowed error, at most 1."""
 
     kernel: str
     op: str
@@ -80,8 +80,8 @@ class Certificate(Record, header={"format": FORMAT}):
 
 @dataclass(frozen=True)
 class FailedCertification(Record, header={"format": FORMAT}):
-    """That a kernel failed verification: its build, contract and device, the class of the mistake
-    and its evidence. It holds as long as a certificate would."""
+    """Records that a kernel failed verification: its build, contract and device, the class of the
+    mistake and its evidence. It holds as long as a certificate would."""
 
     kernel: str
     op: str

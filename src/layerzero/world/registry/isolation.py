@@ -59,7 +59,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
     wanted: dict[str, tuple[Kernel, Isolation]] = {}
     for kernel in kernels:
         entry = next((e for e in entries if e.covers(kernel.id)), None)
-        if entry is not None and not why_not(kernel) and (
+        if entry is not None and not worker_obstacle(kernel) and (
                 entry.mode == "worker" or conflicts(kernel, entry, unloadable)):
             wanted[f"worker.{kernel.id}"] = kernel, entry
     if wanted == present:
@@ -76,7 +76,7 @@ def isolate(catalog: Catalog, policy: Policy, unloadable: Mapping[str, Reason],
                    {**origins, **dict.fromkeys(wanted, "isolation")})
 
 
-def why_not(kernel: Kernel) -> str:
+def worker_obstacle(kernel: Kernel) -> str:
     """Says why a kernel cannot run in a worker; "" if it can."""
     op = kernel.op
     if kernel.backend == "reference":
@@ -91,7 +91,8 @@ def why_not(kernel: Kernel) -> str:
 
 
 def conflicts(kernel: Kernel, entry: Isolation, unloadable: Mapping[str, Reason]) -> bool:
-    """Whether the library cannot be used here and may be usable in the entry's interpreter."""
+    """Returns whether the library cannot be used here and may be usable in the entry's
+    interpreter."""
     reason = unloadable.get(kernel.id) or loading.availability(kernel)
     if reason is None or not kernel.package:
         return False
@@ -179,7 +180,7 @@ def _origin(kernel: Kernel) -> tuple[Kernel, Isolation] | None:
 
 
 def _remote(kernel: Kernel) -> dict[str, Any] | None:
-    """How a worker loads what is not declared in a module; None for what is."""
+    """Returns how a worker loads what is not declared in a module; None for what is."""
     remote: dict[str, Any] | None = getattr(kernel.load, "remote", None)
     return remote
 
@@ -195,8 +196,8 @@ def _module(kernel: Kernel) -> str:
 
 
 def _folder(kernel: Kernel) -> list[str]:
-    """Where a worker finds the module of a kernel that is not ours; never a folder of installed
-    packages, which may hold another torch than the worker's."""
+    """Returns where a worker finds the module of a kernel that is not ours; never a folder of
+    installed packages, which may hold another torch than the worker's."""
     top = _module(kernel).partition(".")[0]
     file = getattr(sys.modules.get(top), "__file__", None)
     if top == "layerzero" or not file:
@@ -229,7 +230,8 @@ def version_in(python: str, distribution: str) -> str:
 
 
 def _build(kernel: Kernel, python: str) -> str:
-    """The build of a worker kernel: that of the kernel in its interpreter, and the torch there."""
+    """Returns the build of a worker kernel: that of the kernel in its interpreter, and the torch
+    there."""
     if not python:
         return f"worker {builds.build_of(kernel)}"
     name = loading.distribution_of(kernel)

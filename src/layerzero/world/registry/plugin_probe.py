@@ -35,7 +35,7 @@ from ...spec.errors import LayerZeroError
 from ...spec.op import import_path, resolve_import_path
 
 SECONDS = 30.0                                 # that an import may take
-AGAIN_AFTER = 3600.0                           # seconds; a hang or a crash may have been chance
+RETRY_AFTER = 3600.0                           # seconds; a hang or a crash may have been chance
 MAX_BYTES = 8 << 30                            # that an import may allocate
 MAX_TEXT = 1000                                # characters of an error
 MAX_KNOWN = 500                                # plugins that are remembered
@@ -56,7 +56,7 @@ def check(entry: Any, origin: str, read: Read, again: bool = False) -> None:
         return                                 # what it does at import is done
     key, known = _key(entry), _known()
     at, why = known.get(key, (0.0, None))
-    if why is None or (why and (again or not 0 <= time.time() - at <= AGAIN_AFTER)):
+    if why is None or (why and (again or not 0 <= time.time() - at <= RETRY_AFTER)):
         why, lasting = _probe(entry, origin, read)
         if lasting:
             _remember(key, why)
@@ -75,7 +75,7 @@ def _probe(entry: Any, origin: str, read: Read) -> tuple[str, bool]:
 
 
 def _threads() -> int:
-    """How many threads there are, those of libraries included; a fork has only the one that
+    """Returns how many threads there are, those of libraries included; a fork has only the one that
     forked, and may wait for the others for ever."""
     try:
         return len(os.listdir("/proc/self/task"))
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _import(load: Callable[[], object], answer: int) -> None:
-    """In the other process: imports, answers, and ends without running anything more.
+    """Runs in the other process: imports, answers, and ends without running anything more.
 
     Locals hold what is needed afterwards: an import may replace any global, and a fork that does
     not end would go on as a second copy of the program.

@@ -64,9 +64,9 @@ def config(rows: int, kv_rows: int, keys: int, dim: int, paged: bool,
 def same_config_range(keys: int, left: int, max_queries: int) -> tuple[int, int]:
     """Returns the range of key counts with the same `config`, whose bounds are powers of two."""
     if left >= 0 and left + max_queries <= keys:
-        return left + max_queries, replay.MOST             # only the window matters
+        return left + max_queries, replay.MAX_INT32        # only the window matters
     last = 2 * SPLITS[0] * 8 * KEYS                        # its highest bound
-    low, high = 1, replay.MOST
+    low, high = 1, replay.MAX_INT32
     if keys < last:
         low = 1 << (keys.bit_length() - 1) if keys else 0
         high = max(2 * low - 1, keys)

@@ -21,8 +21,8 @@ from ..compiler import CompiledCuda, Machine
 
 LOG2E = 1.4426950408889634
 ACTIVATIONS = ("swiglu", "geglu_tanh")
-MOST_ROWS = 8              # of a weight in one tile
-MOST_BATCH = 8
+MAX_ROWS = 8               # of a weight in one tile
+MAX_BATCH = 8
 NO_WINDOW = 1 << 62
 LIMIT_S = 2.0              # what one launch may take before it gives up
 # Pointers of a layer as step.cu's Layer has them, and its window; with the scales of codes; and the
@@ -69,23 +69,24 @@ class Config(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How the rows of a weight are cut: so many whole rows, or one row in slices."""
+    """A cut of the rows of a weight: so many whole rows, or one row in slices."""
 
     rows: int
     slices: int
 
 
 def plain_tiles(k: int, tile: int) -> Tiles:
-    """Where it costs little, as many rows as gate and up have, which is less code."""
+    """Cuts a plain weight: where it costs little, into as many rows as gate and up have, which is
+    less code."""
     if 4 * k <= tile:
         return Tiles(2 * gated_tiles(k, tile).rows, 1)
     return Tiles(1, 1 if 2 * k <= tile else _slices(k, tile))
 
 
 def gated_tiles(k: int, tile: int) -> Tiles:
-    """Rows are pairs, one of gate and one of up; an even number, or one."""
+    """Cuts the weight of gate and up: rows are pairs, one of each; an even number, or one."""
     if 8 * k <= tile:
-        return Tiles(min(MOST_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
+        return Tiles(min(MAX_ROWS // 2, tile // (4 * k)) // 2 * 2, 1)
     return Tiles(1, 1 if 4 * k <= tile else _slices(k, tile // 2))
 
 
@@ -95,22 +96,23 @@ def _slices(k: int, tile: int) -> int:
 
 
 def code_tile(blocks: int, codes: str) -> int:
-    """Bytes of a tile of codes: rows with what keeps their banks apart, and the scales of int4."""
+    """Returns the bytes of a tile of codes: rows with what keeps their banks apart, and the scales
+    of int4."""
     if codes == "int4":
         return CODE_ROWS * (blocks * BLOCK // 2 + 16) + blocks * 2 * CODE_ROWS
     return CODE_ROWS * (blocks * BLOCK + 32)
 
 
 def code_slices(k: int, shape: Shape, cfg: Config) -> int:
-    """Parts of rows of k codes, as many for each warp; 0: there are none."""
+    """Returns the number of parts of rows of k codes, as many for each warp; 0: there are none."""
     blocks = k // BLOCK
     return next((n for n in range(cfg.warps, blocks + cfg.warps, cfg.warps)
                  if code_tile(-(-blocks // n), shape.codes) <= cfg.tile), 0)
 
 
 def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
-    """Scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of inputs, 8
-    rows, and those 8 later); of gate and up each tile has eight rows of either."""
+    """Returns scales (rows, groups) of int4 as the tiles have them: (tiles, slices, blocks of
+    inputs, 8 rows, and those 8 later); of gate and up each tile has eight rows of either."""
     blocks = k // BLOCK
     each, half = -(-blocks // slices), CODE_ROWS // 2
     scales = scales.repeat_interleave(blocks // scales.shape[1], 1)
@@ -121,16 +123,17 @@ def tiled_scales(scales: Tensor, k: int, slices: int, gated: bool) -> Tensor:
 
 
 def cached_tokens(dim: int, tile: int) -> int:
-    """Tokens of a tile of keys and values, in steps of 16 that the tensor cores take."""
+    """Returns the number of tokens of a tile of keys and values, in steps of 16 that the tensor
+    cores take."""
     return tile // (2 * (2 * dim + 16)) // 16 * 16
 
 
-def most_splits(shape: Shape, blocks: int) -> int:
+def max_splits(shape: Shape, blocks: int) -> int:
     return max(1, min(64, blocks // (shape.batch * shape.kv_heads)))
 
 
-class Words(NamedTuple):
-    """Where the words of a layer begin, in words, and how many there are."""
+class WordOffsets(NamedTuple):
+    """The offsets of the words of a layer, in words, and their number."""
 
     QKV_AT: int
     PARTS_AT: int
@@ -142,7 +145,7 @@ class Words(NamedTuple):
     SET_WORDS: int
 
 
-def words_of(shape: Shape, splits: int) -> Words:
+def word_offsets(shape: Shape, splits: int) -> WordOffsets:
     queries = shape.batch * shape.heads
     many = (shape.batch * shape.qkv, queries * splits * shape.dim // 2, queries * splits,
             queries * shape.dim // 2, shape.batch * shape.hidden, shape.batch * shape.inner // 2,
@@ -150,11 +153,11 @@ def words_of(shape: Shape, splits: int) -> Words:
     starts = [0]
     for n in many:
         starts.append(starts[-1] + -(-n // 16) * 16)
-    return Words(*starts)
+    return WordOffsets(*starts)
 
 
-class Places(NamedTuple):
-    """Where the parts of the shared memory begin, in bytes, and how much there is."""
+class SharedLayout(NamedTuple):
+    """The offsets of the parts of shared memory, in bytes, and its size."""
 
     EVEN_AT: int
     ODD_AT: int
@@ -163,7 +166,7 @@ class Places(NamedTuple):
     bytes: int
 
 
-def places_of(shape: Shape, cfg: Config) -> Places:
+def shared_layout(shape: Shape, cfg: Config) -> SharedLayout:
     pitch, columns = 2 * shape.dim + 16, -(-shape.group // 8) * 8
     attention = columns * pitch + 4 * (shape.group + 2) * shape.dim + 4 * (cfg.warps + 1) * (
         shape.group * (shape.dim + 2))
@@ -174,21 +177,21 @@ def places_of(shape: Shape, cfg: Config) -> Places:
               16 * cfg.stages + 48 + 4 * shape.batch * cfg.warps
               + (8 * CODE_ROWS * shape.batch * cfg.warps if shape.codes else 0)):
         starts.append(starts[-1] + -(-n // 128) * 128)
-    return Places(*starts)
+    return SharedLayout(*starts)
 
 
 def stage_bytes(cfg: Config) -> int:
     return -(-cfg.tile // 128) * 128
 
 
-def blocks_of(shape: Shape, cfg: Config, machine: Machine) -> int:
+def grid_blocks(shape: Shape, cfg: Config, machine: Machine) -> int:
     """Every block has a share of gate and up: it is on this that words are written again safely."""
     pairs = CODE_ROWS // 2 if shape.codes else gated_tiles(shape.hidden, cfg.tile).rows
     return min(machine.processors, shape.inner // max(2, pairs))
 
 
 def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
-    """Why step.cu cannot do it; None if it can."""
+    """Returns why step.cu cannot do it; None if it can."""
     values = max(2, gated_tiles(shape.hidden, cfg.tile).rows)
     for name, size, by in (
             ("hidden size", shape.hidden, 8), ("size of a head", shape.dim, 16),
@@ -201,25 +204,25 @@ def problem(shape: Shape, cfg: Config, machine: Machine) -> str | None:
             return f"rows of {size} codes are no whole blocks of {BLOCK} in a tile"
     if shape.activation not in ACTIVATIONS:
         return f"its feed-forward layers are {shape.activation}, not {' or '.join(ACTIVATIONS)}"
-    if not 1 <= shape.batch <= MOST_BATCH:
-        return f"{shape.batch} rows, and the kernel has at most {MOST_BATCH}"
+    if not 1 <= shape.batch <= MAX_BATCH:
+        return f"{shape.batch} rows, and the kernel has at most {MAX_BATCH}"
     if cached_tokens(shape.dim, cfg.tile) < 16:
         return f"its heads are of {shape.dim}, too wide for a tile of {cfg.tile} bytes"
     if shape.heads % shape.kv_heads or shape.group > 16:
         return f"{shape.heads} queries for {shape.kv_heads} keys of a layer"
     if cfg.stages % cfg.warps or cfg.stages < 2 * cfg.warps:
         return f"{cfg.stages} stages for {cfg.warps} warps"
-    needed = places_of(shape, cfg).bytes
+    needed = shared_layout(shape, cfg).bytes
     if needed > machine.shared:
         return (f"it needs {needed} bytes of shared memory for {shape.batch} rows, and a block has "
                 f"{machine.shared}")
     return None
 
 
-def configs_of(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
-    """Those that are worth a trial, the likeliest first, as measured on an H200: a tile is a whole
-    row that is little longer than others, or has 32 tokens of wide heads; fewer stages where what
-    is kept of x leaves less room."""
+def candidate_configs(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
+    """Returns the configurations that are worth a trial, the likeliest first, as measured on an
+    H200: a tile is a whole row that is little longer than others, or has 32 tokens of wide heads;
+    fewer stages where what is kept of x leaves less room."""
     tile = Config().tile
     wide = max(tile, 64 * (2 * shape.dim + 16) if 64 < shape.dim <= 128 else 0)
     row = 2 * shape.inner
@@ -227,25 +230,25 @@ def configs_of(shape: Shape, machine: Machine, most: int = 2) -> list[Config]:
              ((4, 12, wide), (5, 10, tile), (4, 8, wide), (3, 6, wide)))
     wanted = CODED if shape.codes else tuple(
         Config(warps, stages, stages, tile=size) for warps, stages, size in tries)
-    found = [cfg for cfg in wanted if places_of(shape, cfg).bytes <= machine.shared]
+    found = [cfg for cfg in wanted if shared_layout(shape, cfg).bytes <= machine.shared]
     return found[:most] or [Config(2, 4, 4)]
 
 
-def config_of(shape: Shape, machine: Machine) -> Config:
-    return configs_of(shape, machine)[0]
+def default_config(shape: Shape, machine: Machine) -> Config:
+    return candidate_configs(shape, machine)[0]
 
 
 CODED = (Config(4, 8, 8, 2, tile=17408), Config(4, 16, 16, 4, tile=8704),
          Config(4, 8, 8, 2, tile=8704))
 
 
-def macros_of(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
-    splits = most_splits(shape, blocks)
+def kernel_macros(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
+    splits = max_splits(shape, blocks)
     products = {"IN": plain_tiles(shape.hidden, cfg.tile),
                 "OUT": plain_tiles(shape.heads * shape.dim, cfg.tile),
                 "DOWN": plain_tiles(shape.inner, cfg.tile)}
     gate = gated_tiles(shape.hidden, cfg.tile)
-    places = places_of(shape, cfg)._asdict()
+    places = shared_layout(shape, cfg)._asdict()
     del places["bytes"]
     return tuple(sorted({
         "HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim,
@@ -257,7 +260,7 @@ def macros_of(shape: Shape, cfg: Config, blocks: int) -> compiler.Macros:
         "GATE_SLICES": gate.slices, "CODES": CODES.index(shape.codes), **_code_macros(shape, cfg),
         **{f"{name}_ROWS": t.rows for name, t in products.items()},
         **{f"{name}_SLICES": t.slices for name, t in products.items()}, **places,
-        **words_of(shape, splits)._asdict()}.items()))
+        **word_offsets(shape, splits)._asdict()}.items()))
 
 
 def _code_macros(shape: Shape, cfg: Config) -> dict[str, int]:
@@ -268,7 +271,8 @@ def _code_macros(shape: Shape, cfg: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """What a layer reads, and the rooms of its cache, (batch, tokens, kv_heads, dim)."""
+    """The tensors that a layer reads, and the buffers of its cache, (batch, tokens, kv_heads,
+    dim)."""
 
     norm: Tensor
     qkv: Tensor
@@ -295,22 +299,22 @@ class PersistentStep:
                  norm: Tensor, head: Tensor, *, eps: float, head_eps: float, scale: float,
                  head_norm_eps: float = 0.0, limit_s: float = LIMIT_S) -> None:
         device, machine = embed.device, compiler.machine_of(embed.device)
-        self.shape, self.cfg, self.blocks = shape, cfg, blocks_of(shape, cfg, machine)
+        self.shape, self.cfg, self.blocks = shape, cfg, grid_blocks(shape, cfg, machine)
         sizes = (shape.hidden, shape.heads * shape.dim, shape.hidden, shape.inner)
         scales = [tuple(tiled_scales(t, k, code_slices(k, shape, cfg), n == 2)
                         if shape.codes == "int4" else t for n, (t, k) in enumerate(
                             zip(at.scales, sizes))) for at in layers]
-        self._kept, self._scales = (layers, embed, norm, head), scales
+        self._tensors, self._scales = (layers, embed, norm, head), scales
         self._kernel: CompiledCuda = compiler.kernel(
-            "step/step.cu", "decode_step", macros_of(shape, cfg, self.blocks),
-            32 * cfg.warps + 32, places_of(shape, cfg).bytes)
+            "step/step.cu", "decode_step", kernel_macros(shape, cfg, self.blocks),
+            32 * cfg.warps + 32, shared_layout(shape, cfg).bytes)
         layout = _CODED if shape.codes else _LAYER
         table = b"".join(layout.pack(*(0 if t is None else t.data_ptr() for t in (
             at.norm, at.qkv, at.bias, at.q_norm, at.k_norm, at.out, at.mlp_norm, at.into, at.down,
             at.angles, at.keys, at.values, *by)), NO_WINDOW if at.window is None else at.window)
             for at, by in zip(layers, scales))
         self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-        total = 2 * words_of(shape, most_splits(shape, self.blocks)).SET_WORDS
+        total = 2 * word_offsets(shape, max_splits(shape, self.blocks)).SET_WORDS
         self._words = torch.zeros(total, dtype=torch.int64, device=device)
         self._control = torch.zeros(4, dtype=torch.int32, device=device)
         # The host reads it without asking the device.
@@ -322,17 +326,18 @@ class PersistentStep:
         self._numbers = (layers[0].keys.shape[1], int(limit_s * 1e9), shape.layers, shape.vocab,
                          eps, head_eps, head_norm_eps, scale * LOG2E)
 
-    def __call__(self, given: Tensor, state: Tensor) -> Tensor:
-        """The logits, always in the same memory. `given`: tokens, or what they were embedded to;
-        `state`: the position of the token, then the length with it of each row; they are raised."""
-        _, embed, norm, head = self._kept
-        embedded = given.is_floating_point()
-        self._kernel.launch((self.blocks, 1, 1), _PARAMS, self._table, None if embedded else given,
-                            given if embedded else embed, norm, head, self.logits, state,
+    def __call__(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """Returns the logits, always in the same memory. `inputs`: tokens, or what they were
+        embedded to; `state`: the position of the token, then the length with it of each row; they
+        are raised."""
+        _, embed, norm, head = self._tensors
+        embedded = inputs.is_floating_point()
+        self._kernel.launch((self.blocks, 1, 1), _PARAMS, self._table, None if embedded else inputs,
+                            inputs if embedded else embed, norm, head, self.logits, state,
                             self._words, self._control, self.problem, self.stamps, *self._numbers)
         return self.logits
 
-    def lost(self) -> bool:
+    def timed_out(self) -> bool:
         """Has a launch given up? As far as is known without waiting for the device."""
         return bool(self.problem[0])
 
@@ -343,7 +348,7 @@ class PersistentStep:
 
 
 def bytes_read(shape: Shape, tokens: int) -> int:
-    """What one token reads at least."""
+    """Returns how many bytes one token reads at least."""
     layer = shape.hidden * (shape.qkv + 3 * shape.inner + shape.heads * shape.dim)
     stored = {"int4": 0.5 + 2 / BLOCK, "fp8_e4m3": 1.0}.get(shape.codes, 2.0)
     cache = 2 * shape.batch * tokens * shape.kv_heads * shape.dim

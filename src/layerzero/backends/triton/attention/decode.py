@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ....spec import replay
-from ....spec.replay import MOST, Varying
+from ....spec.replay import MAX_INT32, Varying
 from ..launch import Launcher
 from ..machine import counters, device_size
 from .decode_kernel import decode_kernel
@@ -81,12 +81,12 @@ def same_config_range(keys: int, reach: int, config_of: Callable[[int], Config])
     Splits never decrease with the number of tiles, and nothing else depends on it.
     """
     if 0 <= reach <= keys:
-        return reach, MOST
-    tiles, last = -(-keys // 64), MOST // 64
+        return reach, MAX_INT32
+    tiles, last = -(-keys // 64), MAX_INT32 // 64
     current = config_of(tiles)
     first = bisect_left(range(tiles), True, key=lambda t: config_of(t) == current)
     beyond = bisect_left(range(tiles, last), True, key=lambda t: config_of(t) != current) + tiles
-    low, high = max(0, 64 * (first - 1) + 1), MOST if beyond == last else 64 * (beyond - 1)
+    low, high = max(0, 64 * (first - 1) + 1), MAX_INT32 if beyond == last else 64 * (beyond - 1)
     return low, high if reach < 0 else min(high, reach - 1)
 
 

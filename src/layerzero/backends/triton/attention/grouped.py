@@ -79,7 +79,7 @@ def _fit(tile: Tile, row: int, kept: int, reads_keys: bool, device: torch.device
 
 
 class Call(NamedTuple):
-    """What forward and backward have in common."""
+    """The arguments that forward and backward share."""
 
     items: Tensor
     order: Tensor                              # items by descending number of keys

@@ -43,14 +43,14 @@ def delta_kernel(out_ptr, grad_ptr, lse_grad_ptr, delta_ptr, rows, heads, grad_t
 def _weights(scores, scale, softcap, lse, SOFTCAP: tl.constexpr):
     """Returns the weights, and the derivative of the scores by the scaled products; lse is in base
     2, +inf for a row that counts nothing."""
-    slope = 1.0
+    softcap_grad = 1.0
     if SOFTCAP:
         scores = cap(scores * scale, softcap)
-        slope = 1.0 - (scores / softcap) * (scores / softcap)
+        softcap_grad = 1.0 - (scores / softcap) * (scores / softcap)
         p = tl.exp2(scores * LOG2E - lse)
     else:
         p = tl.exp2(scores * (scale * LOG2E) - lse)
-    return p, slope
+    return p, softcap_grad
 
 
 @triton.jit
@@ -69,13 +69,13 @@ def _query_tile(first, end, shift, acc, q, grad, lse, delta, k_ptr, v_ptr, k_tok
                   ADDRESS, MASKED)
     v = load_rows(v_ptr, v_token, first, end, shift, k_start, chunk_ptr, length, dim_v, DIM_V,
                   BLOCK_N, ADDRESS, MASKED)
-    p, slope = _weights(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap,
-                        lse[:, None], SOFTCAP)
+    p, softcap_grad = _weights(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap,
+                               lse[:, None], SOFTCAP)
     if MASKED:
         key = first + tl.arange(0, BLOCK_N)
         p = tl.where(visible(key[None, :], end, diagonal[:, None], left, right, LEFT, RIGHT), p,
                      0.0)
-    ds = p * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * slope
+    ds = p * (tl.dot(grad, tl.trans(v), input_precision="tf32x3") - delta[:, None]) * softcap_grad
     return tl.dot(ds.to(k.dtype), k, acc, input_precision="tf32x3")
 
 
@@ -206,7 +206,7 @@ def _key_tile(row_start, rows_end, dk, dv, k, v, key, usable, q_ptr, grad_ptr, l
     q = tl.load(q_ptr + (step * q_token + head * q_head)[:, None] + dim[None, :],
                 mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
     lse = _row_lse(lse_ptr, stat, valid)
-    p, slope = _weights(tl.dot(k, tl.trans(q), input_precision="tf32x3"), scale, softcap,
+    p, softcap_grad = _weights(tl.dot(k, tl.trans(q), input_precision="tf32x3"), scale, softcap,
                         lse[None, :], SOFTCAP)                               # (BLOCK_N, BLOCK_M)
     if MASKED:
         seen = usable[:, None] & visible(key[:, None], 1 << 30, (token + offset)[None, :], left,
@@ -216,7 +216,7 @@ def _key_tile(row_start, rows_end, dk, dv, k, v, key, usable, q_ptr, grad_ptr, l
                    mask=valid[:, None] & (dim_v < DIM_V)[None, :], other=0.0)
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="tf32x3")
     delta = tl.load(delta_ptr + stat, mask=valid, other=0.0)
-    ds = p * (tl.dot(v, tl.trans(grad), input_precision="tf32x3") - delta[None, :]) * slope
+    ds = p * (tl.dot(v, tl.trans(grad), input_precision="tf32x3") - delta[None, :]) * softcap_grad
     if MASKED:                                 # a row of the buffer that no item has may be NaN
         ds = tl.where(seen, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")

@@ -30,7 +30,7 @@ from .styles import OPS, STYLE_NOTES, STYLES, DecodeLayer
 
 DTYPES = ("float32", "bfloat16")
 TIMES_TORCH = 2.0                              # our error may be this many times torch's
-MOST_SECONDS = 0.8                             # for one measurement; twice that for the block
+MAX_SECONDS = 0.8                              # for one measurement; twice that for the block
 MEASUREMENT_SHARE = 0.1                        # of the time of a row, for one measurement
 
 
@@ -153,7 +153,7 @@ class _OutOfTime(Exception):
 def _measure_row(block: DecodeLayer, exact: DecodeLayer, dtype: str, step: ModelStep,
                  deadline: float,
                  advance: Callable[[str], None]) -> DemoRow:
-    seconds = min(MOST_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
+    seconds = min(MAX_SECONDS, MEASUREMENT_SHARE * (deadline - time.perf_counter()))
 
     def timed(functions: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
         timings = in_turns(functions, seconds, block.device, deadline)
@@ -201,7 +201,7 @@ def _introduce(diagnosis: inspection.DoctorReport, sizes: Sizes, device: str) ->
     show.heading("This machine")
     show.devices(diagnosis.devices)
     path = next(c for c in diagnosis.checks if c.name == "native fast path")
-    show.text(f"{path.name}: {path.found}")
+    show.text(f"{path.name}: {path.detail}")
     show.heading(
         f"A decoder block on {device}: hidden {sizes.hidden}, {sizes.heads} heads, "
         f"{sizes.kv_heads} KV heads, head_dim {sizes.head_dim}, ffn {sizes.ffn}, batch 1")

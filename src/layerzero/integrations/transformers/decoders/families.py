@@ -73,7 +73,8 @@ class NotRecognised(Exception):
 
 @dataclass(frozen=True)
 class FunctionCode:
-    """What a function does: its parameters and its body, without annotations and documentation."""
+    """The code of a function: its parameters and its body, without annotations and
+    documentation."""
 
     text: str
     # everything that is named in it, keyword arguments too
@@ -96,7 +97,8 @@ class FunctionCode:
 
 
 def known(module: Any, role: str) -> FunctionCode:
-    """The code of a module that does what a module of this role does in one of the families."""
+    """Returns the code of a module that does what a module of this role does in one of the
+    families."""
     if not is_known(module, role):
         raise NotRecognised(
             f"{type(module).__name__} does not do what the {role} does in any family that is known")
@@ -114,7 +116,7 @@ def is_known(module: Any, role: str) -> bool:
 
 
 def code_of(module: nn.Module) -> FunctionCode:
-    """The code of its class's own forward, whether or not the module is patched."""
+    """Returns the code of its class's own forward, whether or not the module is patched."""
     kind: Any = stock_of(module)
     return _code(kind.forward)
 

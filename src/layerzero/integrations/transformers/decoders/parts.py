@@ -185,11 +185,12 @@ class DecoderParts:
     single: bool = False                       # the model's cos and sin hold each column once
 
     @property
-    def unusual(self) -> str:
-        """What this decoder has that kernels written for the plain one cannot do, or "". Plain are
-        norms, one product for q, k and v, attention, and a feed-forward part that lz computes."""
-        if self.ungraphed:
-            return self.ungraphed
+    def plain_obstacle(self) -> str:
+        """Returns what this decoder has that kernels written for the plain one cannot do, or "".
+        Plain are norms, one product for q, k and v, attention, and a feed-forward part that lz
+        computes."""
+        if self.graph_obstacle:
+            return self.graph_obstacle
         for layer in self.layers:
             norms = (layer.norm, layer.attn_post, layer.mlp_norm, layer.mlp_post, self.norm)
             features = {
@@ -206,8 +207,8 @@ class DecoderParts:
                 or self.embed_norm is not None else "")
 
     @property
-    def ungraphed(self) -> str:
-        """What of this decoder the buffers and graphs of captured.py cannot do, or ""."""
+    def graph_obstacle(self) -> str:
+        """Returns what of this decoder the buffers and graphs of captured.py cannot do, or ""."""
         for layer in self.layers:
             if layer.cross is not None:
                 return "cross-attention"
@@ -233,7 +234,7 @@ class DecoderParts:
         return int(angles[0][0].shape[-1]) // 2 if angles else 0
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """The tokens embedded as the model does it, which is what `inputs_embeds` holds."""
+        """Returns the tokens embedded as the model does it, which is what `inputs_embeds` holds."""
         if self.codebooks:
             books = ids.view(-1, len(self.codebooks), ids.shape[-1]).unbind(1)
             return sum(F.embedding(i, book.weight) for i, book in zip(books, self.codebooks))  # type: ignore[return-value]
@@ -242,7 +243,7 @@ class DecoderParts:
         return x * self.embed_scale.to(x.dtype) if isinstance(self.embed_scale, Tensor) else x
 
     def first_input(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The input of the first layer, from embedded tokens."""
+        """Returns the input of the first layer, from embedded tokens."""
         if self.embed_scale is not None and not isinstance(self.embed_scale, Tensor):
             x = x * self.embed_scale
         if self.positions is not None:
@@ -254,8 +255,8 @@ class DecoderParts:
         return x
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Cos and sin, (batch, tokens, 2 * half), where the second half is the first again; none
-        where positions are learned. The model's own rotary module computes them."""
+        """Returns cos and sin, (batch, tokens, 2 * half), where the second half is the first again;
+        none where positions are learned. The model's own rotary module computes them."""
         if self.rotary is None:
             return ()
         like, twice = self.weights, ROTATIONS[self.rotation][1]

@@ -127,8 +127,8 @@ class Reader:
                           float(attention.scaling))
 
     def stacked(self, block: Any) -> LayerParts:
-        """A layer of T5: attention, cross-attention and feed-forward part are a module each, with
-        its norm."""
+        """Returns a layer of T5: attention, cross-attention and feed-forward part are a module
+        each, with its norm."""
         known(block, "layer")
         first, *across, last = block.layer
         known(first, "self-attention of a layer"), known(last, "feed-forward of a layer")
@@ -162,7 +162,7 @@ class Reader:
         return q_norm, k_norm
 
     def head_norm(self, module: Any) -> Norm:
-        """One norm for all heads, or a layer norm that has a weight for each of them."""
+        """Reads one norm for all heads, or a layer norm that has a weight for each of them."""
         each = tuple(getattr(module, "norms", (module,)))
         if each == (module,) and getattr(module, "weight", torch.empty(0)).dim() < 2:
             return self.norm(module, False)
@@ -238,13 +238,13 @@ class Reader:
         return FeedForward(layers[:-1], layers[-1], recipe.form)
 
     def inline(self, layer: Any) -> FeedForward:
-        """A feed-forward part without a module of its own."""
+        """Returns a feed-forward part without a module of its own."""
         form = self.activation(layer.activation_fn)
         return FeedForward((self.linear(layer, "fc1"),), self.linear(layer, "fc2"), form)
 
     @staticmethod
     def activation(function: Any) -> str:
-        """The name of the activation, recognised by its results."""
+        """Returns the name of the activation, recognised by its results."""
         x = torch.linspace(-4, 4, 101, dtype=torch.float64, device="cpu")
         form = next((form for form in PLAIN if torch.allclose(function(x), activate(x, form))),
                     None)
@@ -275,7 +275,8 @@ class Reader:
         return experts
 
     def recipe(self, module: Any, *kinds: str) -> Recipe:
-        """What a module computes: the recipe it was patched by, or the one that a trial proves."""
+        """Returns what a module computes: the recipe it was patched by, or the one that a trial
+        proves."""
         patched = recipe_of(module) if isinstance(module, nn.Module) else None
         verdict = patched or (self.tried(module) if isinstance(module, nn.Module) else None)
         if not isinstance(verdict, Recipe) or verdict.kind not in kinds:
@@ -306,7 +307,7 @@ class Reader:
 
 
 def _router(module: Any, gate: Any, code: FunctionCode) -> Any:
-    """The model's own router as a function of tokens (tokens, hidden)."""
+    """Returns the model's own router as a function of tokens (tokens, hidden)."""
     more = (module.e_score_correction_bias,) if "e_score_correction_bias" in code.names else ()
 
     def route(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +339,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def named_by(owner: Any, code: FunctionCode, *names: str) -> Any:
-    """The first of these attributes that the code of its owner speaks of."""
+    """Returns the first of these attributes that the code of its owner speaks of."""
     name = next((n for n in names if n in code.names and hasattr(owner, n)), None)
     if name is None:
         raise NotRecognised(f"{type(owner).__name__} has none of {', '.join(names)}")

@@ -43,8 +43,8 @@ _MULTIPLIED = ("op=Mult(), right=Attribute(value=Attribute(value=Name(id='self',
 
 
 def decoders_in(model: nn.Module) -> list[nn.Module]:
-    """The model itself, where it is a decoder that is known or holds none; else those that it
-    holds, the largest first: the language model of one that sees or hears."""
+    """Returns the model itself, where it is a decoder that is known or holds none; else those that
+    it holds, the largest first: the language model of one that sees or hears."""
     if is_known(model, "head") or is_known(model, "decoder") or hasattr(model, "_orig_mod"):
         return [model]                         # what torch.compile made of a model stays as it is
     decoders = [m for m in model.modules() if hasattr(m, "get_input_embeddings")
@@ -58,7 +58,7 @@ def _encodes(stack: Any) -> bool:
 
 
 def recognise(model: nn.Module) -> DecoderParts:
-    """The parts of a decoder; NotRecognised says what stands in the way."""
+    """Returns the parts of a decoder; NotRecognised says what stands in the way."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not is_known(
             model, "decoder"):
         raise NotRecognised("its decoder attends to what an encoder gives as well "
@@ -113,7 +113,7 @@ def recognise(model: nn.Module) -> DecoderParts:
         outside = name == "use_bidirectional_attention" and name not in inner.names
         if getattr(config, name, False) and not outside:       # whose masks are made outside
             raise NotRecognised(f"its configuration says {name}")
-    _one_place(model)
+    _single_module(model)
     rotary = base.rotary_emb if "rotary_emb" in inner.names else None
     kinds = _rope_kinds(rotary, config)
     stacked = layers is getattr(base, "block", None)
@@ -194,7 +194,7 @@ def _first_position(positions: Any) -> int:
 
 
 def _window(config: Any, code: FunctionCode, at: int) -> int | None:
-    """How far the layer sees: as the model's masks have it."""
+    """Returns how far the layer sees: as the model's masks have it."""
     if "layer_types" in code.names:
         kind = config.layer_types[at]
         if kind not in ("full_attention", "sliding_attention"):
@@ -227,7 +227,7 @@ def _kind(kinds: tuple[str, ...], config: Any, at: int) -> int:
     return 0 if kinds == ("",) else kinds.index(config.layer_types[at])
 
 
-def _one_place(model: nn.Module) -> None:
+def _single_module(model: nn.Module) -> None:
     kinds = {(p.device, p.dtype) for p in model.parameters()}
     if len(kinds) != 1:
         raise NotRecognised("its weights are of several dtypes or on several devices: "
@@ -238,8 +238,9 @@ def _one_place(model: nn.Module) -> None:
 
 
 def _rotation(layer: Any) -> tuple[str, bool]:
-    """How the model's own function rotates queries and keys, and whether it takes each column of
-    cos and sin once. Its results tell, since the library `kernels` may have wrapped it."""
+    """Returns how the model's own function rotates queries and keys, and whether it takes each
+    column of cos and sin once. Its results tell, since the library `kernels` may have wrapped
+    it."""
     attention = attention_of(layer)
     rotate = getattr(sys.modules[stock_of(attention).__module__], "apply_rotary_pos_emb", None)
     if rotate is not None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .families import NotRecognised
 
-LEAST = 256                                    # distances that are computed at once
+MIN_DISTANCES = 256                            # distances that are computed at once
 
 
 class BucketBias:
@@ -30,7 +30,7 @@ class BucketBias:
         weight = self._attention.relative_attention_bias.weight.detach()
         have = len(self._buckets)
         if have <= length or self._buckets.device != weight.device:
-            have = max(LEAST, 2 * (length + 1))
+            have = max(MIN_DISTANCES, 2 * (length + 1))
             at = self._attention
             distances = torch.arange(1 - have, 1, device=weight.device)
             self._buckets = at._relative_position_bucket(
@@ -55,7 +55,7 @@ class Alibi:
             raise NotRecognised(f"more than the {self._most} tokens of its alibi")
         have = self._table.shape[-1]
         if have <= length:
-            have = max(LEAST, 2 * (length + 1))
+            have = max(MIN_DISTANCES, 2 * (length + 1))
             first = 1 - have if self._backwards else 0
             places = torch.arange(first, first + have, device=self._slopes.device)
             self._table = (self._slopes[:, None, None] * places).to(self._dtype)[None]

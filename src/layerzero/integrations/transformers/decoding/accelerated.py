@@ -36,8 +36,8 @@ from ..implementations import DECODED
 from . import shared_prompt
 from .cuda.captured import CapturedSteps, Uncapturable
 from .decode_step import DecodeStep, JoinedLayer, join_layers
-from .growing_cache import growing
-from .memories import memory_for, one_token, updates
+from .growing_cache import make_growing
+from .kv_states import is_updating, kv_for, updating_token
 from .prompt import PromptStep
 from .reduction import REDUCE, Reduce
 
@@ -51,25 +51,25 @@ _autocast = torch._C._is_any_autocast_enabled
 
 
 class ModelWatch:
-    """What must stay as it is: the modules, their weights and where these lie, and that nobody
-    hooks into them."""
+    """Watches that a model stays as it is: the modules, their weights and where these lie, and that
+    nobody hooks into them."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         inner = [m for m in modules if m is not model]
         self._hooks = [getattr(m, name) for m in inner for name in _HOOKS]
         self._attributes = [vars(m) for m in inner]
-        self._held = [held for m in modules for held in (m._modules, m._parameters) if held]
-        self._known = self._all_held()
+        self._containers = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._initial_members = self._members()
         self._weights = list(model.parameters())
         self._places = list(map(Tensor.data_ptr, self._weights))
 
-    def _all_held(self) -> list[Any]:
-        return list(chain.from_iterable(held.values() for held in self._held))
+    def _members(self) -> list[Any]:
+        return list(chain.from_iterable(held.values() for held in self._containers))
 
     def _hooked(self) -> bool:
-        """Hooks of transformers itself, which stay once outputs were recorded, do nothing while
-        none are."""
+        """Returns whether there are hooks. Those of transformers itself, which stay once outputs
+        were recorded, do nothing while none are."""
         others = [h for held in self._hooks for h in held.values()
                   if getattr(h, "__module__", "") != "transformers.utils.output_capturing"]
         recorder = getattr(sys.modules.get("transformers.utils.output_capturing"),
@@ -77,13 +77,13 @@ class ModelWatch:
         return bool(others) or recorder is None or recorder.get() is not None
 
     def disturbed(self) -> str:
-        """What is no longer as it was, or nothing."""
+        """Returns what is no longer as it was, or ""."""
         if (any(self._hooks) and self._hooked()) or nn_module._has_any_global_hook():
             return "a hook on one of its modules"
         if any(map(contains, self._attributes, repeat("forward"))):
             return "a module with a forward of its own"
-        held = self._all_held()
-        if len(held) != len(self._known) or not all(map(is_, held, self._known)):
+        members, initial = self._members(), self._initial_members
+        if len(members) != len(initial) or not all(map(is_, members, initial)):
             return "a module or weight in the place of another"
         if list(map(Tensor.data_ptr, self._weights)) != self._places:
             return MOVED
@@ -118,7 +118,7 @@ class Accelerated:
         functools.update_wrapper(self, type(model).forward.__get__(model))
 
     def _prompt_step(self) -> PromptStep | None:
-        """None where something of its prompts is not known."""
+        """Returns the step for prompts; None where something of them is not known."""
         try:
             return PromptStep(self.parts, self.layers)
         except NotRecognised:
@@ -192,7 +192,7 @@ class Accelerated:
         if shared_prompt.serves(cache.layers):
             return ""
         shared_prompt.unshare(cache)
-        return growing(cache, self._windows) or (
+        return make_growing(cache, self._windows) or (
             "a cache whose layers hold different numbers of tokens"
             if any(layer.get_seq_length() != length for layer in cache.layers) else "")
 
@@ -200,9 +200,9 @@ class Accelerated:
                    position_ids: Any = None, past_key_values: Any = None,
                    inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
                    **others: Any) -> Any:
-        if updates(past_key_values):
-            return one_token(self, input_ids, attention_mask, position_ids, past_key_values,
-                             inputs_embeds, logits_to_keep, **others)
+        if is_updating(past_key_values):
+            return updating_token(self, input_ids, attention_mask, position_ids, past_key_values,
+                                  inputs_embeds, logits_to_keep, **others)
         self._check(past_key_values, logits_to_keep, others)
         token = self._token(input_ids, inputs_embeds)
         batch = token.shape[0]
@@ -276,13 +276,13 @@ class Accelerated:
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=token.device)
         x = token if token.is_floating_point() else self.parts.embedded(token)
-        memory = memory_for(step, self.parts, layers, masks, position_ids, length)
+        kv = kv_for(step, self.parts, layers, masks, position_ids, length)
         try:
-            out = step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            out = step(self.parts.first_input(x, position_ids), kv.angles, kv)
             return out.to(self.parts.weights.dtype)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
     def _check(self, cache: Any, keep: Any, others: Mapping[str, Any]) -> None:
@@ -333,7 +333,8 @@ class Accelerated:
         return embeds
 
     def _position(self, position_ids: Any) -> Tensor | None:
-        """The position of the new token, (batch, 1), or (axes, batch, 1) for rope over axes."""
+        """Returns the position of the new token, (batch, 1), or (axes, batch, 1) for rope over
+        axes."""
         if position_ids is None:
             return None
         if self.parts.by_axes and position_ids.dim() == 3 and len(position_ids) in (1, 3, 4):
@@ -345,7 +346,8 @@ class Accelerated:
         return position_ids  # type: ignore[no-any-return]
 
     def _masks(self, mask: Any, batch: int, length: int) -> list[Tensor | None]:
-        """Which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every one."""
+        """Returns which keys each layer sees, (batch, 1, 1, keys); nothing where it sees every
+        one."""
         if isinstance(mask, Mapping):          # made outside, for each kind of layer
             kinds = getattr(self.parts.base.config, "layer_types", None) or ()
             if len(kinds) != len(self._windows) or not set(kinds) <= mask.keys():
@@ -385,8 +387,8 @@ def detach(step: Accelerated) -> None:
 
 
 def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor | None:
-    """A mask as transformers makes it for one token, of the keys that a layer with this window
-    sees."""
+    """Returns a mask as transformers makes it for one token, of the keys that a layer with this
+    window sees."""
     if mask is None:
         return None
     seen = total if window is None else min(total, window)
@@ -407,8 +409,8 @@ def _keys_mask(mask: Any, batch: int, total: int, window: int | None) -> Tensor 
 
 
 def _shift(position_ids: Tensor | None, length: int) -> int | None:
-    """How far the new token stands from the place after `length` others; None where rows or axes
-    differ."""
+    """Returns how far the new token stands from the place after `length` others; None where rows or
+    axes differ."""
     if position_ids is None:
         return 0
     shifts = {int(p) - length for p in position_ids.flatten().tolist()}

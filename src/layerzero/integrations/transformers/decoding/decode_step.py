@@ -2,11 +2,11 @@
 
 What a decoder layer does, in the order it is done here: the norm of what comes in was taken by the
 layer before, in one pass with its residual where there is a kernel for it; queries, keys and values
-are one product; they are turned, and keys and values written into the cache; attention; the product
-that follows, whose result is added and normed; the feed-forward part (feed_forward.py).
+are one product; they are rotated, and keys and values written into the cache; attention; the
+product that follows, whose result is added and normed; the feed-forward part (feed_forward.py).
 
-Where keys and values go, and how the attention over them is called, is said by a `Memory`: one
-whose length the host knows (host_memory.py, a cache that grows), and one whose length the device
+Where keys and values go, and how the attention over them is called, is said by a `StepKV`: one
+whose length the host knows (host_kv.py, a cache that grows), and one whose length the device
 knows (cuda/captured.py).
 """
 
@@ -39,14 +39,14 @@ from .planning import Binder, Run, with_weights
 ANY = Span()
 
 
-class Memory(Protocol):
+class StepKV(Protocol):
     """Keys and values of all layers, while one token goes through them."""
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
         """`both` are queries and keys, (batch, 1, heads + kv_heads, dim); the value is (batch, 1,
         kv_heads, dim). Keep the key and the value, and give the attention of the queries over all
         that is kept, (batch, 1, heads * dim)."""
-        # of decoders with cross-attention also attend_across(layer, query): see encoder_decoder.py
+        # of decoders with cross-attention also cross_attend(layer, query): see encoder_decoder.py
 
 
 class JoinedLayer:
@@ -95,7 +95,7 @@ def join_layers(model: nn.Module, parts: DecoderParts) -> tuple[JoinedLayer, ...
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """What one layer does, each a function of the data alone."""
+    """The steps of one layer, each a function of the data alone."""
 
     qkv: Run
     by_head: bool
@@ -219,8 +219,8 @@ class DecodeStep(ChosenKernels):
 
     def _add_norm(self, norm: Norm | None, post: Norm | None, scale: float,
                   normed_sum: bool = False) -> Run:
-        """What a branch gives, normed by `post` and times `scale`, is added to the residual; that
-        and its norm, or its norm twice (`normed_sum`)."""
+        """Binds the end of a branch: its result, normed by `post` and times `scale`, is added to
+        the residual; that and its norm, or its norm twice (`normed_sum`)."""
         x = self._like
         inner = None if post is None else self._norm("norm of a branch", post, x)
         if (norm is not None and norm.op == "rms_norm" and norm.weights and not norm.offset
@@ -258,7 +258,7 @@ class DecodeStep(ChosenKernels):
                         rotary_dim=2 * self.half)
             if bind.kernels["rope"].startswith("torch.") and 2 * self.half == p.head_dim and \
                     self.rotation == "rotate_half":
-                # made of several operations: fewer of them do, see _Turner
+                # made of several operations: fewer of them do, see _Rotation
                 rope = None
         return BoundLayer(
             qkv=self._linear("qkv", x, [other.qkv.weight for other in rest], layer.qkv.bias),
@@ -293,7 +293,7 @@ class DecodeStep(ChosenKernels):
         return lambda x: out(norm(x))
 
     def _middle(self, p: LayerParts) -> Run:
-        """After the last attention of a layer."""
+        """Binds what follows the last attention of a layer."""
         if not p.normed_sums:
             return self._add_norm(p.mlp_norm, p.attn_post, p.branch_scale)
         return self._add_norm(p.norm if p.cross is None else p.cross.norm, None, 1.0, True)
@@ -338,8 +338,8 @@ class DecodeStep(ChosenKernels):
 
         return normed
 
-    def attention_across(self, layer: int, keys: Tensor, values: Tensor, *mask: Tensor) -> Run:
-        """The kernel of a layer for the keys and values of the encoder."""
+    def cross_attention(self, layer: int, keys: Tensor, values: Tensor, *mask: Tensor) -> Run:
+        """Returns the kernel of a layer for the keys and values of the encoder."""
         cross = self.parts.layers[layer].cross
         assert cross is not None
         key = keys.shape, keys.stride(), values.stride(), cross.scale, len(mask)
@@ -352,8 +352,8 @@ class DecodeStep(ChosenKernels):
         return run
 
     def attention(self, layer: int, length: int, masked: bool, biased: bool = False) -> Run:
-        """The kernel of a layer for so many keys in a growing cache; the mask shows some of them
-        to all heads, or is a bias for each head."""
+        """Returns the kernel of a layer for so many keys in a growing cache; the mask shows some of
+        them to all heads, or is a bias for each head."""
         at = self.layers[layer]
         key = (at.heads, at.kv_heads, at.head_dim, at.scale, at.softcap, masked, biased,
                at.sinks is None)
@@ -373,43 +373,44 @@ class DecodeStep(ChosenKernels):
             self._attention[key] = run, span
         return run
 
-    def __call__(self, x: Tensor, angles: Angles | None, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles | None, kv: StepKV) -> Tensor:
         """`x` (batch, 1, hidden) is the embedded token; angles are cos and sin, (batch, 1, 2 *
-        half), as the model has them for each kind of layer, or None where the memory turns by
-        itself or nothing is turned."""
-        normed = self._last_state(x, angles, memory)
+        half), as the model has them for each kind of layer, or None where `kv` rotates by
+        itself or nothing is rotated."""
+        normed = self._last_state(x, angles, kv)
         return normed if self._head is None else self._logits(normed)
 
-    def _last_state(self, x: Tensor, angles: Angles | None, memory: Memory) -> Tensor:
-        """All layers and the last norm, of any number of tokens: (batch, tokens, hidden)."""
-        normed, attend = x if self._first_norm is None else self._first_norm(x), memory.attend
+    def _last_state(self, x: Tensor, angles: Angles | None, kv: StepKV) -> Tensor:
+        """Computes all layers and the last norm for any number of tokens: (batch, tokens,
+        hidden)."""
+        normed, attend = x if self._first_norm is None else self._first_norm(x), kv.attend
         lead = x.shape[:2]
-        turners = [_Turner(*pair, lead, self.half) for pair in angles or ()]
+        rotations = [_Rotation(*pair, lead, self.half) for pair in angles or ()]
         for i, at in enumerate(self.layers):
-            turned = at.heads + at.kv_heads
+            rotated = at.heads + at.kv_heads
             heads = at.qkv(normed)
             if at.latent is not None:
-                attended = at.latent(i, heads, memory)
+                attended = at.latent(i, heads, kv)
             else:
                 if at.by_head:
                     heads = heads.view(*lead, at.heads, 3, at.head_dim)
                     heads = heads.transpose(2, 3).reshape(*lead, -1, at.head_dim)
                 else:
-                    heads = heads.view(*lead, turned + at.kv_heads, at.head_dim)
+                    heads = heads.view(*lead, rotated + at.kv_heads, at.head_dim)
                 if at.head_norms is not None and not at.norm_last:
                     heads = at.head_norms(heads)
-                both = heads[:, :, :turned]
-                if turners and at.angles is not None:
-                    both = turners[at.angles](at.rope, both)
+                both = heads[:, :, :rotated]
+                if rotations and at.angles is not None:
+                    both = rotations[at.angles](at.rope, both)
                 if at.head_norms is not None and at.norm_last:
-                    heads = at.head_norms(torch.cat((both, heads[:, :, turned:]), 2))
-                    both = heads[:, :, :turned]
-                attended = attend(i, both, heads[:, :, turned:])
+                    heads = at.head_norms(torch.cat((both, heads[:, :, rotated:]), 2))
+                    both = heads[:, :, :rotated]
+                attended = attend(i, both, heads[:, :, rotated:])
             branch = at.out(attended)
             if at.cross is not None:
                 normed, x = at.cross.norm(branch, x)
                 query = at.cross.query(normed).view(at.cross.shape)
-                branch = at.cross.out(memory.attend_across(i, query))  # type: ignore[attr-defined]
+                branch = at.cross.out(kv.cross_attend(i, query))       # type: ignore[attr-defined]
             if at.middle is None:
                 branch = branch + at.mlp(normed if at.side_norm is None else at.side_norm(x))
             else:
@@ -426,7 +427,7 @@ class DecodeStep(ChosenKernels):
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
 
-class _Turner:
+class _Rotation:
     """Rotary positions of (batch, tokens), for all layers."""
 
     def __init__(self, cos: Tensor, sin: Tensor, lead: tuple[int, ...], half: int) -> None:
@@ -443,7 +444,7 @@ class _Turner:
 
 
 def _on_device() -> Any:
-    """The kernels of cuda/triton_step.py; None where Triton is not installed."""
+    """Returns the kernels of cuda/triton_step.py; None where Triton is not installed."""
     try:
         from .cuda import triton_step
     except ImportError:

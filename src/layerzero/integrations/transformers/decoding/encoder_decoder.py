@@ -17,27 +17,28 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..decoders.families import NotRecognised
 from .accelerated import Accelerated
 from .decode_step import DecodeStep
-from .growing_cache import growing
-from .host_memory import HostMemory
+from .growing_cache import make_growing
+from .host_kv import HostKV
 
 
-class AcrossMemory(HostMemory):
-    """Keys and values of a token, and those of the encoder; `seen` is (batch, 1, 1, keys), or None
-    where all are."""
+class CrossKV(HostKV):
+    """Keys and values of a token, and those of the encoder; `mask` is (batch, 1, 1, keys), or None
+    where all are seen."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], masks: list[Tensor | None],
-                 angles: Any, bias: Tensor | None, across: list[Any], seen: Tensor | None) -> None:
+                 angles: Any, bias: Tensor | None, cross_layers: list[Any],
+                 mask: Tensor | None) -> None:
         super().__init__(step, layers, masks, angles, bias)
-        self._across, self._seen = across, () if seen is None else (seen,)
+        self._cross_layers, self._mask = cross_layers, () if mask is None else (mask,)
 
-    def attend_across(self, layer: int, query: Tensor) -> Tensor:
-        at = self._across[layer]
-        run = self._step.attention_across(layer, at.keys, at.values, *self._seen)
-        out = run(query.transpose(1, 2), at.keys, at.values, *self._seen)
+    def cross_attend(self, layer: int, query: Tensor) -> Tensor:
+        at = self._cross_layers[layer]
+        run = self._step.cross_attention(layer, at.keys, at.values, *self._mask)
+        out = run(query.transpose(1, 2), at.keys, at.values, *self._mask)
         return out.transpose(1, 2).reshape(len(query), 1, -1)  # type: ignore[no-any-return]
 
 
-class AcceleratedAcross(Accelerated):
+class AcceleratedEncoderDecoder(Accelerated):
     """Takes the place of the decoder's forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ class AcceleratedAcross(Accelerated):
         if type(across) is not type(own) or len(across.layers) != len(self._windows) or not all(
                 past_key_values.is_updated.get(i) for i in range(len(self._windows))):
             raise NotRecognised("a cache that does not hold the encoder's keys yet")
-        refused = growing(own, self._windows)
+        refused = make_growing(own, self._windows)
         if refused:
             raise NotRecognised(refused)
         length = own.get_seq_length()
@@ -74,33 +75,33 @@ class AcceleratedAcross(Accelerated):
             raise NotRecognised("a cache whose layers hold different numbers of tokens")
         if {len(x.layers[0].keys) for x in (own, across)} != {batch}:
             raise NotRecognised("a cache for another batch")
-        seen = self._seen(encoder_attention_mask, batch, across.layers[0].keys.shape[2])
+        cross_mask = self._cross_mask(encoder_attention_mask, batch, across.layers[0].keys.shape[2])
         masks = self._masks(attention_mask, batch, length)
         position_ids = self._position(position_ids)
         step = self.step(batch)
-        out = self._across(step, token, position_ids, own.layers, length, masks, across.layers,
-                           seen)
+        out = self._cross_token(step, token, position_ids, own.layers, length, masks,
+                                across.layers, cross_mask)
         self.served["step"] += 1
         return self._result(last_hidden_state=out, past_key_values=past_key_values)
 
-    def _across(self, step: DecodeStep, token: Tensor, position_ids: Tensor | None,
-                layers: list[Any], length: int, masks: list[Tensor | None], across: list[Any],
-                seen: Tensor | None) -> Tensor:
+    def _cross_token(self, step: DecodeStep, token: Tensor, position_ids: Tensor | None,
+                     layers: list[Any], length: int, masks: list[Tensor | None],
+                     cross_layers: list[Any], cross_mask: Tensor | None) -> Tensor:
         if position_ids is None:
             position_ids = torch.full((1, 1), length, device=token.device)
         x = token if token.is_floating_point() else self.parts.embedded(token)
         bias = None if self.parts.bias is None else self.parts.bias(length)
-        memory = AcrossMemory(step, layers, masks, self.parts.angles_at(position_ids), bias,
-                              across, seen)
+        kv = CrossKV(step, layers, masks, self.parts.angles_at(position_ids), bias, cross_layers,
+                     cross_mask)
         try:
-            return step(self.parts.first_input(x, position_ids), memory.angles, memory)
+            return step(self.parts.first_input(x, position_ids), kv.angles, kv)
         # passed on, an interrupt too: half a token must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
     @staticmethod
-    def _seen(mask: Any, batch: int, keys: int) -> Tensor | None:
+    def _cross_mask(mask: Any, batch: int, keys: int) -> Tensor | None:
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.shape != (batch, keys):

@@ -33,7 +33,7 @@ class JoinedFeedForward:
 
 
 def plain_part(parts: FeedForward | Experts | OwnPart) -> FeedForward | None:
-    """The feed-forward layer that serves all tokens, if there is one."""
+    """Returns the feed-forward layer that serves all tokens, if there is one."""
     if isinstance(parts, OwnPart):
         return None
     return parts.shared if isinstance(parts, Experts) else parts
@@ -104,7 +104,8 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
         def shared(x: Tensor) -> Tensor:
             return torch.sigmoid(alone(x)) * plain(x)  # type: ignore[no-any-return]
 
-    chosen = _for_one(parts, x, bind) if batch == 1 and not x.is_cuda else _for_many(parts, x, bind)
+    bind_experts = _one_token if batch == 1 and not x.is_cuda else _many_tokens
+    chosen = bind_experts(parts, x, bind)
 
     def run(x: Tensor) -> Tensor:
         if own is not None:
@@ -120,7 +121,7 @@ def _experts(layer: JoinedFeedForward, parts: Experts, x: Tensor, bind: Binder, 
     return run
 
 
-def _for_one(parts: Experts, x: Tensor, bind: Binder) -> Run:
+def _one_token(parts: Experts, x: Tensor, bind: Binder) -> Run:
     """One token on the host: only the weights of the chosen experts are read."""
     gate_up, down = parts.gate_up.unbind(0), parts.down.unbind(0)
     row = x.view(1, -1)
@@ -133,7 +134,7 @@ def _for_one(parts: Experts, x: Tensor, bind: Binder) -> Run:
     return run
 
 
-def _for_many(parts: Experts, x: Tensor, bind: Binder) -> Run:
+def _many_tokens(parts: Experts, x: Tensor, bind: Binder) -> Run:
     rows = x.view(-1, x.shape[-1])
     ids = torch.zeros((len(rows), parts.top_k), dtype=torch.int64, device=x.device)
     weights = torch.zeros(ids.shape, dtype=torch.float32, device=x.device)

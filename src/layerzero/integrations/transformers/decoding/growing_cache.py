@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-LEAST_ROOM = 256           # tokens
+MIN_CAPACITY = 256         # tokens
 # room grows by length // GROWTH: few copies, and little unused memory
 GROWTH = 2
 
 
 class _Growing:
-    """The buffers are (batch, room, heads, dim): what one token adds is in one piece.
+    """The buffers are (batch, capacity, heads, dim): what one token adds is in one piece.
 
     Places count from their start.
     """
@@ -34,8 +34,8 @@ class _Growing:
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.key_room: Tensor | None = None
-        self.value_room: Tensor | None = None
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
         self.repeated = 1, 0                   # so many rows begin with the same so many tokens
         self.start = 0                         # the place of the first token in `keys`
         self.end = 0                           # the place after what was last written
@@ -43,37 +43,38 @@ class _Growing:
     def reserve(self, more: int) -> int:
         """Make room for `more` tokens after those that are there; return the place of the first."""
         length = int(self.keys.shape[2])
-        room = self.key_room
-        if room is None or not self.is_in(room) or self.start + length + more > room.shape[1]:
-            size = length + max(more, LEAST_ROOM, length // GROWTH)
+        buffer = self.key_buffer
+        if (buffer is None or not self.is_backed_by(buffer)
+                or self.start + length + more > buffer.shape[1]):
+            size = length + max(more, MIN_CAPACITY, length // GROWTH)
             self.move(_moved(self.keys, size), _moved(self.values, size), length)
         return self.start + length
 
-    def is_in(self, room: Tensor) -> bool:
+    def is_backed_by(self, buffer: Tensor) -> bool:
         """Are the keys still a part of this buffer, and the values of the other one?"""
         keys, values = self.keys, self.values
-        before = self.start * room.stride(1) * room.element_size() if self.start else 0
-        return (self.key_room is room and keys.data_ptr() == room.data_ptr() + before
-                and keys.shape[0] == room.shape[0]
-                and values.data_ptr() == self.value_room.data_ptr() + before  # type: ignore[union-attr]
+        before = self.start * buffer.stride(1) * buffer.element_size() if self.start else 0
+        return (self.key_buffer is buffer and keys.data_ptr() == buffer.data_ptr() + before
+                and keys.shape[0] == buffer.shape[0]
+                and values.data_ptr() == self.value_buffer.data_ptr() + before  # type: ignore[union-attr]
                 and keys.shape[2] == values.shape[2] <= self.end - self.start)
 
-    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+    def move(self, key_buffer: Tensor, value_buffer: Tensor, end: int) -> None:
         """Use these buffers, which hold tokens up to this place."""
-        if self.key_room is None or not self.is_in(self.key_room):
+        if self.key_buffer is None or not self.is_backed_by(self.key_buffer):
             self.repeated = 1, 0               # others have put their tensors here
-        self.key_room, self.value_room = key_room, value_room
-        self._all_keys, self._all_values = key_room.transpose(1, 2), value_room.transpose(1, 2)
-        self.show(end)
+        self.key_buffer, self.value_buffer = key_buffer, value_buffer
+        self._all_keys, self._all_values = key_buffer.transpose(1, 2), value_buffer.transpose(1, 2)
+        self.set_end(end)
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         """Let `keys` and `values` be views that end at this place of the buffers."""
         self.end = end
         self.repeated = self.repeated[0], min(self.repeated[1], end - 1)   # the last may be new
-        self.keys, self.values = self.seen(self.start, end)
+        self.keys, self.values = self.view(self.start, end)
 
-    def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values from one place to another."""
+    def view(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values from one place to another."""
         return self._all_keys.narrow(2, start,
                                      end - start), self._all_values.narrow(2, start, end - start)
 
@@ -83,7 +84,7 @@ class _Growing:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
         place, start = self.reserve(key_states.shape[2]), self.start
         self.write(place, key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return self.seen(start, self.end)
+        return self.view(start, self.end)
 
     def _in_place(self) -> bool:
         """May a token be written in place? Not with gradients, which need the past as it was."""
@@ -94,13 +95,13 @@ class _Growing:
         """Write keys and values (batch, tokens, heads, dim) at this place, where there is room."""
         more = key.shape[1]
         self.repeated = self.repeated[0], min(self.repeated[1], place)
-        self.key_room.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
-        self.value_room.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
-        self.show(place + more)
+        self.key_buffer.narrow(1, place, more).copy_(key)  # type: ignore[union-attr]
+        self.value_buffer.narrow(1, place, more).copy_(value)  # type: ignore[union-attr]
+        self.set_end(place + more)
 
     def reset(self) -> None:
         super().reset()                        # type: ignore[misc]
-        self.key_room = self.value_room = None
+        self.key_buffer = self.value_buffer = None
         self.start = self.end = 0
 
 
@@ -109,11 +110,12 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let rows go on from others. What they have in common with these stays where it is."""
-        room, (copies, common) = self.key_room, self.repeated
-        if copies == 1 or room is None or not self.is_in(room) or not stays(beam_idx, copies):
+        buffer, (copies, common) = self.key_buffer, self.repeated
+        if (copies == 1 or buffer is None or not self.is_backed_by(buffer)
+                or not keeps_groups(beam_idx, copies)):
             super().reorder_cache(beam_idx)
             return
-        for t in (room, self.value_room):
+        for t in (buffer, self.value_buffer):
             own = t[:, common:self.end]        # type: ignore[index]
             own.copy_(own.index_select(0, beam_idx))
 
@@ -121,7 +123,7 @@ class GrowingLayer(_Growing, DynamicLayer):  # type: ignore[misc]
 _checked: dict[int, tuple[weakref.ref[Tensor], bool]] = {}     # by copies: the last indices
 
 
-def stays(beam_idx: Tensor, copies: int) -> bool:
+def keeps_groups(beam_idx: Tensor, copies: int) -> bool:
     """Does every row go on from one of the `copies` rows that it belongs to? The layers of a cache
     ask for the same indices in turn, and the device is waited for once."""
     known = _checked.get(copies)
@@ -137,18 +139,18 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     cumulative_length: int
 
-    def move(self, key_room: Tensor, value_room: Tensor, end: int) -> None:
+    def move(self, key_buffer: Tensor, value_buffer: Tensor, end: int) -> None:
         # tokens that were before the first place
         self.dropped = self.cumulative_length - end
-        super().move(key_room, value_room, end)
+        super().move(key_buffer, value_buffer, end)
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         self.start = max(0, end - self.sliding_window + 1)
         self.cumulative_length = self.dropped + end
-        super().show(end)
+        super().set_end(end)
 
-    def is_in(self, room: Tensor) -> bool:
-        return (super().is_in(room) and self.cumulative_length == self.dropped + self.start
+    def is_backed_by(self, buffer: Tensor) -> bool:
+        return (super().is_backed_by(buffer) and self.cumulative_length == self.dropped + self.start
                 + self.keys.shape[2])
 
     def _in_place(self) -> bool:
@@ -159,12 +161,12 @@ def _moved(states: Tensor, size: int) -> Tensor:
     batch, heads, length, dim = states.shape
     # it may be written to outside of that mode later
     with torch.inference_mode(False), torch.no_grad():
-        room = torch.empty((batch, size, heads, dim), dtype=states.dtype, device=states.device)
-    room[:, :length] = states.transpose(1, 2)
-    return room
+        buffer = torch.empty((batch, size, heads, dim), dtype=states.dtype, device=states.device)
+    buffer[:, :length] = states.transpose(1, 2)
+    return buffer
 
 
-def growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
+def make_growing(cache: DynamicCache, windows: Sequence[int | None]) -> str:
     """Let every layer of the cache append in place, `windows` being the tokens that each layer of
     the model sees. Return what prevents it, or ""."""
     layers = cache.layers

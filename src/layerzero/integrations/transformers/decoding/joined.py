@@ -80,13 +80,13 @@ class Joined:
 
 
 def _with_zeros(layers: Sequence[Linear], like: Tensor) -> list[Tensor]:
-    """The biases of layers, some of which have none: zeros."""
+    """Returns the biases of layers, some of which have none: zeros."""
     return [like.new_zeros(layer.shape[0]) if layer.module.bias is None else layer.module.bias
             for layer in layers]
 
 
 def _codes(layers: Sequence[Linear]) -> WeightCodes | None:
-    """The joined codes of layers that are quantized; all of them must be, or none."""
+    """Returns the joined codes of layers that are quantized; all of them must be, or none."""
     modules = [layer.module for layer in layers]
     codes = joined_codes(modules)
     if codes is None and any(codes_of(module) is not None for module in modules):

@@ -21,7 +21,7 @@ from .planning import Run
 Product = Callable[[str, Tensor, Sequence[Tensor], Tensor | None], Run]
 
 
-class LatentMemory:
+class LatentKV:
     """States and keys of a token: the mask of a layer is (batch, 1, 1, keys), True: seen."""
 
     angles = None                              # for the step: it rotates nothing
@@ -40,21 +40,21 @@ class LatentMemory:
         """(batch, 1, 1, rank) and (batch, 1, 1, rope_dim): written, and all states and keys."""
         at, place = self._layers[layer], self._places[layer]
         at.write(place, state, key)
-        states, keys = at.seen(0, place + 1)
+        states, keys = at.view(0, place + 1)
         return states[:, 0], keys[:, 0]
 
     def mask(self, layer: int) -> Tensor | None:
         return self._masks[layer]
 
     def undo(self) -> None:
-        """As it was before this token: the step broke."""
+        """Takes this token back, after the step broke."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place)
+            layer.set_end(place)
 
 
 def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
           norm: Callable[[str, Norm, Tensor], Run]) -> Callable[..., Tensor]:
-    """layer, product of the two that go down, memory -> the attention, (batch, 1, heads *
+    """layer, product of the two that go down, kv -> the attention, (batch, 1, heads *
     value_dim)."""
     latent, batch, heads = p.latent, len(x), p.heads
     assert latent is not None
@@ -67,21 +67,21 @@ def bound(p: LayerParts, up: Tensor, x: Tensor, product: Product,
     query_up = None if latent.query_up is None else _linear("query up", between, latent.query_up,
                                                             product)
 
-    def run(layer: int, both: Tensor, memory: LatentMemory) -> Tensor:
+    def run(layer: int, both: Tensor, kv: LatentKV) -> Tensor:
         query, state, key = both.split((down, rank, rope), -1)
         if query_norm is not None:
             query = query_norm(query)
         query = (query if query_up is None else query_up(query)).view(batch, 1, heads, dim)
         plain, rotated = query.transpose(1, 2).split((latent.nope_dim, rope), -1)
-        rotated, key = rotate(rotated, key.view(batch, 1, 1, rope), memory.rope)
-        states, keys = memory.keep(layer, state_norm(state).view(batch, 1, 1, rank),
-                                   key.view(batch, 1, 1, rope))
+        rotated, key = rotate(rotated, key.view(batch, 1, 1, rope), kv.rope)
+        states, keys = kv.keep(layer, state_norm(state).view(batch, 1, 1, rank),
+                               key.view(batch, 1, 1, rope))
         # (heads, nope_dim + value_dim, rank), read anew: the weight may be written to
         key_up, value_up = up.view(heads, -1, rank).split((latent.nope_dim, latent.value_dim), 1)
         absorbed = torch.matmul(plain.squeeze(2).transpose(0, 1), key_up).transpose(0, 1)
         scores = torch.matmul(absorbed, states.transpose(1, 2))
         scores = torch.add(scores, torch.matmul(rotated.squeeze(2), keys.transpose(1, 2))) * scale
-        mask = memory.mask(layer)
+        mask = kv.mask(layer)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, 0], -torch.inf)
         seen = torch.softmax(scores, -1, dtype=torch.float32).to(states.dtype)

@@ -45,7 +45,7 @@ class Binder:
         return run
 
     def kernel(self, op: str, *tensors: Tensor) -> str:
-        """The name of the kernel for calls like this."""
+        """Returns the name of the kernel for calls like this."""
         return self._once(op, tensors, {}).kernel  # type: ignore[attr-defined,no-any-return]
 
     def _once(self, op: str, tensors: Sequence[Tensor | None], fixed: dict[str, Any]) -> Run:
@@ -67,8 +67,8 @@ class Binder:
 
     def fastest(self, what: str, op: str, *calls: tuple[Tensor | None, ...],
                 **fixed: Any) -> Run:
-        """The kernel for calls like these, as lz chooses it; where the step is captured, by a race
-        over them all."""
+        """Returns the kernel for calls like these, as lz chooses it; where the step is captured, by
+        a race over them all."""
         chosen = self(what, op, *calls[0], **fixed)
         like = calls[0][0]
         if not (self._captured and like is not None and like.is_cuda):
@@ -114,8 +114,8 @@ def _settings(fixed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """As many calls as it takes that the large tensors of the first have left the cache after the
-    last."""
+    """Returns as many calls as it takes that the large tensors of the first have left the cache
+    after the last."""
     enough, large = COLD * cache_bytes("cuda"), [t.nbytes for t in calls[0] if t.nbytes > LARGE]
     if not large:
         return [calls[0]] * SMALL_CALLS
@@ -126,7 +126,7 @@ def _cold(calls: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 
 
 def with_weights(run: Run, *weights: Tensor) -> Run:
-    """A bound kernel as a function of the data alone, its weights fixed."""
+    """Returns a bound kernel as a function of the data alone, its weights fixed."""
     # the usual one: unpacking costs a little at every call
     if len(weights) == 1:
         weight, = weights

@@ -66,15 +66,16 @@ def _of_tensors(function: Callable[..., Any], tensors: Sequence[Tensor | None],
 
 
 class PromptStep(DecodeStep):
-    """All tokens of a prompt through the layers; NotRecognised says what is not known."""
+    """Computes all tokens of a prompt through the layers; NotRecognised says what is not known."""
 
     def __init__(self, parts: DecoderParts, layers: tuple[JoinedLayer, ...]) -> None:
-        why = parts.ungraphed or ("positions of several axes" if parts.by_axes else
-                                  "tokens of several codebooks" if parts.codebooks else
-                                  "a mixture of experts" if any(
-                                      isinstance(at.mlp, Experts) for at in parts.layers) else
-                                  "" if all(isinstance(at.mlp, FeedForward) for at in parts.layers)
-                                  else "a feed-forward part of the model's own")
+        mlps = [at.mlp for at in parts.layers]
+        why = parts.graph_obstacle or (
+            "positions of several axes" if parts.by_axes else
+            "tokens of several codebooks" if parts.codebooks else
+            "a mixture of experts" if any(isinstance(mlp, Experts) for mlp in mlps) else
+            "" if all(isinstance(mlp, FeedForward) for mlp in mlps) else
+            "a feed-forward part of the model's own")
         if why:
             raise NotRecognised(why)
         super().__init__(parts, layers, 1)
@@ -101,8 +102,8 @@ class PromptStep(DecodeStep):
         return run
 
     def _decoded(self, x: Tensor, codes: WeightCodes, bias: Tensor | None) -> Run | None:
-        """The kernel that writes the weight for torch's product, compiled now: a prompt that comes
-        before it would be done by a formula of many passes. None where there is none."""
+        """Returns the kernel that writes the weight for torch's product, compiled now: a prompt
+        that comes before it would be done by a formula of many passes. None where there is none."""
         if not x.is_cuda or codes.prompts != "none":
             return None
         rows = x.new_zeros((1, 2 * FEW_ROWS, codes.inputs))
@@ -114,14 +115,14 @@ class PromptStep(DecodeStep):
             return None
 
     def prompt(self, x: Tensor, positions: Tensor, cache: DynamicCache, keep: int) -> Tensor:
-        """Of embedded tokens (batch, tokens, hidden) the logits of the last `keep`, 0: of all; or
-        their last states where there is no head. The cache, which is empty, keeps them, or stays
+        """Returns the logits of the last `keep` embedded tokens (batch, tokens, hidden), 0: of all;
+        or their last states where there is no head. The cache, which is empty, keeps them, or stays
         as it was where something breaks."""
         layers = list(cache.layers)
         before = [dict(vars(layer)) for layer in layers]
         try:
             state = self._last_state(self.parts.first_input(x, positions),
-                                     self.parts.angles_at(positions), PromptMemory(self, cache))
+                                     self.parts.angles_at(positions), PromptKV(self, cache))
             return state if self._head is None else self._logits(state[:, -keep:])
         except BaseException:
             cache.layers[:] = layers
@@ -131,8 +132,8 @@ class PromptStep(DecodeStep):
             raise
 
 
-class PromptMemory:
-    """Keys and values of a prompt, in the cache of the model; a `Memory` for the step."""
+class PromptKV:
+    """Keys and values of a prompt, in the cache of the model; a `StepKV` for the step."""
 
     def __init__(self, step: PromptStep, cache: DynamicCache) -> None:
         self._layers, self._cache = step.layers, cache

@@ -19,10 +19,10 @@ from ....backends.native.declaration import DTYPES
 from ....backends.native.grouped import load_grouped
 from ....spec.errors import LayerZeroError
 from .decode_step import DecodeStep
-from .growing_cache import LEAST_ROOM, GrowingLayer, stays
+from .growing_cache import MIN_CAPACITY, GrowingLayer, keeps_groups
 
 SHARED = "prompts computed once for several rows"
-LEAST_PROMPT = 64          # tokens from which one read for all rows is faster than a read for each
+MIN_PROMPT_TOKENS = 64     # tokens from which one read for all rows is faster than a read for each
 # what a call of the model may have for each row, and it is known how to take every so many rows
 BY_ROW = ("attention_mask", "position_ids")
 KERNEL = "native.grouped_attention"
@@ -44,7 +44,7 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         first = [t.transpose(1, 2).flatten(0, 1) for t in (layer.keys, layer.values)]
         self.buffers = first
-        self._grow(LEAST_ROOM)
+        self._grow(MIN_CAPACITY)
 
     @property
     def rows(self) -> int:
@@ -76,12 +76,12 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
         """Keys and values (rows, tokens, heads, dim) after those there are."""
         more = key.shape[1]
         if self.own + more > self.room:
-            self._grow(self.own + max(more, LEAST_ROOM, self.own))
+            self._grow(self.own + max(more, MIN_CAPACITY, self.own))
         self.own += more
         for to, t in zip(self._own_tokens(), (key, value)):
             to[:, -more:] = t
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         """Let it hold so many tokens."""
         self.own = end - self.prompt
 
@@ -134,15 +134,15 @@ class SharedLayer(DynamicLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let rows go on from others, of the same prompt: what is their own is copied."""
-        if self.shared and len(beam_idx) == self.rows and stays(beam_idx, self.copies):
+        if self.shared and len(beam_idx) == self.rows and keeps_groups(beam_idx, self.copies):
             for t in self._own_tokens():
                 t.copy_(t.index_select(0, beam_idx))
         else:
             super().reorder_cache(beam_idx)
 
 
-class SharedMemory:
-    """Keys and values of one token of each row, in SharedLayers. A `Memory` for the decode step."""
+class SharedPromptKV:
+    """Keys and values of one token of each row, in SharedLayers. A `StepKV` for the decode step."""
 
     def __init__(self, step: DecodeStep, layers: list[SharedLayer], angles: Any) -> None:
         self._step, self._layers, self.angles = step, layers, angles
@@ -161,9 +161,9 @@ class SharedMemory:
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def undo(self) -> None:
-        """As it was before this token: the step broke."""
+        """Takes this token back, after the step broke."""
         for layer in self._layers:
-            layer.show(self._length)
+            layer.set_end(self._length)
 
 
 def serves(layers: Sequence[Any]) -> bool:
@@ -192,7 +192,7 @@ def _can_share(accelerated: Any, cache: DynamicCache, rows: int) -> bool:
                          or layer.softcap for layer in parts.layers))
     if (not plain or accelerated._captured is not None
             or like.device.type != "cpu" or like.dtype not in DTYPES
-            or native_build.is_built() is not True or cache.get_seq_length() < LEAST_PROMPT
+            or native_build.is_built() is not True or cache.get_seq_length() < MIN_PROMPT_TOKENS
             or any(type(layer) is not DynamicLayer for layer in cache.layers)):
         return False
     step = accelerated.step(rows)
@@ -210,7 +210,7 @@ def _can_share(accelerated: Any, cache: DynamicCache, rows: int) -> bool:
 
 def prefill(accelerated: Any, own: Callable[..., Any], input_ids: Tensor, config: Any,
             kwargs: dict[str, Any], is_first_iteration: bool = True) -> Any:
-    """What `own`, the model's _prefill, does, for each prompt once."""
+    """Calls `own`, the model's _prefill, once for each prompt."""
     rows = len(input_ids)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     cache: Any = kwargs.get("past_key_values")

@@ -24,7 +24,7 @@ from ..decoding.planning import Binder
 from ..sampling import Draw
 
 FOREVER = 1 << 62
-MOST_K = 128               # tokens that are listed; above it, or without a top-k, lz.sample draws
+MAX_K = 128                # tokens that are listed; above it, or without a top-k, lz.sample draws
 Apply = Callable[["Tail", Sequence[Tensor], Tensor], Tensor]
 # in the order in which lz.sample applies them, and transformers too
 FILTERS = {stock.TemperatureLogitsWarper: "temperature", stock.TopKLogitsWarper: "top_k",
@@ -46,23 +46,23 @@ class Stage:
 
 @dataclass
 class DrawPlan:
-    """What happens to logits until a token is chosen, and to the token."""
+    """The steps from logits to a token, and what happens to the token."""
 
     stages: list[Stage] = field(default_factory=list)
     sample: bool = False
-    by: dict[str, float] = field(default_factory=dict)   # filters of lz.sample; empty: of stages
+    filters: dict[str, float] = field(default_factory=dict)  # of lz.sample; empty: of stages
     fused: bool = False                        # the draw is lz.sample's
     eos: tuple[int, ...] = ()
     pad: int | None = None                     # of rows that are finished; None: they go on
 
     @property
-    def few(self) -> bool:
-        """Is the top-k so small that its tokens are listed (triton_few.py)?"""
-        return 0 < self.by.get("top_k", 0) <= MOST_K
+    def lists_top_k(self) -> bool:
+        """Is the top-k so small that its tokens are listed (triton_top_k.py)?"""
+        return 0 < self.filters.get("top_k", 0) <= MAX_K
 
     @property
     def key(self) -> Hashable:
-        return (self.sample, self.fused, self.few, len(self.eos), self.pad is not None,
+        return (self.sample, self.fused, self.lists_top_k, len(self.eos), self.pad is not None,
                 tuple((s.key, *(n.shape for n in s.numbers)) for s in self.stages))
 
     @property
@@ -77,27 +77,27 @@ def plan_draw(processors: Any, sample: bool, start: int, vocab: int, fused: bool
         raise NotRecognised(f"a {type(processors).__name__} of logits processors")
     plan, rest = DrawPlan(sample=sample, fused=fused and sample), list(processors)
     if plan.fused:
-        plan.by = _take_filters(rest)
+        plan.filters = _take_filters(rest)
     plan.stages = [_stage(p, start, vocab) for p in rest]
     return plan
 
 
 def _take_filters(processors: list[Any]) -> dict[str, float]:
     """Remove the filters at the end of the list that lz.sample applies itself; return them."""
-    by: dict[str, float] = {}
+    filters: dict[str, float] = {}
     if processors and type(processors[-1]) is stock.LogitNormalization:
         processors.pop()                       # a draw does not see it
     if processors and type(processors[-1]) is Draw:
-        return {**OFF, **processors.pop().by}
+        return {**OFF, **processors.pop().filters}
     while processors and type(processors[-1]) in FILTERS:
         last = processors[-1]
         name, later = FILTERS[type(last)], list(FILTERS.values())
         if (getattr(last, "min_tokens_to_keep", 1) != 1
                 or getattr(last, "filter_value", -torch.inf) != -torch.inf
-                or any(later.index(n) <= later.index(name) for n in by)):
+                or any(later.index(n) <= later.index(name) for n in filters)):
             break
-        by[name] = getattr(processors.pop(), name)
-    return {**OFF, **by}
+        filters[name] = getattr(processors.pop(), name)
+    return {**OFF, **filters}
 
 
 def _stage(processor: Any, start: int, vocab: int) -> Stage:
@@ -117,7 +117,7 @@ def _stage(processor: Any, start: int, vocab: int) -> Stage:
     if kind is stock.RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length:
         return Stage("repetition penalty", _penalize, (torch.tensor([processor.penalty]),))
     if kind is Draw:
-        return Stage((kind, *sorted(processor.by.items())),
+        return Stage((kind, *sorted(processor.filters.items())),
                      lambda tail, numbers, scores: processor(None, scores))
     if kind in PURE and all(isinstance(v, (int, float, type(None)))
                             for v in vars(processor).values()):
@@ -127,7 +127,7 @@ def _stage(processor: Any, start: int, vocab: int) -> Stage:
 
 
 def _forbid(tokens: list[int], vocab: int, first: int = 0, end: int = FOREVER) -> Stage:
-    """The stage that forbids tokens from new token number `first` up to `end`."""
+    """Returns the stage that forbids tokens from new token number `first` up to `end`."""
     known = [t for t in tokens if 0 <= t < vocab]
     if not known or end <= first or end <= 0:
         return Stage("nothing", lambda tail, numbers, scores: scores)
@@ -175,9 +175,9 @@ class Tail:
         if plan.fused:
             wide = torch.float32 if place.type == "mps" else torch.float64
             self._uniforms = torch.zeros(batch, dtype=wide, device=place)
-            self._by = {name: torch.full((batch,), value, device=place)
-                        for name, value in OFF.items()}
-            rows = {f"{name}_rows": value for name, value in self._by.items()}
+            self._filters = {name: torch.full((batch,), value, device=place)
+                             for name, value in OFF.items()}
+            rows = {f"{name}_rows": value for name, value in self._filters.items()}
             self._rows = {**rows, "uniforms": self._uniforms}
 
     def start(self, plan: DrawPlan, before: int, unfinished: Tensor | None,
@@ -194,11 +194,11 @@ class Tail:
         for held, stage in zip(self._numbers, plan.stages):
             for number, value in zip(held, stage.numbers):
                 number.copy_(value, non_blocking=True)
-        for name, chosen in plan.by.items():
-            self._by[name].fill_(chosen)
+        for name, chosen in plan.filters.items():
+            self._filters[name].fill_(chosen)
 
     def rows(self, issued: int) -> int:
-        """How many rows of the log are written after so many tokens in all."""
+        """Returns how many rows of the log are written after so many tokens in all."""
         return issued - self.before
 
     def __call__(self, logits: Tensor) -> None:
@@ -222,7 +222,7 @@ class Tail:
             return torch.argmax(scores, dim=-1)
         if not self.plan.fused:                # as transformers does it: a seed gives its tokens
             return torch.multinomial(torch.softmax(scores, dim=-1), 1).squeeze(1)
-        if self.plan.few and self._kernels is not None:
+        if self.plan.lists_top_k and self._kernels is not None:
             self._uniforms.uniform_()
             return self._kernels.draw(scores, *self._rows.values())  # type: ignore[no-any-return]
         run = self._samplers.get(scores.dtype)
@@ -251,7 +251,7 @@ def _sampler(bind: Binder, logits: Tensor, rows: dict[str, Tensor]) -> Callable[
 
 
 def seen_tokens(input_ids: Tensor, vocab: int) -> Tensor:
-    """Which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the last.
-    """
+    """Returns which tokens a prompt has, (batch, vocab + 1): ids that no logit belongs to share the
+    last."""
     seen = torch.zeros((len(input_ids), vocab + 1), dtype=torch.bool, device=input_ids.device)
     return seen.scatter_(1, input_ids.clamp(max=vocab), True)

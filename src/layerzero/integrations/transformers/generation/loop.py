@@ -30,7 +30,7 @@ from ....world import events
 from ..decoders.families import NotRecognised
 from ..decoding import shared_prompt
 from ..decoding.cuda import persistent
-from ..decoding.cuda.captured import Fixed, Uncapturable
+from ..decoding.cuda.captured import FixedBuffers, Uncapturable
 from ..decoding.reduction import ON_DEVICE
 from ..replacements import recipe_of
 from ..sampling import with_draw
@@ -38,10 +38,10 @@ from .drawing import Tail, plan_draw, seen_tokens
 
 # steps that are enqueued beyond the one whose token is looked at; without a device none runs ahead
 AHEAD, AHEAD_ON_HOST = 3, 0
-MOST_ROOM = 2048           # tokens that the first buffers have room for, where so many may come
+MAX_CAPACITY = 2048        # tokens that the first buffers have room for, where so many may come
 # arguments of the model that the loop makes itself, or that only the prompt needs
-KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
-         "inputs_embeds", "cache_position"}
+SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
+                    "logits_to_keep", "inputs_embeds", "cache_position"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -145,7 +145,7 @@ class _Loop:
         self.tail: Tail | None = None
         self.logs: list[Tensor] = []           # tokens of tails that were left behind
         self.once: Callable[[], None] | None = None            # one step, where it is captured
-        self.fixed: Fixed | None = None
+        self.fixed: FixedBuffers | None = None
         self.issued, self.accepted = 0, 0      # tokens enqueued; and looked at
         self.running = [True] * self.batch
         self.slots: deque[tuple[Tensor, Any]] = deque()        # tokens on their way to the host
@@ -161,7 +161,7 @@ class _Loop:
             raise NotRecognised("synced_gpus" if synced_gpus else "it is an assistant"
                                 if config.is_assistant else "no cache")
         more = [name for name, value in self.kwargs.items()
-                if name not in KNOWN and value is not None]
+                if name not in SERVED_ARGUMENTS and value is not None]
         if more:
             raise NotRecognised(f"the argument {more[0]}")
         if ids.device != step.parts.weights.device or step.parts.by_axes:
@@ -212,9 +212,9 @@ class _Loop:
                     while (self.issued < self.most and self.issued - self.accepted
                            <= (0 if self.once is None else self.ahead)):
                         self._issue()
-                    self._look()
+                    self._read_oldest()
             finally:                           # also where a criterion or the streamer raised
-                self._settle()
+                self._trim_cache()
         if self.streamer is not None:
             self.streamer.end()
         assert self.tail is not None
@@ -240,23 +240,23 @@ class _Loop:
             events.emit(Fallback("draw", "layerzero", type(self.model).__name__,
                                  faults.reason_of(error, kind)))
             self._draw_first(logits, seen)
-        self._send()
+        self._copy_to_host()
         if self.streamer is not None:
-            self._look()
+            self._read_oldest()
 
     def _draw_first(self, logits: Tensor, seen: Tensor | None) -> None:
-        self.tail = self._own_tail(1)
+        self.tail = self._uncaptured_tail(1)
         self.tail.start(self.plan, 0, None, seen)
         self.tail(logits)
 
-    def _own_tail(self, room: int) -> Tail:
+    def _uncaptured_tail(self, room: int) -> Tail:
         """Make a tail for steps that are not captured."""
         step_input = torch.zeros((self.batch, 1), dtype=torch.int64,
                                  device=self.input_ids.device)
         return Tail(self.plan, step_input, self.vocab, room, self.step.step(self.batch).bind,
                     device_kernels() if self.cuda else None)
 
-    def _hold(self, before: Tail) -> None:
+    def _enter_graph(self, before: Tail) -> None:
         """Take buffers and a graph for the next steps, or none where the step cannot be captured,
         and go on in them where the tail `before` ended."""
         self.once, self.fixed, tail = None, None, None
@@ -271,7 +271,7 @@ class _Loop:
             except faults.OUT_OF_MEMORY as error:
                 self.step.declined[f"served without a graph: {type(error).__name__}"] += 1
         if tail is None:
-            tail = self._own_tail(min(self.most, MOST_ROOM))
+            tail = self._uncaptured_tail(min(self.most, MAX_CAPACITY))
         self.logs.append(before.log[:before.rows(self.issued)].clone())
         tail.start(self.plan, self.issued, before.unfinished, before.seen)
         tail.step_input.copy_(before.step_input)
@@ -286,9 +286,9 @@ class _Loop:
             raise NotRecognised("learned positions that are moved")
         step, plan = self.step.step(self.batch), self.plan
         key = ("loop", plan.key)
-        wanted = min(self.most - self.issued, MOST_ROOM) + graphs.WARM_UPS + 1
+        wanted = min(self.most - self.issued, MAX_CAPACITY) + graphs.WARM_UPS + 1
 
-        def capture(fixed: Fixed, length: int) -> None:
+        def capture(fixed: FixedBuffers, length: int) -> None:
             tail = fixed.loops.get(key)
             if tail is None:
                 tail = fixed.loops[key] = Tail(
@@ -310,31 +310,31 @@ class _Loop:
         assert self.tail is not None
         length = self.length + self.issued - 1             # of the cache, before the step
         if self.fixed is not None and length >= self.fixed.size:
-            self._show(length)
-            self._hold(self.tail)
+            self._set_cache_length(length)
+            self._enter_graph(self.tail)
         elif self.fixed is None and self.tail.rows(self.issued) == len(self.tail.log):
-            self._hold(self.tail)
+            self._enter_graph(self.tail)
         if self.once is not None:
             try:
                 self.once()
-                self._send()
+                self._copy_to_host()
                 return
             except faults.FAULTS as error:
                 self.step.fault(error)
-                self._show(length)             # what it had written is written again
+                self._set_cache_length(length)  # what it had written is written again
                 self.once = self.fixed = None
         ids = self.tail.step_input
         place = torch.full_like(ids, length + self.shift)
         out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=place,
                          use_cache=True, return_dict=True)
         self.tail(out.logits[:, -1])
-        self._send()
+        self._copy_to_host()
 
-    def _show(self, length: int) -> None:
+    def _set_cache_length(self, length: int) -> None:
         for layer in self.cache.layers:
-            layer.show(length)
+            layer.set_end(length)
 
-    def _send(self) -> None:
+    def _copy_to_host(self) -> None:
         """Start copying the newest token to the host, on a side stream: reading it waits for no
         later step."""
         assert self.tail is not None
@@ -353,7 +353,7 @@ class _Loop:
             arrived.record()
         self.slots.append((there, arrived))
 
-    def _look(self) -> None:
+    def _read_oldest(self) -> None:
         """Read the oldest token that was not read yet: does it end a row?"""
         tokens, arrived = self.slots.popleft()
         if arrived is not None:
@@ -361,7 +361,7 @@ class _Loop:
         assert self.tail is not None
         if (self.fixed is not None and self.fixed.gave_up()
                 and self.accepted >= self.tail.before):        # not a token of the prompt
-            self._go_back()
+            self._resume_by_kernels()
             return
         self.accepted += 1
         for row, token in enumerate(tokens.tolist()):
@@ -374,15 +374,15 @@ class _Loop:
         if any(time.time() - c.initial_timestamp > c.max_time for c in self.times):
             self.running = [False] * self.batch
         if self.others:
-            self._ask()
+            self._check_criteria()
         if self.streamer is not None:
             self.streamer.put(tokens)
 
-    def _go_back(self) -> None:
+    def _resume_by_kernels(self) -> None:
         """A launch of the persistent step gave up: the graph of kernels goes on after the last
         token that was looked at."""
         assert self.tail is not None and self.fixed is not None
-        persistent.report_lost(self.step.step(self.batch))
+        persistent.report_timeout(self.step.step(self.batch))
         self.slots.clear()
         self.issued, tail = self.accepted, self.tail
         new = torch.cat([*self.logs, tail.log[:tail.rows(self.issued)]])
@@ -390,11 +390,11 @@ class _Loop:
         tail.unfinished.copy_(torch.tensor(self.running))
         if tail.seen is not None:
             tail.seen.copy_(seen_tokens(torch.cat([self.input_ids, new.t()], dim=1), self.vocab))
-        self._show(self.length + self.issued - 1)
+        self._set_cache_length(self.length + self.issued - 1)
         self.step._captured.drop(self.fixed)
-        self._hold(tail)
+        self._enter_graph(tail)
 
-    def _ask(self) -> None:
+    def _check_criteria(self) -> None:
         """Call the user's own stopping criteria with the tokens so far, on the device."""
         assert self.tail is not None
 
@@ -414,11 +414,11 @@ class _Loop:
                 self.tail.unfinished.logical_and_(
                     torch.tensor(self.running, device=self.input_ids.device))
 
-    def _settle(self) -> None:
+    def _trim_cache(self) -> None:
         """Cut the cache to what it holds without the steps whose tokens were not read."""
         if self.fixed is not None and self.issued and not self.step.broken:
             steps = max(0, self.accepted - 1)
-            self._show(self.length + steps)
+            self._set_cache_length(self.length + steps)
             self.fixed.length = -1
             self.step.served["captured"] += steps
         elif self.issued > self.accepted > 0:
@@ -435,8 +435,8 @@ _kernels: dict[str, Any] = {}                  # "here": those of triton_draw.py
 
 
 def device_kernels() -> Any:
-    """The kernels of triton_draw.py; None where Triton is not installed or does not compile them.
-    """
+    """Returns the kernels of triton_draw.py; None where Triton is not installed or does not compile
+    them."""
     if not _kernels:
         try:
             from . import triton_draw

@@ -2,7 +2,7 @@
 
 `Speculation` takes the place of `model.generate`. A round feeds the last token and the proposed
 ones through the decode step of as many rows: every product reads its weights once for all of them,
-and only the attention knows that the rows are one after the other (`RowsMemory`), or a tree. What
+and only the attention knows that the rows are one after the other (`RowsKV`), or a tree. What
 the model would have chosen is kept, up to the first proposal that differs; so greedy tokens are
 those without speculation. Whatever is no greedy generation of one text goes the way it went before,
 and is counted with the reason.
@@ -28,20 +28,20 @@ from ..decoding.accelerated import Accelerated
 from ..decoding.cuda.captured import Uncapturable
 from ..decoding.cuda.captured_rows import CapturedRows
 from ..decoding.decode_step import ANY, DecodeStep
-from ..decoding.growing_cache import growing
+from ..decoding.growing_cache import make_growing
 
 PROMPT_LOOKUP = "prompt_lookup"
 DRAFTED = 4                                    # tokens that a model proposes in a round
 LOOKED_UP = 8                                  # and that the text so far does
 LONGEST_MATCH = 3                              # last tokens that are looked for in the text
 # what a call may hold: the loop makes the rest by itself
-KNOWN = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep",
-         "cache_position"}
+SERVED_ARGUMENTS = {"past_key_values", "attention_mask", "position_ids", "use_cache",
+                    "logits_to_keep", "cache_position"}
 
 
 @dataclass
-class Speculated:
-    """What speculation did so far."""
+class SpeculationStats:
+    """Counts what speculation did so far."""
 
     rounds: int = 0
     drafted: int = 0
@@ -56,7 +56,7 @@ class Speculated:
                 "tokens accepted")
 
 
-class Written:
+class AppendedRows:
     """Rows that were written to a cache, of which some stay."""
 
     def __init__(self, layers: list[Any], places: list[int]) -> None:
@@ -65,19 +65,19 @@ class Written:
     def undo(self, keep: int = 0) -> None:
         """Take back all rows but the first `keep`."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place + keep)
+            layer.set_end(place + keep)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """Keep these rows, in this order, and take back the others."""
         if list(nodes) != list(range(len(nodes))):
             for layer, place in zip(self._layers, self._places):
                 at = torch.tensor(nodes, device=layer.keys.device) + place
-                for room in (layer.key_room, layer.value_room):
+                for room in (layer.key_buffer, layer.value_buffer):
                     room[:, place:place + len(nodes)] = room.index_select(1, at)
         self.undo(len(nodes))
 
 
-class RowsMemory(Written):
+class RowsKV(AppendedRows):
     """Rows of a step that are tokens one after the other, or nodes of a tree, in one cache."""
 
     def __init__(self, step: DecodeStep, layers: list[Any], length: int, angles: Any,
@@ -90,7 +90,7 @@ class RowsMemory(Written):
         at, place, rows = self._layers[layer], self._places[layer], self._rows
         queries = both.shape[2] - value.shape[2]
         at.write(place, both[:, :, queries:].transpose(0, 1), value.transpose(0, 1))
-        keys, values = at.seen(0, place + rows)
+        keys, values = at.view(0, place + rows)
         query = both[:, :, :queries].permute(1, 2, 0, 3)           # (1, heads, rows, dim)
         out = self._run(layer, query, keys, values)(query, keys, values, *self._mask)
         return out.permute(2, 0, 1, 3).reshape(rows, 1, -1)  # type: ignore[no-any-return]
@@ -119,20 +119,20 @@ class Rows:
             raise NotRecognised("the decoder with the step has no head: another model feeds it")
         if any(layer.window for layer in parts.layers):
             raise NotRecognised("its layers have a window, out of which nothing comes back")
-        if parts.ungraphed:
-            raise NotRecognised(f"it has {parts.ungraphed}")
+        if parts.graph_obstacle:
+            raise NotRecognised(f"it has {parts.graph_obstacle}")
         self._runs: dict[Any, tuple[Any, Span]] = {}
         self.captured = (None if accelerated._captured is None
                          else CapturedRows(accelerated._captured, parts))
         self.declined: Counter[str] = Counter()
 
     def __call__(self, tokens: Tensor, cache: DynamicCache,
-                 parents: Tensor | None = None) -> tuple[Tensor, Written]:
-        """Logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them all
-        until the memory says otherwise."""
+                 parents: Tensor | None = None) -> tuple[Tensor, AppendedRows]:
+        """Returns logits (rows, vocab) of tokens (rows,) after those in the cache, which keeps them
+        all until the KV state says otherwise."""
         of, parts, rows = self.accelerated, self.accelerated.parts, len(tokens)
         of._check(cache, 0, {})
-        refused = growing(cache, of._windows)
+        refused = make_growing(cache, of._windows)
         if refused:
             raise NotRecognised(refused)
         length = cache.get_seq_length()
@@ -142,18 +142,18 @@ class Rows:
         if self.captured is not None and of._captured is not None and parents is None:
             try:
                 out = self.captured(of.step(1), step, tokens, cache, length)
-                return out, Written(cache.layers, [length] * len(cache.layers))
+                return out, AppendedRows(cache.layers, [length] * len(cache.layers))
             except NotRecognised as why:
                 self.declined[f"verified without a graph: {why}"] += 1
                 self.captured = None if isinstance(why, Uncapturable) else self.captured
         x = parts.first_input(parts.embedded(tokens[:, None]), positions)
-        memory = RowsMemory(step, cache.layers, length, parts.angles_at(positions), parents,
-                            self._runs)
+        kv = RowsKV(step, cache.layers, length, parts.angles_at(positions), parents,
+                    self._runs)
         try:
-            return step(x, memory.angles, memory)[:, 0], memory
+            return step(x, kv.angles, kv)[:, 0], kv
         # passed on, an interrupt too: half a round must not stay in the cache
         except BaseException:
-            memory.undo()
+            kv.undo()
             raise
 
 
@@ -191,8 +191,8 @@ class Draft:
 
 
 class Lookup:
-    """What followed the last tokens where they stood before: the longest match, the latest first.
-    Two places that go on differently are a tree."""
+    """Drafts what followed the last tokens where they stood before: the longest match, the latest
+    first. Two places that go on differently are a tree."""
 
     def __init__(self, count: int, branches: int = 1) -> None:
         self.count, self.branches = count, branches
@@ -240,7 +240,7 @@ class Speculation:
 
     def __init__(self, model: Any, accelerated: Accelerated, draft: Draft | Lookup) -> None:
         self.model, self.rows, self.draft = model, Rows(accelerated), draft
-        self.done, self.declined = Speculated(), Counter[str]()
+        self.stats, self.declined = SpeculationStats(), Counter[str]()
         self._plain = vars(model).get("generate") or type(model).generate.__get__(model)
         functools.update_wrapper(self, type(model).generate.__get__(model))
 
@@ -281,7 +281,7 @@ class Speculation:
         self.draft.begin()
         ids = self._chosen(input_ids, logits[0, -1:], logits_processor)
         done = self._stopped(ids, 1, stopping_criteria, streamer)
-        self.done.tokens += 1
+        self.stats.tokens += 1
         while not done:
             most = config.max_length - ids.shape[1] - 1
             drafted, parents = self.draft(ids[0], most) if most > 0 else (ids[0, :0], None)
@@ -292,7 +292,7 @@ class Speculation:
             if stop is not None:               # what came after it is dropped, in the cache too
                 cache.crop(-(ids.shape[1] - stop))
                 ids, done = ids[:, :stop], True
-            self.done.tokens += ids.shape[1] - before
+            self.stats.tokens += ids.shape[1] - before
             self.draft.accept(ids.shape[1])
         if streamer is not None:
             streamer.end()
@@ -310,15 +310,16 @@ class Speculation:
 
     def _round(self, ids: Tensor, drafted: Tensor, parents: Tensor | None, cache: DynamicCache,
                processors: Any) -> Tensor:
-        """The tokens that follow: one, and those of the draft that the model chose as well."""
+        """Returns the tokens that follow: one, and those of the draft that the model chose as
+        well."""
         tokens = torch.cat((ids[0, -1:], drafted))
         tree = None if parents is None else torch.cat((torch.tensor([-1]), parents + 1))
         if len(tokens) == 1:
             logits = self.model(tokens[None], past_key_values=cache, use_cache=True,
                                 logits_to_keep=1).logits[0]
-            self.done.rounds += 1
+            self.stats.rounds += 1
             return self._chosen(ids, logits, processors)[0, -1:]
-        logits, memory = self.rows(tokens, cache, tree)
+        logits, kv = self.rows(tokens, cache, tree)
         if processors:
             logits = self._processed(ids, drafted, tree, logits, processors)
         best, proposed = logits.argmax(-1).tolist(), tokens.tolist()
@@ -331,10 +332,10 @@ class Speculation:
                 break
             at = node
             path.append(at)
-        memory.keep(path)
-        self.done.rounds += 1
-        self.done.drafted += len(drafted)
-        self.done.accepted += len(path) - 1
+        kv.keep(path)
+        self.stats.rounds += 1
+        self.stats.drafted += len(drafted)
+        self.stats.accepted += len(path) - 1
         return torch.tensor([best[i] for i in path], dtype=ids.dtype, device=ids.device)
 
     @staticmethod
@@ -361,14 +362,14 @@ class Speculation:
         return bool(criteria(ids, None).all())
 
     def _stop_at(self, ids: Tensor, before: int, criteria: Any, streamer: Any) -> int | None:
-        """The length at which generation ends; every token is shown in its turn."""
+        """Returns the length at which generation ends; every token is shown in its turn."""
         for end in range(before + 1, ids.shape[1] + 1):
             if self._stopped(ids[:, :end], 1, criteria, streamer):
                 return end
         return None
 
     def _refused(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str:
-        """Why this call is left to transformers, or nothing."""
+        """Returns why this call is left to transformers, or nothing."""
         mode = config.get_generation_mode(None)
         if mode != "greedy_search":
             return f"its mode is {getattr(mode, 'value', mode)}"
@@ -378,7 +379,7 @@ class Speculation:
                                                                "hidden_states")):
             return "more than tokens is asked for"
         unknown = sorted(name for name, value in kwargs.items()
-                         if value is not None and name not in KNOWN)
+                         if value is not None and name not in SERVED_ARGUMENTS)
         if unknown:
             return f"the argument {', '.join(unknown)}"
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")

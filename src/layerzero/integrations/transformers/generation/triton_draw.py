@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_few import draw
+from .triton_top_k import draw
 
 __all__ = ["append", "draw"]
 BLOCK = 4096               # logits of one program
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def append(scores: Tensor, eos: Tensor, pad: Tensor | None, unfinished: Tensor, 
     batch, tokens, best, pieces, vocab = len(step_input), scores, scores, 0, 0
     if scores.dim() == 2:
         vocab = scores.shape[1]
-        pieces = max(LEAST_BLOCKS, triton.cdiv(vocab, BLOCK))
+        pieces = max(MIN_BLOCKS, triton.cdiv(vocab, BLOCK))
         best = torch.empty((batch, pieces), dtype=torch.float32, device=scores.device)
         tokens = torch.empty((batch, pieces), dtype=torch.int64, device=scores.device)
         _largest_kernel[(batch, pieces)](scores, best, tokens, scores.stride(0), vocab, BLOCK=BLOCK,

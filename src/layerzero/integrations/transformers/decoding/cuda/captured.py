@@ -1,7 +1,7 @@
 """The decode step in a CUDA graph: everything that changes from token to token lies in memory that
 stays where it is.
 
-A cache moves into the buffers of a `Fixed` memory, which has room for a number of tokens; how many
+A cache moves into the buffers of a `FixedBuffers`, which has room for a number of tokens; how many
 there are is a number on the device, which the graph itself raises by one. The token is copied in,
 the graph is replayed, and the logits are where they were the last time. A cache that outgrows its
 buffers moves to larger ones with a graph of their own. While a cache is in use its buffers are its
@@ -29,27 +29,27 @@ from .....spec.grid import bucket_top
 from ...decoders.families import NotRecognised
 from ...decoders.recognition import DecoderParts
 from ..decode_step import DecodeStep
-from ..growing_cache import LEAST_ROOM
+from ..growing_cache import MIN_CAPACITY
 from . import persistent
 
-MOST_DIM, MOST_GROUP = 256, 16                 # of heads, for the kernels of triton_step.py
+MAX_DIM, MAX_GROUP = 256, 16                   # of heads, for the kernels of triton_step.py
 PAGE = 64                  # the buffers are read as pages of so many tokens
 COMPILE_SECONDS = 60       # that a capture waits for what is compiled in the background
-MOST_CACHES = 4            # in use at the same time; more are served without a graph
+MAX_CACHES = 4             # in use at the same time; more are served without a graph
 
 
-class Fixed:
-    """Buffers, and the graph that works on them. A `Memory` for the decode step."""
+class FixedBuffers:
+    """Buffers, and the graph that works on them. A `StepKV` for the decode step."""
 
     def __init__(self, step: DecodeStep, parts: DecoderParts, size: int,
                  embeds: bool = False) -> None:
         weights = parts.weights
         self.step, self.parts, self.size = step, parts, -(-size // PAGE) * PAGE
         batch = step.batch
-        self.rooms = [(weights.new_zeros(size), weights.new_zeros(size)) for size in (
+        self.kv_buffers = [(weights.new_zeros(size), weights.new_zeros(size)) for size in (
             (batch, self.size, at.kv_heads, at.head_dim) for at in step.layers)]
         self._pages = [tuple(room.view(-1, PAGE, *room.shape[2:]) for room in pair)
-                       for pair in self.rooms]
+                       for pair in self.kv_buffers]
         place = weights.device
         pages = torch.arange(batch * self.size // PAGE, dtype=torch.int32, device=place)
         self._table = pages.view(batch, -1)
@@ -76,9 +76,9 @@ class Fixed:
         # (generation/), by its key.
         self._graphs: dict[Hashable, tuple[Callable[[], None], Tensor | None]] = {}
         self.loops: dict[Hashable, Any] = {}
-        self._whole: PersistentStep | None = None              # all of it in one launch
-        self._whole = persistent.faster(step, parts, self.rooms, self._angles, self._step_input,
-                                        self._state, self._run)
+        self._persistent: PersistentStep | None = None         # all of it in one launch
+        self._persistent = persistent.faster(step, parts, self.kv_buffers, self._angles,
+                                             self._step_input, self._state, self._run)
 
     def _tables(self, shift: int) -> list[Tensor]:
         places = torch.arange(shift, self.size + shift, device=self.parts.weights.device)
@@ -94,7 +94,8 @@ class Fixed:
             self.shift = shift
 
     def _bound(self, layer: int) -> Callable[..., Any]:
-        """The attention of a layer, as a function of turned queries, (batch, heads, dim)."""
+        """Returns the attention of a layer, as a function of turned queries, (batch, heads,
+        dim)."""
         at, pages = self.step.layers[layer], self._pages[layer]
         query = pages[0].new_zeros((self.step.batch, at.heads, at.head_dim))
         try:
@@ -105,7 +106,7 @@ class Fixed:
         except NoKernelFoundError:             # of float32 on a GPU, for one
             if at.softcap:
                 raise
-            whole = whole_buffers(self.step, layer, *self.rooms[layer])
+            whole = whole_buffers(self.step, layer, *self.kv_buffers[layer])
             return lambda query: whole(query[:, :, None], self._lengths[:, None])[:, :, 0]
         return lambda query: run(query, *pages, self._table, self._lengths)
 
@@ -114,11 +115,11 @@ class Fixed:
         turned = self.parts.rotation == "rotate_half" and bool(self._angles) and not any(
             at.norm_last for at in self.step.layers)
         return turned and self.parts.weights.dtype in (torch.float16, torch.bfloat16) and all(
-            at.head_dim <= MOST_DIM and at.heads // at.kv_heads <= MOST_GROUP and at.scale > 0
+            at.head_dim <= MAX_DIM and at.heads // at.kv_heads <= MAX_GROUP and at.scale > 0
             and at.angles is not None for at in self.step.layers)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        keys, values = self.rooms[layer]
+        keys, values = self.kv_buffers[layer]
         if self._fused is not None:
             at = self.step.layers[layer]
             query = self._fused.rotate_and_store(both, value, self._angles[at.angles or 0],
@@ -133,9 +134,9 @@ class Fixed:
         return out.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:
-        """What is captured."""
-        if self._whole is not None:
-            return self._whole(self._step_input, self._state)
+        """Computes the step that is captured."""
+        if self._persistent is not None:
+            return self._persistent(self._step_input, self._state)
         angles: Any = None
         if self._fused is None:
             angles = tuple(table.index_select(0, self._position).expand(self.step.batch,
@@ -148,7 +149,7 @@ class Fixed:
 
     def take(self, cache: Any) -> None:
         """Move the keys and values of a cache here."""
-        for layer, (keys, values) in zip(cache.layers, self.rooms):
+        for layer, (keys, values) in zip(cache.layers, self.kv_buffers):
             length = layer.get_seq_length()
             for room, states in ((keys, layer.keys), (values, layer.values)):
                 if states.untyped_storage().data_ptr() == room.untyped_storage().data_ptr():
@@ -159,11 +160,12 @@ class Fixed:
 
     def gave_up(self) -> bool:
         """Did a launch of the whole step end without a result?"""
-        return self._whole is not None and self._whole.lost()
+        return self._persistent is not None and self._persistent.timed_out()
 
     def holds(self, cache: Any) -> bool:
         """Are all tokens of the cache here? Something else may have given it other tensors."""
-        return all(layer.is_in(keys) for layer, (keys, _) in zip(cache.layers, self.rooms))
+        return all(layer.is_backed_by(keys)
+                   for layer, (keys, _) in zip(cache.layers, self.kv_buffers))
 
     @property
     def step_input(self) -> Tensor:
@@ -178,11 +180,11 @@ class Fixed:
         self.length = length
 
     def __call__(self, token: Tensor, cache: Any, length: int) -> Tensor:
-        """Logits in the model's precision, as it gives them."""
+        """Returns logits in the model's precision, as it gives them."""
         return self.logits(token, cache, length).to(self.parts.weights.dtype)
 
     def logits(self, token: Tensor, cache: Any, length: int) -> Tensor:
-        """As precise as the step has them."""
+        """Returns the logits as precise as the step has them."""
         self._step_input.copy_(token)
         self.go_to(length)
         replay, out = self._graphs.get("step", (None, None))
@@ -195,12 +197,12 @@ class Fixed:
             out = out.clone()                  # the next token overwrites it
         self.length = length + 1
         for layer in cache.layers:
-            layer.show(length + 1)
+            layer.set_end(length + 1)
         return out
 
     def step_then(self, key: Hashable, after: Callable[[Tensor], None]) -> Callable[[], None]:
-        """One step of the token in `step_input`, and `after` its logits (batch, vocab), as one
-        graph; made once for a key, by `capture`."""
+        """Computes one step of the token in `step_input`, and `after` its logits (batch, vocab), as
+        one graph; made once for a key, by `capture`."""
         def run() -> None:
             after(self._run()[:, -1])
 
@@ -263,29 +265,29 @@ class CapturedSteps:
     def __init__(self, parts: DecoderParts) -> None:
         self._parts = parts
         self._choosing = threading.Lock()
-        self._fixed: dict[int, list[Fixed]] = {}               # batch -> those that can serve it
+        self._fixed: dict[int, list[FixedBuffers]] = {}        # batch -> those that can serve it
         self.refused: dict[Hashable, str] = {}                 # what follows a step, and why not
 
     def forget(self, batch: int) -> None:
         self._fixed.pop(batch, None)
 
-    def drop(self, fixed: Fixed) -> None:
+    def drop(self, fixed: FixedBuffers) -> None:
         with self._choosing:
             known = self._fixed.get(fixed.step.batch, [])
             known[:] = [f for f in known if f is not fixed]
 
     def __call__(self, step: DecodeStep, token: Tensor, cache: Any, length: int,
                  shift: int = 0) -> Tensor:
-        """One token, its number or embedded; NotRecognised where no graph can do it."""
+        """Computes one token, its number or embedded; NotRecognised where no graph can do it."""
         fixed = self.hold(step, cache, length, shift, embeds=token.is_floating_point())
         return fixed(token, cache, length)
 
     def hold(self, step: DecodeStep, cache: Any, length: int, shift: int = 0, *,
              embeds: bool = False, room: int = 1, wanted: int = 0,
-             capture: Callable[[Fixed, int], None] | None = None) -> Fixed:
-        """Buffers that hold this cache and have room for more tokens after its own; new ones are
-        made with room for as many as are wanted. `capture` makes another graph than that of the
-        step alone, after the number of tokens that it is told."""
+             capture: Callable[[FixedBuffers, int], None] | None = None) -> FixedBuffers:
+        """Returns buffers that hold this cache and have room for more tokens after its own; new
+        ones are made with room for as many as are wanted. `capture` makes another graph than that
+        of the step alone, after the number of tokens that it is told."""
         with self._choosing:                   # two threads must not take the same buffers
             known = self._fixed.setdefault(step.batch, [])
             fixed = next((f for f in known if f.owner() is cache and f.size >= length + room
@@ -303,10 +305,10 @@ class CapturedSteps:
         fixed.shift_positions(shift)
         return fixed
 
-    def _replaced(self, lost: Fixed, step: DecodeStep, cache: Any, length: int, room: int,
-                  wanted: int, capture: Callable[[Fixed, int], None] | None) -> Fixed:
+    def _replaced(self, lost: FixedBuffers, step: DecodeStep, cache: Any, length: int, room: int,
+                  wanted: int, capture: Callable[[FixedBuffers, int], None] | None) -> FixedBuffers:
         """Replace buffers whose step gave up, and run its last token again in the new ones."""
-        persistent.report_lost(step)
+        persistent.report_timeout(step)
         known = self._fixed[step.batch]
         known.remove(lost)
         fixed = self._free(step, known, length, lost.embeds, room, wanted)
@@ -316,29 +318,30 @@ class CapturedSteps:
         fixed(lost.step_input, cache, length - 1)
         return fixed
 
-    def _free(self, step: DecodeStep, known: list[Fixed], length: int, embeds: bool, room: int,
-              wanted: int) -> Fixed:
+    def _free(self, step: DecodeStep, known: list[FixedBuffers], length: int, embeds: bool,
+              room: int, wanted: int) -> FixedBuffers:
         least = length + room
-        if len(known) >= MOST_CACHES:          # those that are too small for it make room
+        if len(known) >= MAX_CACHES:           # those that are too small for it make room
             known[:] = [f for f in known if f.owner() is not None or f.size >= least]
         fixed = next((f for f in known if f.owner() is None and f.size >= least
                       and f.embeds == embeds), None)
         if fixed is None:
-            if len(known) >= MOST_CACHES:
-                raise NotRecognised(f"{MOST_CACHES} caches are in use in graphs already")
+            if len(known) >= MAX_CACHES:
+                raise NotRecognised(f"{MAX_CACHES} caches are in use in graphs already")
             # the buffers outlive the caller's mode
             with torch.inference_mode(False), torch.no_grad():
-                size = bucket_top(length + max(wanted, LEAST_ROOM))
+                size = bucket_top(length + max(wanted, MIN_CAPACITY))
                 try:
-                    fixed = Fixed(step, self._parts, size, embeds)
+                    fixed = FixedBuffers(step, self._parts, size, embeds)
                 except NoKernelFoundError as e:
                     raise Uncapturable(f"no kernel of its attention can be captured: {e}") from e
             known.append(fixed)
         return fixed
 
 
-def _capture(fixed: Fixed, capture: Callable[[Fixed, int], None] | None, length: int) -> None:
-    """After so many tokens: 0 where the buffers hold nothing that is needed."""
+def _capture(fixed: FixedBuffers, capture: Callable[[FixedBuffers, int], None] | None,
+             length: int) -> None:
+    """Captures the step after so many tokens, 0 where the buffers hold nothing that is needed."""
     with torch.inference_mode(False), torch.no_grad():
         if capture is not None:
             capture(fixed, length)

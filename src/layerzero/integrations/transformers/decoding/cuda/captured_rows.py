@@ -15,13 +15,13 @@ from .....operate import graphs
 from .....spec.errors import NoKernelFoundError
 from ...decoders.recognition import DecoderParts
 from ..decode_step import DecodeStep
-from .captured import CapturedSteps, Fixed, Uncapturable, whole_buffers
+from .captured import CapturedSteps, FixedBuffers, Uncapturable, whole_buffers
 
 
 class FixedRows:
-    """A graph of so many rows over the buffers of one cache. A `Memory` for the decode step."""
+    """A graph of so many rows over the buffers of one cache. A `StepKV` for the decode step."""
 
-    def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: Fixed) -> None:
+    def __init__(self, step: DecodeStep, parts: DecoderParts, buffers: FixedBuffers) -> None:
         self.step, self.parts, self.buffers = step, parts, buffers
         rows, place = step.batch, parts.weights.device
         self._table = buffers._table.expand(rows, -1).contiguous()
@@ -41,13 +41,13 @@ class FixedRows:
         except NoKernelFoundError:             # as in captured.py
             if at.softcap:
                 raise
-            whole = whole_buffers(self.step, layer, *self.buffers.rooms[layer])
+            whole = whole_buffers(self.step, layer, *self.buffers.kv_buffers[layer])
             return lambda rows: whole(rows.transpose(0, 1)[None], self._lengths[None])[0].transpose(
                 0, 1)
         return lambda query: run(query, *pages, self._table, self._lengths)
 
     def attend(self, layer: int, both: Tensor, value: Tensor) -> Tensor:
-        keys, values = self.buffers.rooms[layer]
+        keys, values = self.buffers.kv_buffers[layer]
         queries = both.shape[2] - value.shape[2]
         keys.index_copy_(1, self._position, both[:, 0, queries:][None])
         values.index_copy_(1, self._position, value[:, 0][None])
@@ -59,7 +59,7 @@ class FixedRows:
         x = self.parts.first_input(self.parts.embedded(self._step_input), self._position[:, None])
         return self.step(x, angles, self)  # type: ignore[arg-type]
 
-    def _stand(self, length: int) -> None:
+    def _set_position(self, length: int) -> None:
         torch.add(self._order, length, out=self._position)
         torch.add(self._order, length + 1, out=self._lengths)
 
@@ -67,16 +67,16 @@ class FixedRows:
         """The warm-up writes to the places after so many tokens, where nothing is yet."""
         if not self._step_input.is_cuda:
             return
-        self._stand(length)
+        self._set_position(length)
         trial = graphs.attempt(self._run)
         if trial.problems:
             raise Uncapturable(f"the rows cannot be captured: {trial.problems[0]}")
         self._out, self._replay = trial.result, trial.graph.replay
 
     def __call__(self, tokens: Tensor, length: int) -> Tensor:
-        """Logits (rows, vocab), which stay until the next call."""
+        """Returns logits (rows, vocab), which stay until the next call."""
         self._step_input.copy_(tokens[:, None])
-        self._stand(length)
+        self._set_position(length)
         if self._replay is None:
             return self._run()[:, 0]
         self._replay()
@@ -106,5 +106,5 @@ class CapturedRows:
             self._fixed[id(buffers), step.batch] = rows
         out = rows(tokens, length)
         for layer in cache.layers:
-            layer.show(length + step.batch)
+            layer.set_end(length + step.batch)
         return out

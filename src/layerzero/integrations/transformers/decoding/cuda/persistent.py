@@ -33,22 +33,23 @@ from ...quantized import codes_of
 from ..decode_step import DecodeStep, JoinedLayer
 from ..joined import Weight
 
-Rooms = Sequence[tuple[Tensor, Tensor]]        # for keys and values, (batch, tokens, kv_heads, dim)
+KVBuffers = Sequence[tuple[Tensor, Tensor]]    # for keys and values, (batch, tokens, kv_heads, dim)
 
 NAME, WHAT = "one persistent kernel", "the captured step"
-LEAST_CAPABILITY = (9, 0)      # copies in bulk
+MIN_CAPABILITY = (9, 0)        # copies in bulk
 ROUNDS = 7
-MOST_APART = 0.1               # of the spread of the logits, between two ways in bf16
+MAX_APART = 0.1                # of the spread of the logits, between two ways in bf16
 _lost: weakref.WeakSet[DecodeStep] = weakref.WeakSet()     # those of which a launch gave up
 
 
 def shape_of(parts: DecoderParts, layers: Sequence[JoinedLayer], batch: int) -> Shape:
-    """The decoder as the kernel knows it; NotRecognised says what it does not know."""
+    """Returns the decoder as the kernel knows it; NotRecognised says what it does not know."""
     if parts.weights.dtype != torch.bfloat16:
         raise NotRecognised(f"its weights are {str(parts.weights.dtype)[6:]}, not bfloat16")
-    if parts.unusual or parts.norm is None or parts.codebooks:
-        raise NotRecognised(f"it has {parts.unusual}" if parts.unusual else "no last norm"
-                            if parts.norm is None else "tokens of several codebooks")
+    if obstacle := parts.plain_obstacle:
+        raise NotRecognised(f"it has {obstacle}")
+    if parts.norm is None or parts.codebooks:
+        raise NotRecognised("no last norm" if parts.norm is None else "tokens of several codebooks")
     if parts.head is None or parts.head.module.bias is not None:
         raise NotRecognised("it has no head" if parts.head is None else "its head has a bias")
     for there, what in ((parts.embed_scale is not None, "its embedding is scaled"),
@@ -99,7 +100,7 @@ def _layer_shape(parts: DecoderParts, joined: JoinedLayer, batch: int) -> Shape:
 
 
 def _stored(weight: Weight) -> str:
-    """The format of a weight's codes, or "" for one in bf16."""
+    """Returns the format of a weight's codes, or "" for one in bf16."""
     if isinstance(weight, Tensor):
         if weight.dtype != torch.bfloat16:
             raise NotRecognised(f"a weight is {str(weight.dtype)[6:]}")
@@ -128,14 +129,14 @@ def _rms(norm: Norm, size: int) -> float:
     return norm.eps
 
 
-def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
+def candidates(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers,
                angles: Sequence[Tensor]) -> list[PersistentStep]:
-    """The kernel for these buffers, in each way that is worth a trial; NotRecognised says why there
-    is none."""
+    """Returns the kernel for these buffers, in each way that is worth a trial; NotRecognised says
+    why there is none."""
     layers = step.joined
     shape = shape_of(parts, layers, step.batch)
     machine = compiler.machine_of(parts.weights.device)
-    configs = plan.configs_of(shape, machine)
+    configs = plan.candidate_configs(shape, machine)
     whys = [plan.problem(shape, cfg, machine) for cfg in configs]
     if all(whys):
         raise NotRecognised(str(whys[0]))
@@ -143,7 +144,7 @@ def candidates(step: DecodeStep, parts: DecoderParts, rooms: Rooms,
     assert first.norm is not None and head is not None and parts.norm is not None
     if codes_of(head.module) is not None:
         raise NotRecognised("its weights are quantized")
-    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, rooms)]
+    tensors = [_tensors(joined, angles[0], *room) for joined, room in zip(layers, kv_buffers)]
     return [PersistentStep(
         shape, cfg, tensors, parts.weights, parts.norm.weights[0], head.module.weight.detach(),
         eps=first.norm.eps, head_eps=parts.norm.eps, scale=first.scale,
@@ -166,23 +167,24 @@ def _tensors(joined: JoinedLayer, angles: Tensor, keys: Tensor, values: Tensor) 
                         at.window, scales)
 
 
-def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence[Tensor],
+def faster(step: DecodeStep, parts: DecoderParts, kv_buffers: KVBuffers, angles: Sequence[Tensor],
            step_input: Tensor, state: Tensor,
            by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
-    """The kernel where it is right and faster than the graph of kernels (`by_kernels`) of the same
-    buffers, which no cache has moved into yet; None, and the reason in the report, where not."""
+    """Returns the kernel where it is right and faster than the graph of kernels (`by_kernels`) of
+    the same buffers, which no cache has moved into yet; None, and the reason in the report, where
+    not."""
     if not step_input.is_cuda:
         return None
     try:
-        if torch.cuda.get_device_capability(step_input.device) < LEAST_CAPABILITY:
+        if torch.cuda.get_device_capability(step_input.device) < MIN_CAPABILITY:
             raise NotRecognised("it copies in bulk, which needs compute capability 9.0")
         if step in _lost:
             raise NotRecognised("a launch of it gave up")
-        resident = [one for one in candidates(step, parts, rooms, angles)
+        resident = [one for one in candidates(step, parts, kv_buffers, angles)
                     if one.resident(step_input.device.index or 0)]
         if not resident:
             raise NotRecognised("its blocks cannot all run at the same time")
-        chosen = _race(resident, rooms, step_input, state, by_kernels) or resident[0]
+        chosen = _race(resident, kv_buffers, step_input, state, by_kernels) or resident[0]
     except NotRecognised as why:
         step.bind.kernels[WHAT] = f"a graph of kernels: {why}"
         return None
@@ -196,12 +198,12 @@ def faster(step: DecodeStep, parts: DecoderParts, rooms: Rooms, angles: Sequence
     return chosen
 
 
-def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, state: Tensor,
-          by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
-    """The fastest of them; NotRecognised says by how much they are wrong or slower."""
-    middle = rooms[0][0].shape[1] // 2
+def _race(resident: Sequence[PersistentStep], kv_buffers: KVBuffers, step_input: Tensor,
+          state: Tensor, by_kernels: Callable[[], Tensor]) -> PersistentStep | None:
+    """Returns the fastest of them; NotRecognised says by how much they are wrong or slower."""
+    middle = kv_buffers[0][0].shape[1] // 2
     runs: dict[str, Callable[[], Tensor]] = {"kernels": by_kernels}
-    for room in chain.from_iterable(rooms):
+    for room in chain.from_iterable(kv_buffers):
         room.normal_()
     try:
         _place(state, middle)
@@ -210,7 +212,7 @@ def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, 
             _place(state, middle)
             logits = one(step_input, state).flatten()
             apart = float((logits - wanted).std() / wanted.std().clamp_min(1e-30))
-            if not one.lost() and apart <= MOST_APART:
+            if not one.timed_out() and apart <= MAX_APART:
                 runs[str(number)] = partial(one, step_input, state)
         if len(runs) == 1:
             raise NotRecognised(f"its logits differ by {apart:.1e} of their spread")
@@ -239,7 +241,7 @@ def _race(resident: Sequence[PersistentStep], rooms: Rooms, step_input: Tensor, 
                                 f"{theirs:.0f}")
         return resident[int(best)]
     finally:
-        for room in chain.from_iterable(rooms):
+        for room in chain.from_iterable(kv_buffers):
             room.zero_()
 
 
@@ -249,7 +251,7 @@ def _place(state: Tensor, length: int) -> None:
     state[:1].fill_(length)
 
 
-def report_lost(step: DecodeStep) -> None:
+def report_timeout(step: DecodeStep) -> None:
     """A launch gave up: the graph of kernels serves from here on."""
     _lost.add(step)
     events.emit(Fallback("decode step", NAME, "a graph of kernels",

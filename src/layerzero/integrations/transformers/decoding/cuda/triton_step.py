@@ -108,8 +108,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: 
 
 
 def wide(run: Run, kernel: str, weight: Tensor, bias: Tensor | None) -> Run:
-    """The product that `run` is, without rounding its float32 sums, where it is of our kernel for
-    few rows: logits decide by less than half precision has."""
+    """Returns the product that `run` is, without rounding its float32 sums, where it is of our
+    kernel for few rows: logits decide by less than half precision has."""
     if not kernel.startswith("triton.linear_gemv"):
         return run
     return lambda x: gemv.launch(x, weight, None, None, bias, "", 0, dtype=torch.float32)

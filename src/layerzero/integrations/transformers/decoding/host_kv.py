@@ -14,7 +14,7 @@ from ..decoders.recognition import Angles
 from .decode_step import DecodeStep
 
 
-class HostMemory:
+class HostKV:
     """Keys and values of a token: the mask of a layer is (batch, 1, 1, keys), True: seen, or None
     where all are; `angles` are those of the token, `bias` is added to the scores. Where the
     compiled kernels can do it they turn, keep and attend in one call."""
@@ -48,7 +48,7 @@ class HostMemory:
         if self._token is not None:
             bound = self._step.layers[layer]
             cos, sin = self._own_angles[bound.angles or 0]
-            keys, values = at.key_room, at.value_room
+            keys, values = at.key_buffer, at.value_buffer
             before = first * keys.stride(1) * keys.element_size() if first else 0
             out = both.new_empty((len(both), 1, bound.heads * bound.head_dim))
             self._token(DTYPES[both.dtype], both.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -57,11 +57,11 @@ class HostMemory:
                         0 if bound.angles is None else self._step.half,
                         cos.stride(0) if len(cos) > 1 else 0,
                         keys.stride(0), place - first, bound.scale, torch.get_num_threads())
-            at.show(place + 1)
+            at.set_end(place + 1)
             return out
         queries = both.shape[2] - value.shape[2]
         at.write(place, both[:, :, queries:], value)
-        seen = at.seen(first, place + 1)
+        seen = at.view(first, place + 1)
         query = both[:, :, :queries].transpose(1, 2)
         if self._query_scale is not None:
             query = query * self._query_scale
@@ -73,6 +73,6 @@ class HostMemory:
         return out.transpose(1, 2).reshape(len(both), 1, -1)  # type: ignore[no-any-return]
 
     def undo(self) -> None:
-        """As it was before this token: the step broke."""
+        """Takes this token back, after the step broke."""
         for layer, place in zip(self._layers, self._places):
-            layer.show(place)
+            layer.set_end(place)

@@ -1,4 +1,4 @@
-"""Which memory a token of a decoder needs, outside of a graph; and caches that are no DynamicCache.
+"""Chooses the StepKV of a token outside of a graph; and caches that are no DynamicCache.
 
 A static or quantized cache keeps keys and values in its own way: its layers' own `update` is called
 for each token, and the attention reads what that gives.
@@ -17,29 +17,29 @@ from ..decoders.families import NotRecognised
 from ..decoders.parts import DecoderParts
 from . import shared_prompt
 from .decode_step import DecodeStep
-from .host_memory import HostMemory
-from .latent_attention import LatentMemory
+from .host_kv import HostKV
+from .latent_attention import LatentKV
 
 QuantizedCache: Any = getattr(cache_utils, "QuantizedCache", ())
 QuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer",
                               getattr(cache_utils, "QuantizedLayer", ()))
 
 
-def memory_for(step: DecodeStep, parts: DecoderParts, layers: list[Any],
-               masks: Sequence[Tensor | None], positions: Tensor, length: int) -> Any:
-    """The memory for one token after `length` others, in layers that append in place."""
+def kv_for(step: DecodeStep, parts: DecoderParts, layers: list[Any],
+           masks: Sequence[Tensor | None], positions: Tensor, length: int) -> Any:
+    """Returns the StepKV for one token after `length` others, in layers that append in place."""
     if parts.layers[0].latent is not None:
-        return LatentMemory(parts, layers, masks, positions)
+        return LatentKV(parts, layers, masks, positions)
     if shared_prompt.serves(layers):
-        return shared_prompt.SharedMemory(step, layers, parts.angles_at(positions))
+        return shared_prompt.SharedPromptKV(step, layers, parts.angles_at(positions))
     bias = None if parts.bias is None else parts.bias(length)
     scale = None if parts.query_scale is None else parts.query_scale(positions)
-    kind = HostMemory if not isinstance(layers[0], (StaticLayer, QuantizedLayer)) else Updating
+    kind = HostKV if not isinstance(layers[0], (StaticLayer, QuantizedLayer)) else UpdatingKV
     return kind(step, layers, masks, parts.angles_at(positions), bias, scale)
 
 
-class _Place:
-    """A layer of another cache, as HostMemory writes and reads it."""
+class _LayerAdapter:
+    """A layer of another cache, as HostKV writes and reads it."""
 
     def __init__(self, layer: Any) -> None:
         self.layer, self._length = layer, int(layer.get_seq_length())
@@ -51,11 +51,11 @@ class _Place:
     def write(self, place: int, key: Tensor, value: Tensor) -> None:
         self._all = self.layer.update(key.transpose(1, 2), value.transpose(1, 2))
 
-    def seen(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def view(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         keys, values = self._all               # of a static cache also what is not written yet
         return keys[:, :, start:end], values[:, :, start:end]
 
-    def show(self, end: int) -> None:
+    def set_end(self, end: int) -> None:
         if isinstance(self.layer, StaticLayer):
             length = self.layer.cumulative_length
             if isinstance(length, Tensor):
@@ -66,24 +66,25 @@ class _Place:
             vars(self.layer).update(self._before)
 
 
-class Updating(HostMemory):
+class UpdatingKV(HostKV):
     """Keys and values in a static or quantized cache."""
 
     compiled = False
 
     def __init__(self, step: DecodeStep, layers: list[Any], *others: Any) -> None:
-        super().__init__(step, [_Place(layer) for layer in layers], *others)
+        super().__init__(step, [_LayerAdapter(layer) for layer in layers], *others)
 
 
-def updates(cache: Any) -> bool:
+def is_updating(cache: Any) -> bool:
     """Is it a static or quantized cache?"""
     return isinstance(cache, (StaticCache, QuantizedCache))
 
 
-def one_token(accelerated: Any, input_ids: Tensor | None = None, attention_mask: Any = None,
-              position_ids: Any = None, past_key_values: Any = None,
-              inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0, **others: Any) -> Any:
-    """What Accelerated does for one token, in such a cache."""
+def updating_token(accelerated: Any, input_ids: Tensor | None = None, attention_mask: Any = None,
+                   position_ids: Any = None, past_key_values: Any = None,
+                   inputs_embeds: Tensor | None = None, logits_to_keep: Any = 0,
+                   **others: Any) -> Any:
+    """Computes one token in such a cache, as Accelerated does in others."""
     accelerated._check(DynamicCache(), logits_to_keep, others)
     parts, layers = accelerated.parts, past_key_values.layers
     token = accelerated._token(input_ids, inputs_embeds)

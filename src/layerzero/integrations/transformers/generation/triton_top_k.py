@@ -17,7 +17,7 @@ from torch import Tensor
 
 BLOCK, GROUP = 4096, 128   # logits of one program, and of one maximum
 ROOM = 512                 # listed logits of a row
-LEAST_GROUPS = 2
+MIN_GROUPS = 2
 BITS = 18                  # of a float's order that the bound is searched by
 
 
@@ -140,8 +140,9 @@ def _draw_kernel(scores_ptr, listed_ptr, values_ptr, places_ptr, uniform_ptr, te
 
 def draw(scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
          uniforms: Tensor) -> Tensor:
-    """A token of each row of scores (batch, vocab) as lz.sample has it, the draw in the order of
-    rank; -1 where none can be drawn. top_k is 1 to drawing.MOST_K, temperatures are above 0."""
+    """Returns a token of each row of scores (batch, vocab) as lz.sample has it, the draw in the
+    order of rank; -1 where none can be drawn. top_k is 1 to drawing.MAX_K, temperatures are above
+    0."""
     batch, vocab = scores.shape
     pieces = triton.cdiv(vocab, BLOCK)
     groups, device = pieces * (BLOCK // GROUP), scores.device
@@ -154,7 +155,7 @@ def draw(scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
                                     BLOCK=BLOCK, GROUP=GROUP, num_warps=8)
     _list_kernel[(batch, pieces)](
         scores, maxima, top_k, listed, values, places, scores.stride(0), vocab, groups,
-        GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(groups)), BLOCK=BLOCK, ROOM=ROOM, BITS=BITS,
+        GROUPS=max(MIN_GROUPS, triton.next_power_of_2(groups)), BLOCK=BLOCK, ROOM=ROOM, BITS=BITS,
         num_warps=8)
     _draw_kernel[(batch,)](scores, listed, values, places, uniforms, temperature, top_k, top_p,
                            min_p, token, scores.stride(0), vocab, ROOM=ROOM, BLOCK=BLOCK,

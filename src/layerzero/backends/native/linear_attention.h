@@ -9,6 +9,7 @@
 #include <new>
 #include <vector>
 
+#include "norms.h"
 #include "products.h"
 
 namespace lz {
@@ -55,6 +56,8 @@ __attribute__((noinline)) inline void View::narrow(const float *from, int64_t co
   });
 }
 
+// NaN as store_short wants it.
+inline float quiet(float x) { return x == x ? x : NAN; }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 inline int64_t whole_vectors(int64_t count) { return (count + 2 * W - 1) / (2 * W) * (2 * W); }
 
@@ -92,7 +95,7 @@ template <class T> float update_row(const T *old, T *to, float decay, const floa
         s[j] = s[j] * (each_own ? load(decays + at) : all(decay)) + load(key + at) * input;
         sums[j] += s[j] * load(query + at);
       });
-      store_two(to + i, s);
+      store_short(to + i, s);
     }
   };
   decays ? rows(std::true_type{}) : rows(std::false_type{});
@@ -114,6 +117,7 @@ template <class T> void update_head(const StateUpdate &a, int64_t item, float *r
   row(a.x, x), row(a.dt, step), parameter(a.D, skip), parameter(a.dt_bias, bias);
   a.B.widen(b * a.B.step[0] + group * a.B.step[1], a.B.step[2], a.size, key);
   a.C.widen(b * a.C.step[0] + group * a.C.step[1], a.C.step[2], a.size, query);
+  for (int64_t i = 0; i < a.size; i++) key[i] = quiet(key[i]);
   const bool one_step = a.dt.step[2] == 0 && (!a.dt_bias.given || a.dt_bias.step[1] == 0);
   const bool one_decay = a.A.step[2] == 0;      // of all elements of a row
   const T *old = (const T *)a.state.at + b * a.state.step[0] + h * a.state.step[1];
@@ -127,16 +131,16 @@ template <class T> void update_head(const StateUpdate &a, int64_t item, float *r
     }
     const int64_t at = h * a.A.step[0] + d * a.A.step[1];
     if (another || a.A.step[1] != 0) {
-      if (one_decay) decay = std::exp(dt * a.A.number(at));
+      if (one_decay) decay = quiet(std::exp(dt * a.A.number(at)));
       else {
         a.A.widen(at, a.A.step[2], a.size, decays);
         for (int64_t i = 0; i < a.size; i += W) {
           const vf power = load(decays + i) * dt;
-          store(decays + i, power > 88.0f ? all(INFINITY) : exponential(power));
+          store(decays + i, power > 88.0f ? all(INFINITY) : power == power ? exponential(power) : all(NAN));
         }
       }
     }
-    out[d] = update_row(old + d * a.state.step[2], to + d * a.size, decay, one_decay ? nullptr : decays, dt * x[d],
+    out[d] = update_row(old + d * a.state.step[2], to + d * a.size, decay, one_decay ? nullptr : decays, quiet(dt * x[d]),
                         key, query, a.size);
     if (a.D.given) out[d] += skip[d] * x[d];
   }
@@ -165,34 +169,23 @@ struct DeltaRule {
   int threads;
 };
 
-// N vectors of columns of a head: k S and q S in one pass, and then the new S, from the cache.
-// q S' = decay * q S + (q k) * change, so the new S need not be read.
-template <int N> INLINE inline void delta_columns(const float *old, int64_t old_row, float *to, int64_t dim, int64_t columns,
-                                                  const float *q, const float *k, float qk, float decay, float beta,
-                                                  const float *value, float *out) {
-  vf held[N] = {}, read[N] = {}, change[N];
-  if (old) for (int64_t i = 0; i < dim; i++) {
-    each<N>([&](auto j) {
-      const vf s = load(old + i * old_row + j * W);
-      held[j] += s * k[i], read[j] += s * q[i];
+// held += k S and read += q S for N rows of S, from memory once.
+template <int N> void read_rows(const float *s, int64_t row, const float *k, const float *q, int64_t columns, float *held,
+                                float *read) {
+  for_each_vector(columns, [&](int64_t j, int n) INLINE {
+    vf h = load(held + j), r = load(read + j);
+    each<N>([&](auto i) {
+      const vf v = load_n(s + i * row + j, n);
+      h += v * k[i], r += v * q[i];
     });
-  }
-  each<N>([&](auto j) {
-    change[j] = (load(value + j * W) - held[j] * decay) * beta;
-    store(out + j * W, read[j] * decay + change[j] * qk);
+    store(held + j, h), store(read + j, r);
   });
-  if (to) for (int64_t i = 0; i < dim; i++) {
-    each<N>([&](auto j) {
-      const vf s = old ? load(old + i * old_row + j * W) * decay : vf{};
-      store(to + i * columns + j * W, s + change[j] * k[i]);
-    });
-  }
 }
 
 inline void delta_head(const DeltaRule &a, int64_t item, float *room) {
   const int64_t b = item / a.value_heads, h = item % a.value_heads, from = h / (a.value_heads / a.heads);
   const int64_t wide = whole_vectors(a.dim), columns = a.value_dim;
-  float *q = room, *k = q + wide, *value = k + wide, *out = value + whole_vectors(columns);
+  float *q = room, *k = q + wide, *value = k + wide, *held = value + whole_vectors(columns), *out = held + whole_vectors(columns);
   a.q.widen(b * a.q.step[0] + from * a.q.step[2], a.q.step[3], a.dim, q);
   a.k.widen(b * a.k.step[0] + from * a.k.step[2], a.k.step[3], a.dim, k);
   a.v.widen(b * a.v.step[0] + h * a.v.step[2], a.v.step[3], columns, value);
@@ -206,24 +199,28 @@ inline void delta_head(const DeltaRule &a, int64_t item, float *room) {
   const float *old = a.state.given ? (const float *)a.state.at + b * a.state.step[0] + h * a.state.step[1] : nullptr;
   float *to = a.to.given ? (float *)a.to.at + item * a.dim * columns : nullptr;
   const int64_t old_row = a.state.step[2];
-  int64_t j = 0;
-  constexpr int N = 4;
-  for (; j + N * W <= columns; j += N * W)
-    delta_columns<N>(old ? old + j : old, old_row, to ? to + j : to, a.dim, columns, q, k, qk, decay, beta, value + j, out + j);
-  for (; j < columns; j++) {
-    float held = 0, read = 0;
-    for (int64_t i = 0; old && i < a.dim; i++) held += old[i * old_row + j] * k[i], read += old[i * old_row + j] * q[i];
-    const float change = (value[j] - held * decay) * beta;
-    out[j] = read * decay + change * qk;
-    for (int64_t i = 0; to && i < a.dim; i++)
-      to[i * columns + j] = (old ? old[i * old_row + j] * decay : 0.0f) + change * k[i];
+  std::fill(held, held + columns, 0.0f), std::fill(out, out + columns, 0.0f);
+  int64_t i = 0;
+  if (old) {
+    for (; i + 4 <= a.dim; i += 4) read_rows<4>(old + i * old_row, old_row, k + i, q + i, columns, held, out);
+    for (; i < a.dim; i++) read_rows<1>(old + i * old_row, old_row, k + i, q + i, columns, held, out);
   }
+  // q S' = decay * q S + (q k) * change, so the new S need not be read
+  float *change = held;
+  for (int64_t j = 0; j < columns; j++) {
+    change[j] = (value[j] - held[j] * decay) * beta;
+    out[j] = out[j] * decay + change[j] * qk;
+  }
+  if (to) for (i = 0; i < a.dim; i++) for_each_vector(columns, [&](int64_t j, int n) INLINE {
+    const vf s = old ? load_n(old + i * old_row + j, n) * decay : vf{};
+    store_n(to + i * columns + j, s + load(change + j) * k[i], n);
+  });
   a.out.narrow(out, columns, item * columns);
 }
 
 inline bool run_delta_rule(const DeltaRule &a) {
   const int threads = a.batch * a.value_heads * a.dim * a.value_dim < 32768 ? 1 : a.threads;
-  const int64_t room = 2 * whole_vectors(a.dim) + 2 * whole_vectors(a.value_dim);
+  const int64_t room = 2 * whole_vectors(a.dim) + 3 * whole_vectors(a.value_dim);
   return share_with_room(threads, a.batch * a.value_heads, room,
                          [&](int64_t item, float *floats) { delta_head(a, item, floats); });
 }
@@ -239,7 +236,7 @@ constexpr int64_t CHANNELS = 64;                // in the cache at a time
 
 inline void convolve_channels(const Convolution &a, int64_t item, float *room) {
   const int64_t blocks = (a.channels + CHANNELS - 1) / CHANNELS, b = item / blocks, first = item % blocks * CHANNELS;
-  const int64_t count = std::min(CHANNELS, a.channels - first), row = a.length + 1;
+  const int64_t count = std::min(CHANNELS, a.channels - first);
   float *x = room, *out = x + CHANNELS, *weight = out + CHANNELS, *tokens = weight + CHANNELS * a.width;
   a.x.widen(b * a.x.step[0] + first * a.x.step[1], a.x.step[1], count, x);
   auto rows = [&](const View &v, int64_t offset, const int64_t *steps, int64_t width, float *to) {
@@ -263,16 +260,14 @@ inline void convolve_channels(const Convolution &a, int64_t item, float *room) {
   if (a.silu) for (int64_t c = 0; c < count; c += W) store(out + c, activate(load(out + c), SILU));
   a.out.narrow(out, count, b * a.channels + first);
   if (!a.to.given || !a.length) return;
-  for (int64_t c = 0; c < count; c++) {         // each row one token on; the first leaves
-    std::copy(tokens + c * a.length + 1, tokens + (c + 1) * a.length, tokens + c * a.length);
-    tokens[(c + 1) * a.length - 1] = x[c];
-  }
-  a.to.narrow(tokens, count * a.length, (b * a.channels + first) * a.length);
+  // each row one token on: what comes is written where the first of the next row was
+  for (int64_t c = 0; c < count; c++) tokens[(c + 1) * a.length] = x[c];
+  a.to.narrow(tokens + 1, count * a.length, (b * a.channels + first) * a.length);
 }
 
 inline bool run_convolution(const Convolution &a) {
   const int threads = a.batch * a.channels * a.width < 32768 ? 1 : a.threads;
-  return share_with_room(threads, a.batch * ((a.channels + CHANNELS - 1) / CHANNELS), CHANNELS * (2 + a.width + a.length),
+  return share_with_room(threads, a.batch * ((a.channels + CHANNELS - 1) / CHANNELS), CHANNELS * (3 + a.width + a.length),
                          [&](int64_t item, float *floats) { convolve_channels(a, item, floats); });
 }
 

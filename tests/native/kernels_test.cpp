@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "grouped.h"
+#include "linear_attention.h"
 #include "norms.h"
 #include "products.h"
 
@@ -284,6 +285,92 @@ template <class T> void grouped() {
   items<T>(4, 2, 32, 32, -1, 0, true), items<T>(8, 1, 64, 72, 30, 5, true);
 }
 
+template <class T> View view(std::vector<T> &of, std::vector<int64_t> steps = {}) {
+  View v;
+  v.at = of.data(), v.given = true, v.dtype = sizeof(T) == 4 ? 0 : std::is_same<T, bf16>::value ? 1 : 2;
+  std::copy(steps.begin(), steps.end(), v.step);
+  return v;
+}
+
+// A token of two heads of one group; `tied`: one decay of the whole head.
+template <class T> void state_update(int64_t dim, int64_t size, bool tied) {
+  auto state = random<T>(2 * dim * size), x = random<T>(2 * dim), B = random<T>(size), C = random<T>(size);
+  auto z = random<T>(2 * dim), out = random<T>(2 * dim), to = state;
+  auto dt = random<float>(2 * dim), A = random<float>(2 * dim * size);
+  StateUpdate a;
+  a.state = view(state, {0, dim * size, size, 1}), a.x = view(x, {0, dim, 1}), a.dt = view(dt, {0, dim, tied ? 0 : 1});
+  a.A = view(A, {dim * size, tied ? 0 : size, tied ? 0 : 1}), a.B = view(B, {0, 0, 1}), a.C = view(C, {0, 0, 1});
+  a.z = view(z, {0, dim, 1}), a.D = view(dt, {dim, 1}), a.dt_bias = view(dt, {dim, 0}), a.out = view(out), a.to = view(to);
+  a.batch = a.groups = 1, a.heads = 2, a.dim = dim, a.size = size, a.softplus = true, a.threads = 2;
+  run_state_update(a);
+  for (int64_t i = 0; i < 2 * dim; i++) {
+    const int64_t head = i / dim * dim;
+    const double step = std::log1p(std::exp(double(dt[tied ? head : i]) + dt[head])), in = to_float(x[i]), gate = to_float(z[i]);
+    double want = dt[i] * in;
+    for (int64_t n = 0; n < size; n++) {
+      const double decay = std::exp(step * A[tied ? head * size : i * size + n]);
+      const double s = to_float(state[i * size + n]) * decay + step * in * to_float(B[n]), got = to_float(to[i * size + n]);
+      want += s * to_float(C[n]);
+      expect(near<T>(got, s, 8), "new state", name<T>(), dim, size, n, got, s);
+    }
+    want *= gate / (1 + std::exp(-gate));
+    expect(near<T>(to_float(out[i]), want, 8 + size), "state read", name<T>(), dim, size, i, to_float(out[i]), want);
+  }
+}
+
+template <class T> void delta_rule(int64_t dim, int64_t columns) {
+  auto q = random<T>(dim), k = random<T>(dim), v = random<T>(2 * columns), out = v;
+  auto gates = random<float>(2), state = random<float>(2 * dim * columns), to = state;
+  DeltaRule a;
+  a.q = view(q, {0, 0, dim, 1}), a.k = view(k, {0, 0, dim, 1}), a.v = view(v, {0, 0, columns, 1}), a.out = view(out);
+  a.g = a.beta = view(gates, {0, 0, 1}), a.state = view(state, {0, dim * columns, columns, 1}), a.to = view(to);
+  a.batch = a.heads = 1, a.value_heads = 2, a.dim = dim, a.value_dim = columns, a.threads = 2;
+  a.scale = 0.5f, a.eps = 1e-6f, a.normalize = true;
+  run_delta_rule(a);
+  double qq = 1e-6, kk = 1e-6;
+  for (int64_t i = 0; i < dim; i++) qq += std::pow(to_float(q[i]), 2), kk += std::pow(to_float(k[i]), 2);
+  for (int64_t head = 0; head < 2; head++) for (int64_t j = 0; j < columns; j++) {
+    const double decay = std::exp(double(gates[head])), value = to_float(v[head * columns + j]);
+    auto old = [&](int64_t i) { return decay * state[(head * dim + i) * columns + j]; };
+    double held = 0, want = 0;
+    for (int64_t i = 0; i < dim; i++) held += to_float(k[i]) / std::sqrt(kk) * old(i);
+    for (int64_t i = 0; i < dim; i++) {
+      const double s = old(i) + to_float(k[i]) / std::sqrt(kk) * (value - held) * gates[head], got = to[(head * dim + i) * columns + j];
+      want += 0.5 * to_float(q[i]) / std::sqrt(qq) * s;
+      expect(near<float>(got, s, 8), "delta state", name<T>(), dim, columns, i, got, s);
+    }
+    const double got = to_float(out[head * columns + j]);
+    expect(near<T>(got, want, 8), "delta", name<T>(), dim, columns, j, got, want);
+  }
+}
+
+template <class T> void convolution(int64_t channels, int64_t width, int64_t length) {
+  auto x = random<T>(channels), weight = random<T>(channels * width), bias = random<T>(channels), out = x;
+  auto state = random<T>(channels * length + 1), to = state;
+  Convolution a;
+  a.x = view(x, {0, 1, 1}), a.weight = view(weight, {width, 1}), a.bias = view(bias, {1}), a.out = view(out), a.to = view(to);
+  a.state = view(state, {0, length, 1});
+  a.batch = 1, a.channels = channels, a.width = width, a.length = length, a.silu = true, a.threads = 2;
+  run_convolution(a);
+  for (int64_t c = 0; c < channels; c++) {
+    auto token = [&](int64_t i) { return double(to_float(i == length ? x[c] : state[c * length + i])); };
+    double want = to_float(bias[c]);
+    for (int64_t i = 0; i < width; i++) want += token(length - width + 1 + i) * to_float(weight[c * width + i]);
+    want /= 1 + std::exp(-want);
+    expect(near<T>(to_float(out[c]), want, 4), "convolution", name<T>(), channels, width, c, to_float(out[c]), want);
+    for (int64_t i = 0; i < length; i++) {
+      const double got = to_float(to[c * length + i]);
+      expect(got == token(i + 1), "tokens kept", name<T>(), channels, width, c, got, token(i + 1));
+    }
+  }
+}
+
+template <class T> void linear_attention() {
+  for (bool tied : {false, true}) state_update<T>(5, 19, tied), state_update<T>(16, 64, tied);
+  delta_rule<T>(7, 13), delta_rule<T>(32, 64);
+  convolution<T>(150, 4, 4), convolution<T>(9, 3, 2), convolution<T>(70, 1, 0), convolution<T>(70, 4, 6);
+}
+
 int main() {
 #if defined(__AVX512F__)
   const char *built = "AVX-512";
@@ -298,6 +385,7 @@ int main() {
   products<bf16>(), products<fp16>();
   attention<float>(), attention<bf16>(), attention<fp16>();
   grouped<float>(), grouped<bf16>(), grouped<fp16>();
+  linear_attention<float>(), linear_attention<bf16>(), linear_attention<fp16>();
   for (int64_t hidden : {1, 15, 16, 64, 101})
     for (bool residual : {false, true}) {
       norm<float, float>(3, hidden, residual), norm<bf16, bf16>(3, hidden, residual);

@@ -27,7 +27,7 @@ from ...ops.rope import OP as rope
 from ...spec import rules as r
 from ...spec.errors import InvalidCall
 from ...spec.reason import Code, Reason
-from . import build, ggml, rows
+from . import build, ggml, linear_attention, rows
 from .declaration import DTYPES, FLOATS, ONE_PASS, declare, rows_of
 from .grouped import load_grouped, load_paged
 
@@ -306,5 +306,5 @@ KERNELS = (
             less_work=ONE_PASS,
             batch_invariant=True, tp_invariant=True,
             note="a token's angles are read once for all its heads"),
-    *rows.KERNELS,
+    *rows.KERNELS, *linear_attention.KERNELS,
 )

@@ -63,11 +63,6 @@ template <class F> bool without_gil(bool worth_it, F work) {
   return done;
 }
 
-// Calls work(a value of that dtype), numbered as DTYPES in __init__.py.
-template <class F> bool for_dtype(int64_t dtype, F work) {
-  return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(0.0f);
-}
-
 // Runs the kernel for the dtypes of the data and of its parameters.
 #define FOR_DTYPES(run, call, dtype, of_parameters)                                                      \
   for_dtype(dtype, [&](auto t) {                                                                         \

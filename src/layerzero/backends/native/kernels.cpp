@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "group_norm.h"
 #include "grouped.h"
+#include "linear_attention.h"
 #include "norms.h"
 #include "products.h"
 #include "rope.h"
@@ -288,6 +289,54 @@ PyObject *dequantize(PyObject *, PyObject *const *args, Py_ssize_t count) {
   }));
 }
 
+// Reads (dtype, address, a step for each of N dimensions), or None.
+template <int N> View read_view(Arguments &in) {
+  View v;
+  v.given = in.left && *in.at != Py_None;
+  if (!v.given) return in.next(), v;
+  int64_t numbers[2 + N] = {};
+  in.tuple(numbers);
+  v.dtype = numbers[0], v.at = (void *)(intptr_t)numbers[1];
+  std::copy(numbers + 2, numbers + 2 + N, v.step);
+  return v;
+}
+
+PyObject *state_update(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  StateUpdate a;
+  a.state = read_view<4>(in), a.x = read_view<3>(in), a.dt = read_view<3>(in), a.A = read_view<3>(in);
+  a.B = read_view<3>(in), a.C = read_view<3>(in), a.D = read_view<2>(in), a.z = read_view<3>(in);
+  a.dt_bias = read_view<2>(in), a.out = read_view<3>(in), a.to = read_view<4>(in);
+  a.batch = in.whole(), a.heads = in.whole(), a.dim = in.whole(), a.size = in.whole(), a.groups = in.whole();
+  a.softplus = in.whole(), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  bool worth_it = a.batch * a.heads * a.dim * a.size > 16384;
+  return none_or_memory_error(without_gil(worth_it, [&] { return run_state_update(a); }));
+}
+
+PyObject *delta_rule(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  DeltaRule a;
+  a.q = read_view<4>(in), a.k = read_view<4>(in), a.v = read_view<4>(in), a.g = read_view<3>(in);
+  a.beta = read_view<3>(in), a.state = read_view<4>(in), a.out = read_view<4>(in), a.to = read_view<4>(in);
+  a.batch = in.whole(), a.heads = in.whole(), a.value_heads = in.whole(), a.dim = in.whole(), a.value_dim = in.whole();
+  a.scale = float(in.real()), a.normalize = in.whole(), a.eps = float(in.real()), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  bool worth_it = a.batch * a.value_heads * a.dim * a.value_dim > 16384;
+  return none_or_memory_error(without_gil(worth_it, [&] { return run_delta_rule(a); }));
+}
+
+PyObject *convolution(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Arguments in{args, count};
+  Convolution a;
+  a.x = read_view<3>(in), a.weight = read_view<2>(in), a.bias = read_view<1>(in);
+  a.state = read_view<3>(in), a.out = read_view<3>(in), a.to = read_view<3>(in);
+  a.batch = in.whole(), a.channels = in.whole(), a.width = in.whole(), a.length = in.whole();
+  a.silu = in.whole(), a.threads = int(in.whole());
+  if (!in.ok) return nullptr;
+  return none_or_memory_error(without_gil(a.batch * a.channels > 8192, [&] { return run_convolution(a); }));
+}
+
 // Whether OpenMP is to share out the work in place of the pool; returns whether it does.
 PyObject *use_openmp(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Arguments in{args, count};
@@ -314,6 +363,9 @@ PyMethodDef methods[] = {
     {"cross_entropy", (PyCFunction)(void (*)(void))cross_entropy, METH_FASTCALL, nullptr},
     {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, nullptr},
     {"dequantize", (PyCFunction)(void (*)(void))dequantize, METH_FASTCALL, nullptr},
+    {"state_update", (PyCFunction)(void (*)(void))state_update, METH_FASTCALL, nullptr},
+    {"delta_rule", (PyCFunction)(void (*)(void))delta_rule, METH_FASTCALL, nullptr},
+    {"convolution", (PyCFunction)(void (*)(void))convolution, METH_FASTCALL, nullptr},
     {"rope", (PyCFunction)(void (*)(void))rope, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "layerzero_cpu_kernels", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -35,6 +35,11 @@ struct fp16 { uint16_t bits; };
 
 #define INLINE __attribute__((always_inline))
 
+// Calls work(a value of that dtype), numbered as DTYPES in declaration.py.
+template <class F> bool for_dtype(int64_t dtype, F work) {
+  return dtype == 2 ? work(fp16{}) : dtype == 1 ? work(bf16{}) : work(0.0f);
+}
+
 // Calls f(0), ..., f(N - 1), unrolled, so that arrays of vectors stay in registers.
 template <class F, int... I> INLINE inline void each(F f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);

@@ -219,6 +219,8 @@ def _patch_modules(
                 rows[ModuleRow(where, recipe.kind, recipe.op, 0)] += 1
         if recipe is not None and recipe.kind == "mlp":
             inside |= {id(m) for m in module.modules()}
+        if recipe is not None and "causal_conv1d" in recipe.op:      # it reads the child's weight
+            inside |= {id(m) for m in module.children() if isinstance(m, nn.Conv1d)}
         if "parametrizations" in module._modules:
             inside |= {id(m) for m in module.parametrizations.modules()}  # type: ignore[union-attr]
 

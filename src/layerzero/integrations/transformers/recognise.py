@@ -198,7 +198,8 @@ class Recogniser:
         names = tuple(name for name in called if agrees(name, scope[name]))
         if not names:
             return f"its {' and '.join(called)} computes something else than lz, or not on the CPU"
-        return Recipe("linear_attention", FUNCTIONS[names[0]][0], names)
+        ops = dict.fromkeys(FUNCTIONS[name][0] for name in names)
+        return Recipe("linear_attention", ", ".join(ops), names)
 
 
 # what stays the module's own forward, but for functions that it calls

@@ -24,13 +24,17 @@ class ModuleRow:
     path: str
     # one of lz.patch's kinds, or the class of what was left
     kind: str
-    op: str                                    # "" for what was left
+    op: str                                    # several: with commas; "" for what was left
     count: int
     why: str = ""                              # why it was left, or that it was patched before
 
     @property
     def patched(self) -> bool:
         return bool(self.op)
+
+    @property
+    def computed_by(self) -> str:
+        return ", ".join(f"lz.{op}" for op in self.op.split(", ")) if self.op else "left"
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,12 @@ class PatchReport(Displayed):
 
     def _cells(self) -> Cells:
         return ("module", "kind", "by", "count", "why"), [
-            (row.path, row.kind, f"lz.{row.op}" if row.op else "left", row.count, row.why)
+            (row.path, row.kind, row.computed_by, row.count, row.why)
             for row in self.rows]
 
     def __str__(self) -> str:
         served = ", ".join(f"{n} {kind}" for kind, n in self.counts().items()) or "nothing"
-        cells = [(row.path, row.kind, f"lz.{row.op}" if row.op else "left", str(row.count), row.why)
+        cells = [(row.path, row.kind, row.computed_by, str(row.count), row.why)
                  for row in self.rows]
         return "\n".join([f"{self.model}: {served}; {self.changed} modules changed",
                           *aligned(("module", "kind", "by", "count", "why"), cells), *self.notes])

@@ -8,12 +8,10 @@ As in test_interrupts.py; here SWEEP=N takes N points of each, SWEEP=all all.
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,26 +19,26 @@ from helpers import rows
 from test_interrupts import Interrupt, in_another_thread, take_every_lock
 
 import layerzero as lz
-from layerzero.files import sealed
 from layerzero.files.calls import read_calls
 from layerzero.machine.isolation import pool as pools
+from layerzero.machine.isolation.process import Limits
 from layerzero.operate import recording
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.world import snapshot as worlds
 
-SWEEP = os.environ.get("SWEEP", "8")
+SWEEP, POINTS = os.environ.get("SWEEP", ""), 5
 PACKAGE = f"{Path(lz.__file__).parent}{os.sep}"
 
 
 def sweep(act: Callable[[], Any], check: Callable[[str], None],
-          rooms: tuple[str, ...] = ("",)) -> None:
+          rooms: tuple[str, ...] = ("",), points: int = POINTS) -> None:
     """Interrupts `act` at points spread over its instructions in those rooms, and checks after
     each that all is well."""
     paths = tuple(f"{PACKAGE}{room}" for room in rooms)
     act()
     with Interrupt(0, paths) as counter:
         act()
-    points = counter.seen if SWEEP == "all" else int(SWEEP)
+    points = counter.seen if SWEEP == "all" else int(SWEEP or points)
     # golden steps: no two points at the same place in a loop, and the ends of blocks as well
     raised, problems = 0, []
     for i in range(points):
@@ -81,54 +79,58 @@ def test_a_recording(tmp_path, world):
     sweep(act, check)
 
 
-@pytest.fixture
-def workers(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "unit" / "machine"))
-    import misbehaving_kernels as bad
-    before = worlds.current().policy
-    lz.register(bad.KERNELS[0])
-    lz.configure(isolation="misbehaving.*=worker", isolation_memory=64 << 20,
-                 isolation_timeout=20.0)
-    yield lambda x: lz.rms_norm(x, backend="worker.misbehaving.rms_norm")
-    worlds.publish(lambda w: w.replace(policy=before), "end of the tests")
-    lz.unregister("misbehaving")
+class Lent:
+    """Stands in for a worker process, which takes seconds to start: what is swept is the pool."""
+
+    living: ClassVar[set[Lent]] = set()
+
+    def __init__(self, *_: object) -> None:
+        self.alive = True
+        Lent.living.add(self)
+
+    def call(self, kernel: str, values: Any, in_place: Any, seconds: float) -> Any:
+        assert self.alive
+        return values
+
+    def load(self, declared: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def kill(self) -> None:
+        self.alive = False
+        Lent.living.discard(self)
+
+    stop = kill
 
 
-def test_a_call_of_a_worker(workers):
-    x = torch.randn(512, 64)
-    wanted = torch.rms_norm(x, (64,), None, 1e-6)
+def test_a_worker_is_given_back_or_replaced(monkeypatch):
+    monkeypatch.setattr(pools, "Worker", Lent)
+    monkeypatch.setattr(pools, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pools, "FIRST_DELAY", 0.0)
+    limits = Limits(5.0, 1 << 20)
+    pool = pools.Pool("lent", "", lambda: limits, lambda: 1)
+
+    def act():
+        pool.wait()
+        pool.call("k", (1,), ())
 
     def check(where):
-        until = time.monotonic() + 30
-        while True:                            # a worker that died comes back by itself
-            try:
-                out = in_another_thread(lambda: workers(x), where)
-                break
-            except AssertionError as e:
-                assert "starting" in str(e.__cause__).lower() and time.monotonic() < until, (
-                    where, e.__cause__)
-                time.sleep(0.02)
-        assert torch.equal(out, wanted), where
-        pool = next(p for p in pools.pools() if p.name == "misbehaving")
-        assert len(pool.workers) == 1 and pool.starting == 0, where
-        living = {w.process.pid for w in pool.workers}
-        assert children() <= living, f"{where}: a process stays behind"
+        pool.wait()
+        assert in_another_thread(lambda: pool.call("k", (2,), ()), where) == (2,)
+        deadline = time.monotonic() + 10
+        while pool.starting and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(pool.workers) == 1 and set(pool.workers) == Lent.living, where
+        assert not pool.holders and pool.idle.qsize() == 1, where
 
-    sweep(lambda: workers(x), check, ("machine",))
+    sweep(act, check, ("machine/isolation",), points=60)
 
+    def start():
+        nonlocal pool
+        Lent.living.clear()
+        pool = pools.Pool("lent", "", lambda: limits, lambda: 1)
+        pool.wait()
 
-def children() -> set[int]:
-    """Processes of this one that run a worker."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
-                command = Path("/proc", child, "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"layerzero.operate.worker" in command:
-                found.add(int(child))
-    return found
+    sweep(start, check, ("machine/isolation",), points=60)
 
 
 def test_packed_weights(tmp_path, monkeypatch):
@@ -233,6 +235,3 @@ def test_a_gguf_file(tmp_path, monkeypatch):
         assert sum(str(path) in name for name in opened) <= 1, where
 
     sweep(lambda: lz.load_gguf(path), check, ("integrations", "models", "backends", "files"))
-
-
-_ = sys, threading, sealed

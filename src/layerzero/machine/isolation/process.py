@@ -147,6 +147,9 @@ class Worker:
         except OSError as e:
             self.close()
             raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
+        except BaseException:                  # an interrupt: without the lifeline it ends itself
+            self.kill()
+            raise
         finally:
             for fd in (theirs, answers, alive):
                 os.close(fd)

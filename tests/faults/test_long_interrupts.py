@@ -2,7 +2,7 @@
 weights and the loop of generate(). What comes next is right, and nothing stays behind: no lock, no
 process, no draft of a file.
 
-As in test_interrupts.py; here SWEEP=N takes N points of each, SWEEP=all all.
+As in test_interrupts.py; SWEEP=N takes N points of each, SWEEP=all every one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ def sweep(act: Callable[[], Any], check: Callable[[str], None],
     with Interrupt(0, paths) as counter:
         act()
     points = counter.seen if SWEEP == "all" else int(SWEEP or points)
-    # golden steps: no two points at the same place in a loop, and the ends of blocks as well
-    raised, problems = 0, []
+    raised = 0
     for i in range(points):
+        # golden steps: no two points at the same place in a loop
         at = 1 + (i if SWEEP == "all" else int(i * 0.6180339887 % 1.0 * counter.seen))
         interrupt = Interrupt(at, paths)
         try:
@@ -49,15 +50,8 @@ def sweep(act: Callable[[], Any], check: Callable[[str], None],
                 act()
         except KeyboardInterrupt:
             raised += 1
-        try:
-            in_another_thread(take_every_lock, interrupt.where)
-            check(interrupt.where)
-        except AssertionError as e:
-            if not os.environ.get("COLLECT"):
-                raise
-            problems.append(f"{interrupt.where}: {e!r:.300}")
-    print(points, "points", raised, "raised of", counter.seen)
-    assert not problems, "\n".join(problems)
+        in_another_thread(take_every_lock, interrupt.where)
+        check(interrupt.where)
     assert raised >= points // 2
 
 
@@ -82,7 +76,7 @@ def test_a_recording(tmp_path, world):
 class Lent:
     """Stands in for a worker process, which takes seconds to start: what is swept is the pool."""
 
-    living: ClassVar[set[Lent]] = set()
+    living: ClassVar[WeakSet[Lent]] = WeakSet()        # one that is dropped ends by itself
 
     def __init__(self, *_: object) -> None:
         self.alive = True
@@ -119,15 +113,15 @@ def test_a_worker_is_given_back_or_replaced(monkeypatch):
         deadline = time.monotonic() + 10
         while pool.starting and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert len(pool.workers) == 1 and set(pool.workers) == Lent.living, where
+        assert len(pool.workers) == 1 and set(pool.workers) == set(Lent.living), where
         assert not pool.holders and pool.idle.qsize() == 1, where
 
     sweep(act, check, ("machine/isolation",), points=60)
 
     def start():
         nonlocal pool
-        Lent.living.clear()
         pool = pools.Pool("lent", "", lambda: limits, lambda: 1)
+        Lent.living.clear()
         pool.wait()
 
     sweep(start, check, ("machine/isolation",), points=60)
@@ -165,8 +159,8 @@ def test_packed_weights(tmp_path, monkeypatch):
 def test_ranks_that_agree():
     from torch.distributed import HashStore
 
+    from layerzero.integrations.distributed import agreement
     from layerzero.integrations.distributed import lifecycle as distributed
-    from layerzero.integrations.distributed import agreement, lifecycle
     from layerzero.integrations.distributed.exchange import StoreGroup
     from layerzero.spec.call import Call
     x = rows()
@@ -182,7 +176,7 @@ def test_ranks_that_agree():
         distributed.shutdown()
         assert agreement.layers_of(worlds.current())[0] == [], where
         act()
-        assert not lifecycle._sessions, where
+        assert not distributed._sessions, where
         lz.rms_norm(x)
         assert agreement.layers_of(worlds.current())[0] == [], where
 
@@ -222,11 +216,6 @@ def test_a_gguf_file(tmp_path, monkeypatch):
     import test_gguf_models as models
     path = tmp_path / "model.gguf"
     models.write(path, "llama", models.build("llama"), "Q8_0")
-    ids = torch.tensor([[1, 2, 3]])
-
-    def logits():
-        model = lz.load_gguf(path)
-        return model(ids) if callable(model) else model
 
     def check(where):
         lz.load_gguf(path)

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..spec.errors import CacheCorruptionError, DataError
+from ..spec.errors import CacheCorruptionError, ConfigError, DataError
 from ..spec.names import names_kernel
 from .exchange import export_lines, read_lines
-from .record import EAGER, Measurement, PerfView, Rates, environment_id
+from .record import EAGER, Measurement, PerfView, Rates, checked_rates, environment_id
 
 COLUMNS = Measurement._fields
 KEY = ("kernel", "bucket", "place", "mode", "build")
@@ -124,7 +124,11 @@ class Store(ABC):
 
     def put_rates(self, rates: Mapping[str, Rates], at: float | None = None) -> None:
         measured_at = time.time() if at is None else at
-        self.write((), {}, {place: (r, measured_at) for place, r in rates.items()})
+        if isinstance(measured_at, bool) or not isinstance(measured_at, (int, float)) or not (
+                0 < measured_at < 1e300):
+            raise ConfigError(f"rates: wanted the time in seconds since 1970, got {at!r:.80}")
+        self.write((), {}, {place: (r, float(measured_at))
+                            for place, r in checked_rates(rates).items()})
 
     def rates(self) -> dict[str, Rates]:
         return {place: rates for place, (rates, _) in self.timed_rates().items()}

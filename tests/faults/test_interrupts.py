@@ -42,8 +42,8 @@ class Interrupt:
     """Raises KeyboardInterrupt at the Nth instruction of this thread in those rooms; with N = 0 it
     only counts."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.seen, self.where = at, 0, ""
+    def __init__(self, at: int, rooms: tuple[str, ...] = ROOMS) -> None:
+        self.at, self.rooms, self.seen, self.where = at, rooms, 0, ""
 
     def __enter__(self) -> Interrupt:
         sys._getframe().f_trace_opcodes = True # else Python 3.12 traces none the first time
@@ -54,7 +54,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(ROOMS) or frame.f_code.co_name == "__del__":
+        if not frame.f_code.co_filename.startswith(self.rooms) or frame.f_code.co_name == "__del__":
             return None                        # what __del__ raises goes nowhere
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ..files.calls import Calls
+from ..files.reading import parse_json, read_bytes
 from ..machine.loading import installed_version
 from ..operate import inspection, readiness
 from ..operate.readiness import Readiness
@@ -93,33 +94,49 @@ def write_bundle(path: str | os.PathLike[str], *, calls: Calls = (), device: str
 
 def read_bundle(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the files of a bundle by name, each checked against the manifest."""
-    files: Files = {}
-    room = MAX_BYTES
+    wanted = "a bundle, as lz bundle writes it"
+    packed = read_bytes(path, wanted, size=MAX_BYTES)
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                content = archive.extractfile(member)
-                if content is None or "/" in member.name:
-                    raise DataError(f"{path}: {member.name!r} is no plain file of a bundle")
-                room -= member.size
-                if room < 0:
-                    raise DataError(f"{path}: wanted a bundle of at most {MAX_BYTES >> 20} MiB "
-                                    "unpacked; it is larger")
-                files[member.name] = content.read()
-        listed = {name: str(row["sha256"])
-                  for name, row in json.loads(files["manifest.json"])["files"].items()}
+        gzipped = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        unpacked = gzipped.decompress(packed, MAX_BYTES + 1)
+        if not gzipped.eof and len(unpacked) <= MAX_BYTES:
+            raise ValueError("it ends in the middle")
+        if len(unpacked) > MAX_BYTES:
+            raise DataError(f"{path}: wanted a bundle of at most {MAX_BYTES >> 20} MiB "
+                            "unpacked; it is larger")
+        files = _members(unpacked, path)
+        listed = {name: str(row["sha256"]) for name, row in
+                  parse_json(files["manifest.json"], f"{path}: manifest.json",
+                             wanted)["files"].items()}
     except DataError:
         raise
-    except (OSError, EOFError, tarfile.TarError, zlib.error, KeyError, ValueError, TypeError,
-            AttributeError, RecursionError) as e:
-        raise DataError(
-            f"{path}: wanted a bundle, as lz bundle writes it; {type(e).__name__}: {e}") from e
+    except (tarfile.TarError, zlib.error, KeyError, ValueError, TypeError, AttributeError) as e:
+        raise DataError(f"{path}: wanted {wanted}; {type(e).__name__}: {e}") from e
     for name in {*listed, *files} - {"manifest.json"}:
         digest = hashlib.sha256(files[name]).hexdigest() if name in files else "absent"
         expected = listed.get(name, "nothing")
         if digest != expected:
             raise DataError(
                 f"{path}: {name}: the manifest says {expected[:16]}, this is {digest[:16]}")
+    return files
+
+
+def _members(content: bytes, path: str | os.PathLike[str]) -> Files:
+    """Return the plain files of a tar. Headers that tarfile follows to others (long names, links,
+    sparse files, PAX records of any length) are not of a bundle."""
+    files, at = Files(), 0
+    while (header := content[at:at + tarfile.BLOCKSIZE]).strip(b"\0"):
+        member = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+        at += tarfile.BLOCKSIZE
+        if (member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.name in files
+                or "/" in member.name or member.name in ("", ".", "..")):
+            raise DataError(f"{path}: {member.name!r:.120} is no plain file of a bundle, or comes "
+                            "twice")
+        if not 0 <= member.size <= len(content) - at:
+            raise DataError(f"{path}: {member.name!r:.120} says that it has {member.size} bytes; "
+                            f"{len(content) - at} are left")
+        files[member.name] = content[at:at + member.size]
+        at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     return files
 
 

@@ -284,23 +284,35 @@ _unsubscribe: Callable[[], None] | None = None         # set while something obs
 def start(observer: Observer) -> None:
     """Notify the observer of every call from now on."""
     global _observers, _unsubscribe
-    with _observers_lock:
-        first, _observers = not _observers, (*_observers, observer)
-        if first:
-            _unsubscribe = events.subscribe(_note_fallback, reasons=False)
-            _between_worlds(lambda: _switch(RecordingDispatcher))
+    try:
+        with _observers_lock:
+            first, _observers = not _observers, (*_observers, observer)
+            if first:
+                _unsubscribe = events.subscribe(_note_fallback, reasons=False)
+                _between_worlds(lambda: _switch(RecordingDispatcher))
+    except BaseException:                      # re-raised: an interrupt leaves nothing recording
+        _remove(observer)
+        raise
 
 
 def stop(observer: Observer) -> None:
     """Stop notifying the observer, and flush it."""
+    try:
+        _remove(observer)
+    except BaseException:                      # re-raised: an interrupt does not keep it going
+        _remove(observer)
+        raise
+    observer.flush()
+
+
+def _remove(observer: Observer) -> None:
     global _observers, _unsubscribe
     with _observers_lock:
         _observers = tuple(r for r in _observers if r is not observer)
         if not _observers and _unsubscribe is not None:
+            _between_worlds(lambda: _switch(_PLAIN))
             _unsubscribe()
             _unsubscribe = None
-            _between_worlds(lambda: _switch(_PLAIN))
-    observer.flush()
 
 
 def _between_worlds(do: Callable[[], None]) -> None:
@@ -319,14 +331,14 @@ def recording(path: str | os.PathLike[str] | None = None) -> Iterator[Recorder]:
     file = None if path is None else Path(path)
     if file is not None:                       # fail now if it cannot be written
         try:
-            file.write_text("")
+            replace_output(file, "")
         except OSError as e:
             raise ConfigError(
                 f"lz.recording: {file} cannot be written: {e.strerror}; give a path that "
                 "can") from e
     recorder = Recorder(file)
-    start(recorder)
     try:
+        start(recorder)
         yield recorder
     finally:
         stop(recorder)

@@ -78,9 +78,9 @@ def _create(path: Path) -> None:
     """Creates an empty file if there is none: no link is followed, another process's file stays."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
-        path.parent.mkdir(0o755, parents=True, exist_ok=True)  # compiled code may be kept beside it
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)  # compiled code may be kept beside it
         try:
-            os.close(os.open(path, flags, 0o644))
+            os.close(os.open(path, flags, 0o600))
         except FileExistsError:                # another process was quicker
             return
     except (OSError, ValueError) as e:

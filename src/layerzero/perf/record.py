@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..spec.codec import decode
 from ..spec.device import Device
-from ..spec.errors import DataError
+from ..spec.errors import ConfigError, DataError
 from ..spec.grid import bucket_label
 from ..spec.op import Op
 from ..spec.rules import Rule
@@ -138,6 +138,19 @@ class Rates(NamedTuple):
 
     def roofline_us(self, flops: float, moved: float) -> float:
         return max(flops / self.flops_per_us, moved / self.bytes_per_us, 1e-3)
+
+
+def checked_rates(rates: Mapping[str, Rates]) -> dict[str, Rates]:
+    """Returns rates by place with every number a float; raises ConfigError for impossible ones."""
+    checked: dict[str, Rates] = {}
+    for place, pair in rates.items():
+        if not is_text(place) or not place or not isinstance(pair, tuple) or len(pair) != 2 or any(
+                isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 < n < 1e300
+                for n in pair):
+            raise ConfigError(f"rates of {place!r:.80}: wanted Rates(flops_per_us, bytes_per_us), "
+                              f"two numbers > 0 and < 1e300, got {pair!r:.120}")
+        checked[place] = Rates(*map(float, pair))
+    return checked
 
 
 class Kind(NamedTuple):

@@ -408,7 +408,13 @@ def real_path(path: Path) -> Path:
     """Returns the path that SQLite uses for the file and its side files. A dangling link stays, and
     is refused later."""
     try:
+        if path.is_symlink() and hasattr(os, "geteuid") and (
+                owner := path.lstat().st_uid) not in (0, os.geteuid()):
+            raise StoreError(f"{path} is a link of user {owner}; nothing is read or written where "
+                             "it leads: remove it, or set perfdb to another file")
         return path.resolve(strict=True)
+    except StoreError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         return path.absolute()
     except (OSError, RuntimeError, ValueError) as e:  # a link in a circle, a name no system takes

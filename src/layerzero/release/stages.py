@@ -50,6 +50,10 @@ class GateOptions:
     def baselines(self) -> Path:
         return self.root / "benchmarks" / "baselines"
 
+    @property
+    def baseline_file(self) -> Path:
+        return self.baseline or self.baselines / f"{self.target}.json"
+
 
 @dataclass(frozen=True)
 class GateStage:
@@ -148,9 +152,9 @@ def _few_cases(kernels: Sequence[Kernel], options: GateOptions, compiling: int) 
 # The others.
 
 def _performance(options: GateOptions) -> Iterator[Checked]:
-    path = options.baseline or options.baselines / f"{options.target}.json"
     seconds = performance.QUICK_SECONDS if options.lane == "quick" else performance.SECONDS
-    yield from performance.compare(path, options.target, options.device, seconds, say=options.say)
+    yield from performance.compare(options.baseline_file, options.target, options.device, seconds,
+                                   say=options.say)
 
 
 def _schema(options: GateOptions) -> Iterator[Checked]:

@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 
-from ..machine import hardware
+from ..machine import hardware, locks
 from ..machine.builds import build_of
 from ..machine.state import machine_id, state_of
 from ..perf.batch import Batch
 from ..perf.interface import CorruptStore, Store, StoreError
-from ..perf.record import Measurement, PerfView, Rates, environment_id, place_of
+from ..perf.record import (
+    Measurement,
+    PerfView,
+    Rates,
+    checked_rates,
+    environment_id,
+    place_of,
+)
 from ..selection.policy import Policy
 from ..spec.device import Device
 from ..spec.errors import ConfigError
@@ -51,7 +58,7 @@ from .snapshot import World
 STATE_SECONDS = 10.0                           # how long a reading of the machine's state is reused
 
 _environments: dict[str, tuple[float, Catalog, dict[str, Any]]] = {}
-_saving = threading.Lock()                     # held by the thread that writes what is unsaved
+_saving = locks.Lock()                         # held by the thread that writes what is unsaved
 _retry: threading.Timer | None = None
 
 
@@ -98,7 +105,7 @@ def record(measurements: Iterable[Measurement], rates: Mapping[str, Rates] | Non
     world, now = worlds.current(), state.now()
     environments: dict[str, dict[str, Any]] = {}
     rows = [_complete_row(m, world, now, environments).checked() for m in measurements]
-    rates = dict(rates or {})
+    rates = checked_rates(rates or {})
     if not rows and not rates:
         return
     timed = {place: (r, now) for place, r in rates.items()}
@@ -111,7 +118,7 @@ def store_rows(rows: Iterable[Measurement], environments: Mapping[str, Mapping[s
                rates: Mapping[str, Rates]) -> None:
     """Stores what other machines measured, complete as they sent it; selection here does not change
     before `reload_measurements`."""
-    timed = {place: (r, state.now()) for place, r in rates.items()}
+    timed = {place: (r, state.now()) for place, r in checked_rates(rates).items()}
     for event in _store_rows(worlds.current().policy, [m.checked() for m in rows], environments,
                              timed):
         events.emit(event)
@@ -290,9 +297,8 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    global _saving, _retry
-    # a thread that did not survive the fork may have held it
-    _saving, _retry = threading.Lock(), None
+    global _retry
+    _retry = None                              # its thread did not survive the fork
 
 
 atexit.register(_at_exit)

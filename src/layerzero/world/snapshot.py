@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..files.paths import cache_dir
 from ..machine import hardware, loading, locks, memory
 from ..perf.record import PerfView, place_of
 from ..selection.engine import Roster, SelectionContext, Shipped, make_roster, select
@@ -141,9 +140,7 @@ class World:
         """Returns why kernels failed when they were verified on this machine."""
         failed = self.memo.get(("failed", kind))
         if failed is None:
-            failed = {}
-            if (cache_dir() / "certificates").is_dir():
-                failed = certificates.failures(self.catalog.kernels, self.device(kind))
+            failed = certificates.failures(self.catalog.kernels, self.device(kind))
             self.memo["failed", kind] = failed
         return failed  # type: ignore[no-any-return]
 

@@ -135,3 +135,7 @@ def test_packed_weights_are_shared_by_a_sealed_file(tmp_path, monkeypatch):
     (tmp_path / "packed").chmod(0o777)         # where others may write nothing is read or written
     assert torch.equal(ggml.packed_file(case("q4_k", 2, 16, 256)[1], "q4_k"),
                        ggml.pack_weight(case("q4_k", 2, 16, 256)[1], "q4_k"))
+    (tmp_path / "file").touch()                # no folder can be made below it
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="packed weights cannot be kept in"):
+        assert torch.equal(ggml.packed_file(weight, "q4_k"), want)

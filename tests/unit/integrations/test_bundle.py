@@ -119,7 +119,7 @@ def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
 def test_what_was_changed_is_found(tmp_path):
     out = tmp_path / "b.tar.gz"
     lz.write_bundle(out, device="cpu")
-    with tarfile.open(tmp_path / "forged.tar.gz", "w:gz") as forged:
+    with tarfile.open(tmp_path / "forged.tar.gz", "w:gz", format=tarfile.USTAR_FORMAT) as forged:
         for name, content in read_bundle(out).items():
             path = tmp_path / name
             path.write_bytes(content.replace(b'"ready": true', b'"ready": false'))
@@ -158,6 +158,37 @@ def test_an_archive_that_would_fill_the_memory(tmp_path, monkeypatch):
         archive.addfile(info, io.BytesIO(bytes(info.size)))
     assert path.stat().st_size < 10_000
     with pytest.raises(lz.errors.DataError, match="at most 1 MiB unpacked; it is larger"):
+        read_bundle(path)
+
+
+def member(name: bytes = b"manifest.json", size: int | bytes = 2, kind: bytes = b"0",
+           link: bytes = b"", content: bytes = b"{}") -> bytes:
+    """A header as a hostile writer makes it, with a valid checksum, and its content."""
+    field = size if isinstance(size, bytes) else b"%011o\0" % size
+    head = bytearray(name.ljust(100, b"\0") + b"0000600\0" * 3 + field + b"0" * 11 + b"\0"
+                     + b" " * 8 + kind + link.ljust(100, b"\0") + b"ustar\x0000").ljust(512, b"\0")
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + content.ljust(-(-len(content) // 512) * 512, b"\0")
+
+
+NEGATIVE = (-1024).to_bytes(12, "big", signed=True)
+
+
+@pytest.mark.parametrize("tar", [
+    member(b"../up"), member(b"/etc/passwd"), member(b".."), member(b""), member(b"a\xff"),
+    member(kind=b"2", link=b"/etc/passwd"), member(kind=b"1", link=b"manifest.json"),
+    member(kind=b"3"), member(kind=b"6"), member(kind=b"5"), member(kind=b"S"),
+    member(kind=b"x", size=1 << 33), member(kind=b"L", size=1 << 33), member(size=1 << 33),
+    member(size=NEGATIVE), member(kind=b"x", size=NEGATIVE), member() + member(), member()[:700],
+    b"\1" * 512, b""], ids=lambda tar: repr(tar[:20]))
+def test_a_hostile_archive(tmp_path, tar):
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(gzip.compress(tar + bytes(1024)))
+    with pytest.raises(lz.errors.DataError, match=r"b\.tar\.gz"):
+        read_bundle(path)
+    path.unlink()
+    os.mkfifo(path)                            # nobody waits for its writer
+    with pytest.raises(lz.errors.DataError, match="not a regular file"):
         read_bundle(path)
 
 

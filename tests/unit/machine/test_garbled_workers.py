@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import weakref
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def ends():
     worker.busy, worker.process, worker.last_segment = False, None, 0
     worker.control, handed = socket.socketpair()
     (theirs, ours), (back, answers) = os.pipe(), os.pipe()
-    alive, worker.lifeline = os.pipe()
+    alive, lifeline = os.pipe()
+    worker.close_lifeline = weakref.finalize(worker, os.close, lifeline)
     page = memoryview(worker.arena.map)[CONTROL:CONTROL + PAGE]
     worker.link = Link(back, ours, page, first=True)
     other = Link(theirs, answers, page, first=False)

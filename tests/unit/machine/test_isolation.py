@@ -203,8 +203,7 @@ def test_a_worker_that_ends_in_a_call_costs_it_a_detour(workers, happened):
     """The plan goes on, and the worker comes back. It ends here as it would with this process: the
     other end of its pipe is closed while a kernel is at work."""
     x, weight, worker = torch.randn(4, 8), wish(bad.SLEEP), workers.workers[0]
-    lifeline, worker.lifeline = worker.lifeline, os.open(os.devnull, os.O_RDONLY)
-    ending = threading.Timer(0.3, os.close, (lifeline,))
+    ending = threading.Timer(0.3, worker.close_lifeline)
     with lz.prefer(ISOLATED):
         lz.rms_norm(x)                                     # the choice is made
         ending.start()

@@ -20,6 +20,7 @@ from stored import measured
 
 import layerzero as lz
 from layerzero.perf.batch import Batch
+from layerzero.perf.interface import StoreError
 from layerzero.perf.record import Measurement, Rates
 from layerzero.perf.store import SqliteStore
 from layerzero.spec.event import StoreRecovered, StoreTrouble
@@ -378,3 +379,38 @@ def test_a_batch_keeps_the_better_of_two():
         batch
     ) == 2
     assert sorted(batch.environments) == ["a", "b"]
+
+
+@pytest.mark.parametrize("rates", [{"here": Rates("x", 1.0)}, {"here": Rates(None, 1.0)},
+                                   {"here": Rates(True, 1.0)}, {"here": Rates(float("nan"), 1.0)},
+                                   {"here": Rates(-1.0, 1.0)}, {"here": 3}, {"here": (1.0,)},
+                                   {"": Rates(1.0, 1.0)}, {3: Rates(1.0, 1.0)}], ids=str)
+def test_rates_that_are_none(rates):
+    with pytest.raises(lz.errors.ConfigError, match="wanted Rates"):
+        measurements.record([], rates)
+    assert not state.unsaved                   # it would keep all others from being written
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path):
+    mine, link = tmp_path / "mine", tmp_path / "perf.sqlite"
+    mine.touch()                               # an empty file may become a store
+    link.symlink_to(mine)
+    os.lchown(link, 12345, 12345)
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match="is a link of user 12345"):
+            SqliteStore(link, read_only=read_only)
+    assert mine.read_bytes() == b"" and sorted(tmp_path.iterdir()) == [mine, link]
+    os.lchown(link, 0, 0)
+    SqliteStore(link).close()
+    assert mine.stat().st_size and mine.stat().st_mode & 0o777 == 0o644
+
+
+def test_others_cannot_read_what_we_make(tmp_path):
+    previous = os.umask(0)
+    try:
+        SqliteStore(tmp_path / "new" / "perf.sqlite").close()
+    finally:
+        os.umask(previous)
+    for made in (tmp_path / "new", *(tmp_path / "new").iterdir()):
+        assert not made.stat().st_mode & 0o077, made

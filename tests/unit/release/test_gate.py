@@ -389,6 +389,14 @@ def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -
     return Waiver(what, "the new layout comes first", date(2026, 6, day), **more)
 
 
+def test_a_clock_that_was_set_back_revives_no_waiver(tmp_path: Path) -> None:
+    baseline_in(tmp_path)
+    path = asked(tmp_path).baseline_file
+    path.write_text(json.dumps({**json.loads(path.read_text()), "made": "2999-01-01"}))
+    old = Waiver("performance/*/mlp decode", "as long as it lasts", date(2998, 12, 31))
+    assert run_gate(asked(tmp_path), ("schema",), (old,))["waivers"][0]["state"] == "expired"
+
+
 def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     assert not judged(tmp_path, monkeypatch)["passed"]

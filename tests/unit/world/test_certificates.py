@@ -4,10 +4,12 @@ so.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,3 +142,27 @@ def test_the_contract_tells_ops_apart_and_is_stable():
     assert contract_of(RMS_NORM) == contract_of(RMS_NORM)
     looser = replace(RMS_NORM, tolerance=lz.Tolerance({"float32": (1.0, 1.0)}))
     assert contract_of(looser) != contract_of(RMS_NORM)
+
+
+def test_a_folder_that_cannot_be_read_costs_no_call(monkeypatch):
+    seen = []
+    stop = lz.subscribe(seen.append)
+
+    def failing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(certificates, "os", SimpleNamespace(listdir=failing))
+    try:
+        kernels = worlds.current().catalog.kernels
+        assert certificates.failures(kernels, HERE) == {}
+        assert not certificates.certified_ids(kernels, HERE)
+    finally:
+        stop()
+    assert any("Input/output error" in e.problem for e in seen if isinstance(e, CertificateRefused))
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(lz.errors.DataError, match="the certificate cannot be kept"):
+        certificates.write(certificate(torch_rms_norm()), HERE)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...files.paths import cache_dir
 from ...files.sealed import SealedFolder
 from ...ops.formulas.ggml import GGML_FORMATS
-from ...spec.errors import DataError
+from ...spec.errors import DataError, warn_caller
 from .._packing import PACKED
 from . import build
 from .declaration import DTYPES
@@ -75,12 +75,17 @@ def packed_file(weight_q: Tensor, format: str) -> Tensor:
     store, name = SealedFolder(cache_dir(), "packed"), f"{digest.hexdigest()}.bin"
     try:
         return _mapped(store, name)
-    except (FileNotFoundError, DataError):     # a damaged one is replaced
+    except (OSError, DataError):               # a damaged one is replaced
         packed = pack_weight(rows, format)
     try:
         store.write(packed.numpy().tobytes(), name)
         return _mapped(store, name)
-    except (OSError, DataError):               # a full disk, a folder that others can write
+    except (OSError, DataError) as e:          # a full disk, a folder that others can write
+        # one text for all weights: it is shown once
+        warn_caller(f"packed weights cannot be kept in {store.path()}: "
+                    f"{e.strerror if isinstance(e, OSError) else e}. They stay in the memory of "
+                    "this process alone; set LAYERZERO_CACHE_DIR to a folder that can be written",
+                    RuntimeWarning)
         return packed
 
 

@@ -252,20 +252,19 @@ def shutdown(name: str | None = None) -> None:
     """End the agreements in this process, or that of one name: tables and rules are taken away. No
     rank waits for another."""
     with _lock:
-        ended = [s for s in _sessions.values() if name is None or s.name == name]
-        if not ended:
-            return
-        for session in ended:
-            del _sessions[session.name]
-        orders = {session.order for session in _sessions.values()}
+        left = {k: s for k, s in _sessions.items() if name is not None and s.name != name}
+        orders = {session.order for session in left.values()}
 
         def change(world: World) -> World:
             layers, base = layers_of(world)
             remaining = [layer for layer in reversed(layers) if layer.order in orders]
             return world if len(remaining) == len(layers) else with_layers(world, remaining, base)
 
+        # also where there is no session: an interrupt may have ended init before there was one
         worlds.publish(change, "agreed:none")
-        _deny(_sessions.values())
+        _deny(left.values())
+        for ended in _sessions.keys() - left.keys():   # last: after an interrupt it is asked again
+            del _sessions[ended]
 
 
 def _current(function: str, name: str | None) -> list[Session]:

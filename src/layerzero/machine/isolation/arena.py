@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from bisect import insort
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import locks
 from .wire import SCRATCH, Spec, align
 
 PAGE = mmap.PAGESIZE
@@ -38,7 +38,7 @@ class Arena:
         self.map = mmap.mmap(self.fd, size)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.free: list[tuple[int, int]] = [(SCRATCH, size - SCRATCH)]     # offset, bytes; sorted
-        self.lock = threading.Lock()
+        self.lock = locks.Lock()
         # what a destructor gives back: it may run while this thread allocates
         self.returned: deque[tuple[int, int]] = deque()
         self.live: dict[int, tuple[int, weakref.ref[Any]]] = {}

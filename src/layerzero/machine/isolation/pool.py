@@ -1,6 +1,10 @@
 """The workers of one library: started once, lent to one call at a time, started again with a
 growing delay after each death.
 
+Ctrl-C may come between any two instructions, also between taking a worker and the block that gives
+it back. So the pool knows which frame has which worker, and which frame or thread starts one: what
+nobody runs any more is lost, and whoever waits for a worker replaces it.
+
 A worker starts in seconds, as a library does when it is imported, so a call never waits for one
 that died: it is told WorkerStarting, the next kernel of its plan serves, and a thread brings the
 worker back.
@@ -11,17 +15,31 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
+from .. import locks
 from ..faults import WorkerFault, WorkerLost, WorkerStarting, WorkerTimeout
 from ..loading import LoadFailed
 from .process import START_SECONDS, Limits, Worker
 
 FIRST_DELAY, MAX_DELAY = 0.05, 60.0            # seconds until a dead worker is started again
+POLL_SECONDS = 0.25                            # how often who waits looks for lost workers
+
+
+class Holder(NamedTuple):
+    """The frame of a thread that has a worker, or starts one."""
+
+    frame: FrameType
+    thread: int
+
+    def is_alive(self) -> bool:
+        return locks.is_running(self.frame, self.thread)
 
 
 class Pool:
@@ -31,31 +49,38 @@ class Pool:
                  size: Callable[[], int]) -> None:
         self.name, self.python, self.limits, self.size = name, python, limits, size
         self.kernels: dict[str, dict[str, Any]] = {}       # loaded again by every new worker
-        self.lock = threading.Lock()
+        self.lock = locks.Lock()
         self.reset()
 
     def reset(self) -> None:
         self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.workers: list[Worker] = []
-        self.starting = 0
+        self.holders: dict[Worker, Holder] = {}            # of those that are not idle
+        self.starters: list[Holder | threading.Thread] = []
         self.deaths, self.not_before, self.why = 0, 0.0, ""
         self.closed = False
+
+    @property
+    def starting(self) -> int:
+        """How many workers are being started."""
+        self.starters = [starter for starter in self.starters if starter.is_alive()]
+        return len(self.starters)
 
     def load(self, declared: dict[str, Any]) -> tuple[str, ...]:
         """Loads a kernel in every worker, after starting the first; returns its parameters."""
         worker = self._take(start=True)
+        self._hold(worker)
         try:
             accepted = worker.load(declared)
             with self.lock:
                 self.kernels[declared["id"]] = declared
         except LoadFailed:
+            self._put_back(worker)
             raise
-        except WorkerFault as e:
+        except BaseException as e:             # an interrupt too
             self._lost(worker, e)
             raise
-        finally:
-            if worker.alive:
-                self.idle.put(worker)
+        self._put_back(worker)
         return accepted
 
     def call(self, kernel: str, values: Sequence[Any], in_place: Sequence[int]) -> Any:
@@ -63,49 +88,73 @@ class Pool:
             worker = self.idle.get_nowait()
         except queue.Empty:
             worker = self._take(start=not self.workers and not self.deaths)
+        self._hold(worker)
         try:
             result = worker.call(kernel, values, in_place, self.limits().seconds)
-        except (WorkerLost, WorkerTimeout) as e:
-            self._lost(worker, e)
-            raise
-        except BaseException as e:             # answered, or an interrupt that killed it
-            if worker.alive:
-                self.idle.put(worker)
+        except BaseException as e:
+            # answered; an interrupt may have left half a message or a block of memory there
+            if isinstance(e, Exception) and worker.alive and not isinstance(
+                    e, (WorkerLost, WorkerTimeout)):
+                self._put_back(worker)
             else:
                 self._lost(worker, e)
             raise
-        self.idle.put(worker)
+        self._put_back(worker)
         self.deaths = 0
         return result
 
+    def _hold(self, worker: Worker) -> None:
+        self.holders[worker] = Holder(sys._getframe(1), threading.get_ident())
+
+    def _put_back(self, worker: Worker) -> None:
+        self.holders.pop(worker, None)
+        self.idle.put(worker)
+
     def _take(self, start: bool) -> Worker:
         """Returns a worker that is not busy, after starting one if there may be more."""
-        seconds = START_SECONDS if start else self.limits().seconds
-        try:
-            return self.idle.get_nowait()
-        except queue.Empty:
-            pass
-        with self.lock:
-            more = len(self.workers) + self.starting < self.size()
-            none = not self.workers
-            self.starting += more
-        if more and (start and none):
-            return self._start()
-        if more:
-            self._start_later()
-        if none and not start:
-            raise WorkerStarting(self.name, self.why, self.wait)
-        try:
-            return self.idle.get(timeout=seconds)
-        except queue.Empty:
-            raise WorkerTimeout(self.name, seconds) from None
+        end = time.monotonic() + (START_SECONDS if start else self.limits().seconds)
+        suspects: list[Worker] = []
+        while True:
+            try:
+                return self.idle.get_nowait()
+            except queue.Empty:
+                pass
+            with self.lock:
+                more = len(self.workers) + self.starting < self.size()
+                none = not self.workers
+                if more and start and none:
+                    self.starters.append(Holder(sys._getframe(), threading.get_ident()))
+                elif more:
+                    self._start_later()
+            if more and start and none:
+                return self._start()
+            if none and not start:
+                raise WorkerStarting(self.name, self.why, self.wait)
+            try:
+                return self.idle.get(timeout=min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
+            except queue.Empty:
+                if time.monotonic() >= end:
+                    raise WorkerTimeout(self.name,
+                                        START_SECONDS if start else self.limits().seconds) from None
+            suspects = self._drop_lost(suspects)
+
+    def _drop_lost(self, suspects: list[Worker]) -> list[Worker]:
+        """Replaces the suspects that still nobody has, and returns those that nobody has now: one
+        that was just taken or put back is none the next time."""
+        held = {w for w, holder in list(self.holders.items()) if holder.is_alive()}
+        lost = [w for w in list(self.workers) if w not in held] if self.idle.empty() else []
+        for worker in lost:
+            if worker in suspects:
+                self._lost(worker, WorkerLost(self.name, "its call was interrupted"))
+        return lost
 
     def wait(self) -> None:
         """Waits until a worker serves."""
-        self.idle.put(self._take(start=True))
+        self._put_back(self._take(start=True))
 
     def _start(self) -> Worker:
-        """Starts a worker that was counted in `starting`, and has it load what the others have."""
+        """Starts a worker, and has it load what the others have. The caller is among the starters.
+        """
         worker = None
         try:
             worker = Worker(self.name, self.python, self.limits())
@@ -119,20 +168,20 @@ class Pool:
         except BaseException as e:             # an interrupt too must leave no process behind
             self._note(str(e))
             if worker is not None:
-                worker.kill()
+                self._remove(worker)
             raise
-        finally:
-            with self.lock:
-                self.starting -= 1
 
     def _start_later(self) -> None:
+        """Starts a worker on another thread; the caller holds the lock."""
         def bring_back() -> None:
             time.sleep(max(self.not_before - time.monotonic(), 0.0))
             # a failure is noted; the next call tries again after the delay
             with suppress(WorkerFault, LoadFailed, MemoryError, OSError):
                 self.idle.put(self._start())
 
-        threading.Thread(target=bring_back, name="layerzero-worker", daemon=True).start()
+        thread = threading.Thread(target=bring_back, name="layerzero-worker", daemon=True)
+        thread.start()
+        self.starters.append(thread)
 
     def _note(self, why: str) -> None:
         self.deaths += 1
@@ -140,15 +189,18 @@ class Pool:
         self.not_before = time.monotonic() + min(FIRST_DELAY * 2 ** (self.deaths - 1), MAX_DELAY)
 
     def _lost(self, worker: Worker, why: BaseException) -> None:
+        self._note(str(why))
+        self._remove(worker)
+        with self.lock:
+            if not self.closed and len(self.workers) + self.starting < self.size():
+                self._start_later()
+
+    def _remove(self, worker: Worker) -> None:
+        worker.kill()                          # before it is forgotten
+        self.holders.pop(worker, None)
         with self.lock:
             if worker in self.workers:
                 self.workers.remove(worker)
-            self._note(str(why))
-            more = not self.closed and len(self.workers) + self.starting < self.size()
-            self.starting += more
-        worker.kill()
-        if more:
-            self._start_later()
 
     def close(self) -> None:
         with self.lock:
@@ -160,7 +212,7 @@ class Pool:
         """Runs in a forked child: it starts workers of its own."""
         for worker in self.workers:
             worker.abandon()
-        self.lock = threading.Lock()
+        self.lock = locks.Lock()
         self.reset()
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -132,7 +133,9 @@ class Worker:
         self.stages: dict[int, cuda.Stage] = {}                # by GPU
         theirs, ours = os.pipe()               # to the worker
         back, answers = os.pipe()              # from the worker
-        alive, self.lifeline = os.pipe()       # nothing is written: its end is the end of us
+        alive, lifeline = os.pipe()            # nothing is written: its end is the end of us
+        # also of a worker that an interrupt dropped before anybody knew it
+        self.close_lifeline = weakref.finalize(self, os.close, lifeline)
         self.control, handed = socket.socketpair()
         page = memoryview(self.arena.map)[CONTROL:CONTROL + PAGE]
         self.link = Link(back, ours, page, first=True)
@@ -147,6 +150,9 @@ class Worker:
         except OSError as e:
             self.close()
             raise WorkerLost(name, f"{python or sys.executable} could not be started: {e}") from e
+        except BaseException:                  # an interrupt: without the lifeline it ends itself
+            self.kill()
+            raise
         finally:
             for fd in (theirs, answers, alive):
                 os.close(fd)
@@ -423,9 +429,7 @@ class Worker:
         cuda.give_back(self.stages)
         self.link.close()
         self.control.close()
-        if self.lifeline >= 0:
-            os.close(self.lifeline)
-            self.lifeline = -1
+        self.close_lifeline()
         self.arena.close()
 
     def abandon(self) -> None:

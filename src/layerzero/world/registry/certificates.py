@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,10 +140,26 @@ def write_failure(failure: FailedCertification, device: Device) -> Path:
 
 def _write(name: str, body: Mapping[str, Any], device: Device) -> Path:
     store = _store()
-    path = trusted_folder(store.root, store.name, device.signature) / name
-    text = json.dumps({"certificate": body, "seal": _seal(body, store.key(create=True))}, indent=1)
-    replace_file(path, text.encode())
+    try:
+        path = trusted_folder(store.root, store.name, device.signature) / name
+        seal = _seal(body, store.key(create=True))
+        replace_file(path, json.dumps({"certificate": body, "seal": seal}, indent=1).encode())
+    except OSError as e:
+        raise DataError(f"{folder(device) / name}: the certificate cannot be kept: {e.strerror}; "
+                        "set LAYERZERO_CACHE_DIR to a folder that can be written") from e
     return path
+
+
+def _file_names(device: Device) -> frozenset[str]:
+    """Returns the names of the certificates of a device. A folder that cannot be read, which a
+    call must survive, holds none, and an event says so."""
+    try:
+        return frozenset(os.listdir(folder(device)))
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    except OSError as e:
+        events.emit(CertificateRefused(problem=f"{folder(device)} cannot be read: {e.strerror}"))
+        return frozenset()
 
 
 def read(path: Path) -> Certificate:
@@ -174,7 +191,7 @@ def _sealed_body(path: Path) -> Mapping[str, Any]:
 def failures(kernels: Iterable[Kernel], device: Device) -> dict[str, Reason]:
     """Returns why kernels failed verification here, as they are now. A file that is not trusted
     keeps nobody out, and says so."""
-    names = {path.name for path in folder(device).glob(f"*{FAILED}")}
+    names = _file_names(device)
     failed = {}
     for kernel in kernels if names else ():
         if kernel.backend == "reference" or f"{kernel.id}{FAILED}" not in names:
@@ -193,10 +210,10 @@ def failures(kernels: Iterable[Kernel], device: Device) -> dict[str, Reason]:
 
 def statuses(kernels: Iterable[Kernel], device: Device) -> dict[str, Certificate | Reason]:
     """Returns for each kernel its certificate, or why it has no valid one here."""
-    certificates, status = folder(device), {}  # type: Path, dict[str, Certificate | Reason]
+    names, status = _file_names(device), {}  # type: frozenset[str], dict[str, Certificate | Reason]
     for kernel in kernels:
-        path = certificates / f"{kernel.id}.json"
-        if not path.exists():
+        path = folder(device) / f"{kernel.id}.json"
+        if path.name not in names:
             status[kernel.id] = Reason(Code.UNCERTIFIED)
             continue
         try:
@@ -228,8 +245,8 @@ def record_capture(kernel: Kernel, problem: str) -> None:
 def capture_verdicts(kernels: Iterable[Kernel], device: Device) -> dict[str, bool]:
     """Returns whether each kernel that was captured here is safe in a CUDA graph."""
     by_id = {kernel.id: kernel for kernel in kernels}
-    certificates = folder(device)
-    certified = [k for k in by_id.values() if (certificates / f"{k.id}.json").exists()]
+    names = _file_names(device)
+    certified = [k for k in by_id.values() if f"{k.id}.json" in names]
     verdicts = {k: c.graph_safe for k, c in statuses(certified, device).items()
                 if isinstance(c, Certificate) and c.graph_safe is not None}
     return verdicts | {k: not problem for k, (kernel, problem) in _captures.copy().items()

@@ -421,8 +421,11 @@ class _Loop:
             self._set_cache_length(self.length + steps)
             self.fixed.length = -1
             self.step.served["captured"] += steps
-        elif self.issued > self.accepted > 0:
-            self.cache.crop(self.length + self.accepted - 1)
+        elif self.fixed is None:
+            for layer in self.cache.layers:    # an interrupted step has reached some of them
+                over = layer.get_seq_length() - self.length - max(0, self.accepted - 1)
+                if over > 0:
+                    layer.crop(-over)
 
 
 def draws_without_sort(like: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..ops.attention import OP as attention
 from ..ops.formulas.common import FLOATS, position_terms
+from ..ops.formulas.moe import activate
 from ..ops.linear import OP as linear
 from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
@@ -28,14 +29,18 @@ FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
 def _linear() -> Callable[..., Any]:
-    reference = linear.reference
+    product = torch.mm
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
+        columns = weight.t()
         # a copy of its own: what a library computes may depend on how a row is aligned
-        rows = [reference(row.clone()[None], weight, bias, activation)
-                for row in x.reshape(-1, x.shape[-1]).unbind()]
-        return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
+        rows = [product(row.clone(), columns) for row in x.reshape(-1, 1, x.shape[-1]).unbind()]
+        if activation is not None:
+            rows = [activate(row if bias is None else row + bias, activation) for row in rows]
+        out = torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
+        # a sum of two has the same bits wherever it is computed
+        return out if bias is None or activation is not None else out + bias
 
     return run
 

@@ -46,20 +46,33 @@ def _linear() -> Callable[..., Any]:
 
 
 def _attention() -> Callable[..., Any]:
-    reference = attention.reference
+    product = torch.mm
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
             scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0) -> Tensor:
-        group = query.shape[1] // key.shape[1]
-        options = {"is_causal": is_causal, "scale": scale, "causal_align": causal_align,
-                   "window_left": window_left, "window_right": window_right, "softcap": softcap}
+        batch, heads, seq_q, dim = query.shape
+        group, factor = heads // key.shape[1], dim ** -0.5 if scale is None else scale
+        _, hidden = position_terms(seq_q, key.shape[2], is_causal, causal_align, window_left,
+                                   window_right, None, query.device)
         # a copy of its own, in float32 or wider: torch's half types are slow on many CPUs
         wide = torch.promote_types(query.dtype, torch.float32)
-        heads = [[reference(*(t[b:b + 1, h:h + 1].to(wide, copy=True) for t, h in (
-            (query, head), (key, head // group), (value, head // group))), **options)
-            for head in range(query.shape[1])] for b in range(query.shape[0])]
-        return torch.cat([torch.cat(row, 1) for row in heads]).to(query.dtype)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scores = product(query, key.t()) * factor
+            if softcap > 0.0:
+                scores = softcap * torch.tanh(scores / softcap)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -math.inf)
+            sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
+            return product(torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0), value)
+
+        queries, out = query.flatten(0, 1).unbind(), []
+        for i, pair in enumerate(zip(key.flatten(0, 1).unbind(), value.flatten(0, 1).unbind())):
+            keys, values = (t.to(wide, copy=True) for t in pair)
+            out += [attend(q.to(wide, copy=True), keys, values)
+                    for q in queries[i * group:(i + 1) * group]]
+        return torch.stack(out).view(batch, heads, seq_q, value.shape[3]).to(query.dtype)
 
     return run
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..ops.attention import OP as attention
 from ..ops.formulas.common import FLOATS, position_terms
+from ..ops.formulas.moe import activate
 from ..ops.linear import OP as linear
 from ..spec import rules as r
 from ..spec.kernel import SDPA_BACKENDS, Kernel
@@ -28,33 +29,50 @@ FLASH, EFFICIENT = SDPA_BACKENDS[:2]
 
 
 def _linear() -> Callable[..., Any]:
-    reference = linear.reference
+    product = torch.mm
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             activation: str | None = None) -> Tensor:
+        columns = weight.t()
         # a copy of its own: what a library computes may depend on how a row is aligned
-        rows = [reference(row.clone()[None], weight, bias, activation)
-                for row in x.reshape(-1, x.shape[-1]).unbind()]
-        return torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
+        rows = [product(row.clone(), columns) for row in x.reshape(-1, 1, x.shape[-1]).unbind()]
+        if activation is not None:
+            rows = [activate(row if bias is None else row + bias, activation) for row in rows]
+        out = torch.cat(rows).view(*x.shape[:-1], weight.shape[0])
+        # a sum of two has the same bits wherever it is computed
+        return out if bias is None or activation is not None else out + bias
 
     return run
 
 
 def _attention() -> Callable[..., Any]:
-    reference = attention.reference
+    product = torch.mm
 
     def run(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False,
             scale: float | None = None, *, causal_align: str | None = None, window_left: int = -1,
             window_right: int = -1, softcap: float = 0.0) -> Tensor:
-        group = query.shape[1] // key.shape[1]
-        options = {"is_causal": is_causal, "scale": scale, "causal_align": causal_align,
-                   "window_left": window_left, "window_right": window_right, "softcap": softcap}
+        batch, heads, seq_q, dim = query.shape
+        group, factor = heads // key.shape[1], dim ** -0.5 if scale is None else scale
+        _, hidden = position_terms(seq_q, key.shape[2], is_causal, causal_align, window_left,
+                                   window_right, None, query.device)
         # a copy of its own, in float32 or wider: torch's half types are slow on many CPUs
         wide = torch.promote_types(query.dtype, torch.float32)
-        heads = [[reference(*(t[b:b + 1, h:h + 1].to(wide, copy=True) for t, h in (
-            (query, head), (key, head // group), (value, head // group))), **options)
-            for head in range(query.shape[1])] for b in range(query.shape[0])]
-        return torch.cat([torch.cat(row, 1) for row in heads]).to(query.dtype)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scores = product(query, key.t()) * factor
+            if softcap > 0.0:
+                scores = softcap * torch.tanh(scores / softcap)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -math.inf)
+            sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
+            return product(torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0), value)
+
+        queries, out = query.flatten(0, 1).unbind(), []
+        for i, pair in enumerate(zip(key.flatten(0, 1).unbind(), value.flatten(0, 1).unbind())):
+            keys, values = (t.to(wide, copy=True) for t in pair)
+            out += [attend(q.to(wide, copy=True), keys, values)
+                    for q in queries[i * group:(i + 1) * group]]
+        return torch.stack(out).view(batch, heads, seq_q, value.shape[3]).to(query.dtype)
 
     return run
 

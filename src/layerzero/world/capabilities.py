@@ -60,7 +60,13 @@ def export(catalog: Catalog) -> dict[str, Any]:
     return {"schema": SCHEMA, "library": installed_version("layerzero") or "unknown",
             "kernels": [kernel.to_json() for kernel in kernels],
             "bounds": {kernel.id: bounds_of(kernel.op) for kernel in kernels
-                       if "quantiz" in kernel.op.name}}
+                       if _scales_codes(kernel.op)}}
+
+
+def _scales_codes(op: Op) -> bool:
+    """Returns whether an op takes or makes codes, which come with scales: of weights, or of a KV
+    cache in eight bits. `scale` alone is the factor of attention's scores."""
+    return any("scale" in param.name and param.name != "scale" for param in op.params)
 
 
 def bounds_of(op: Op) -> dict[str, dict[str, float]]:

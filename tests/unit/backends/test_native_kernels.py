@@ -159,6 +159,32 @@ def test_a_row_that_sees_nothing_is_zero(library, dtype):
     assert out[:, :, 4:].ne(0).any() and lse[:, :, 4:].isfinite().all()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_the_error_of_a_sum_does_not_grow_with_its_length(library, rows):
+    gen = torch.Generator().manual_seed(rows)
+
+    def error(length: int) -> float:
+        x, weight = (torch.randn(n, length, generator=gen) for n in (rows, 48))
+        exact = x.double() @ weight.double().T
+        out = lz.linear(x, weight, backend="native.linear_invariant")
+        return float((out - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+    assert error(65_536 + 5) < 2 * error(1024)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_row_has_the_same_bits_whatever_is_beside_it(library, dtype):
+    gen = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 5003, generator=gen).to(getattr(torch, dtype)) for n in (9, 37))
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return lz.linear(x, weight, backend="native.linear_invariant")
+
+    together = product(x, weight)
+    assert all(torch.equal(product(x[:n], weight), together[:n]) for n in range(1, 9))
+    assert torch.equal(torch.cat([product(x, w) for w in weight.split(13)], 1), together)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_do_not_change_a_bit(library, dtype):
     calls = [(BY_ID[name], case_values(BY_ID[name].op, case, dtype)) for name, case in (

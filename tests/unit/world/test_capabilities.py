@@ -307,7 +307,7 @@ def test_the_bounds_of_quantized_kernels_are_stated_and_belong_to_the_code():
     catalog = worlds.current().catalog
     data = export(catalog)
     quantized = {k.id for k in catalog.kernels if k.op.name in (
-        "quantize", "dequantize", "quantized_linear")}
+        "quantize", "dequantize", "quantized_linear", "paged_attention")}
     assert data["bounds"].keys() == quantized and quantized
     stated = data["bounds"]["torch.dequantized_linear"]
     rtol, atol = catalog.ops["quantized_linear"].tolerance.of("bfloat16")

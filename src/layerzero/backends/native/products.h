@@ -36,6 +36,7 @@ constexpr int REGISTERS = 32;
 constexpr int TOKENS = 4;                       // rows of x that share a weight in registers
 constexpr int MOST_ROWS = 64;                   // rows of the weight per panel
 constexpr int64_t PANEL = 65536;                // floats per panel: 256 KiB, for the L2 cache
+constexpr int64_t SPAN = 1024;                  // inputs per partial sum: the error grows with that length, not the row's
 constexpr int AHEAD = 4;                        // prefetch distance in groups of rows: rows of a small model are too
                                                 // short for the hardware prefetcher
 
@@ -55,42 +56,51 @@ INLINE inline void tile(const T *w, int64_t row, const float *x, int64_t x_row, 
   using U = Unit<T>;
   constexpr int V = U::VECTORS, LINE = 64 / int(sizeof(T));   // elements per cache line, which is several units
   constexpr int CHAINS = M == 1 ? std::max(1, 8 / R) : 1;     // independent accumulators
-  vf sums[R][M][CHAINS] = {};
-  auto prefetch_rows = [&](int64_t d) { each<R>([&](auto r) { __builtin_prefetch(w + (AHEAD * R + r) * row + d); }); };
-  auto add = [&](int64_t d, auto get) {
-    vf xs[M][V];
-    each<M>([&](auto m) { each<V>([&](auto v) { xs[m][v] = load(x + m * x_row + d + v * W); }); });
-    each<R>([&](auto r) {
-      vf some[V];
-      get(w + r * row + d, some);
-      each<M>([&](auto m) { each<V>([&](auto v) { sums[r][m][v % CHAINS] += some[v] * xs[m][v]; }); });
-    });
-  };
-  auto whole = [](const T *p, vf *v) { U::get(p, v); };
-  int64_t d = 0;
-  if constexpr (M == 1 && LINE % U::SIZE == 0)  // a whole cache line per row: rows far apart map to the same
-    for (; d + LINE <= inputs; d += LINE) {     // cache set and would evict each other
-      constexpr int UNITS = LINE / U::SIZE;
-      if (R > 1) prefetch_rows(d);
-      vf xs[UNITS * V];
-      each<UNITS * V>([&](auto i) { xs[i] = load(x + d + i * W); });
+  static_assert(SPAN % LINE == 0 && SPAN % U::SIZE == 0 && SPAN % Unit<float>::SIZE == 0,
+                "a span ends at the same input however the weight is read");
+  vf totals[R][M] = {};
+  for (int64_t d = 0; d < inputs;) {
+    const int64_t end = std::min(inputs, d + SPAN);
+    vf sums[R][M][CHAINS] = {};
+    auto prefetch_rows = [&](int64_t d) { each<R>([&](auto r) { __builtin_prefetch(w + (AHEAD * R + r) * row + d); }); };
+    auto add = [&](int64_t d, auto get) {
+      vf xs[M][V];
+      each<M>([&](auto m) { each<V>([&](auto v) { xs[m][v] = load(x + m * x_row + d + v * W); }); });
       each<R>([&](auto r) {
-        vf some[UNITS * V];
-        each<UNITS>([&](auto i) { U::get(w + r * row + d + i * U::SIZE, some + i * V); });
-        each<UNITS * V>([&](auto i) { sums[r][0][i % CHAINS] += some[i] * xs[i]; });
+        vf some[V];
+        get(w + r * row + d, some);
+        each<M>([&](auto m) { each<V>([&](auto v) { sums[r][m][v % CHAINS] += some[v] * xs[m][v]; }); });
       });
+    };
+    auto whole = [](const T *p, vf *v) { U::get(p, v); };
+    if constexpr (M == 1 && LINE % U::SIZE == 0)  // a whole cache line per row: rows far apart map to the same
+      for (; d + LINE <= end; d += LINE) {        // cache set and would evict each other
+        constexpr int UNITS = LINE / U::SIZE;
+        if (R > 1) prefetch_rows(d);
+        vf xs[UNITS * V];
+        each<UNITS * V>([&](auto i) { xs[i] = load(x + d + i * W); });
+        each<R>([&](auto r) {
+          vf some[UNITS * V];
+          each<UNITS>([&](auto i) { U::get(w + r * row + d + i * U::SIZE, some + i * V); });
+          each<UNITS * V>([&](auto i) { sums[r][0][i % CHAINS] += some[i] * xs[i]; });
+        });
+      }
+    for (; d + U::SIZE <= end; d += U::SIZE) {
+      if (M == 2 && d % LINE == 0) prefetch_rows(d);
+      add(d, whole);
     }
-  for (; d + U::SIZE <= inputs; d += U::SIZE) {
-    if (M == 2 && d % LINE == 0) prefetch_rows(d);
-    add(d, whole);
-  }
-  if (d < inputs) add(d, [&](const T *p, vf *v) { U::get_some(p, int(inputs - d), v); });
-  each<R>([&](auto r) {
-    each<M>([&](auto m) {
-      each<CHAINS - 1>([&](auto c) { sums[r][m][0] += sums[r][m][c + 1]; });
-      to[m * MOST_ROWS + r] = sum(sums[r][m][0]);
+    if (d < end) {
+      add(d, [&](const T *p, vf *v) { U::get_some(p, int(end - d), v); });
+      d = end;
+    }
+    each<R>([&](auto r) {
+      each<M>([&](auto m) {
+        each<CHAINS - 1>([&](auto c) { sums[r][m][0] += sums[r][m][c + 1]; });
+        totals[r][m] += sums[r][m][0];
+      });
     });
-  });
+  }
+  each<R>([&](auto r) { each<M>([&](auto m) { to[m * MOST_ROWS + r] = sum(totals[r][m]); }); });
 }
 
 // Multiplies `count` rows of the weight with M rows of x.

@@ -145,10 +145,8 @@ def _cases(op: Op) -> Iterator[str]:
 def _bits(t: Tensor) -> Tensor:
     """Returns the bytes of a tensor: NaN then equals itself, and one-byte dtypes can be
     compared."""
-    flat = t.detach().contiguous()
-    return (flat.view(torch.uint8) if flat.dim() and flat.numel()
-            else flat.reshape(1).view(torch.uint8) if (
-         flat.numel()) else flat.to(torch.uint8))
+    flat = t.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
 
 
 def _meta(op: Op) -> Iterator[str]:

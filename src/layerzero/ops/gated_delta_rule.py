@@ -106,6 +106,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {}, {"state": True, "final": True}, {"hv": 4, "norm": True, "final": True, "wide_gates": True},
     {"b": 1, "s": 130, "d": 32, "dv": 24, "state": True, "final": True}, {"s": 64, "b": 1},
     {"s": 1, "state": True, "final": True, "hv": 4, "norm": True, "scale": 0.5},
+    {"s": 1, "b": 3, "d": 24, "dv": 20, "final": True},
+    {"s": 1, "state": True, "hv": 6, "decay": 30.0},
     {"s": 70, "b": 1, "h": 1, "hv": 1, "decay": 30.0, "final": True},
     {"s": 0, "state": True, "final": True}, {"b": 0},
 )

@@ -81,7 +81,8 @@ def skip_where_the_processor_lacks_something(kernel) -> None:
 # kernels for a part of their op's cases, and how many of these they serve at least
 PART_OF_ITS_OP = {"native.group_norm_channels_last": 4, "native.sample_greedy": 2,
                   "native.quantize": 6, "native.dequantize": 4,
-                  "native.linear_invariant": 20}
+                  "native.linear_invariant": 20, "native.gated_delta_rule_token": 3,
+                  "native.causal_conv1d_token": 4}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

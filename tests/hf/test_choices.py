@@ -202,7 +202,7 @@ def test_an_eager_model_keeps_its_weights_and_its_padding(family):
     unpatch(model)
     assert model(**given).logits.equal(stock)
     assert type(next(m for m in model.modules()
-                     if implementations.asking(m))).__module__.startswith("transformers")
+                     if implementations.interface_forward(m))).__module__.startswith("transformers")
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import traceback
 import warnings
@@ -236,11 +237,12 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
 
     Problems are returned, not raised; a lost device raises DeviceLost.
     """
-    side = stream or torch.cuda.Stream()
+    side, handled = stream or torch.cuda.Stream(), sys.exc_info()[1]
     try:
         warm_up(fn, side, warm_ups)
     except faults.FAULTS as e:
-        return Attempt(problems=(problem_of(first_cause(e), "before the capture: "),), begun=False)
+        first = first_cause(e, handled)
+        return Attempt(problems=(problem_of(first, "before the capture: "),), begun=False)
     cuda_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     gc.collect()
     torch.cuda.empty_cache()
@@ -253,7 +255,7 @@ def attempt(fn: Callable[[], Any], stream: Any = None, warm_ups: int = WARM_UPS,
         with capturing(cuda_graph, pool=pool, stream=side, **options):
             result = fn()
     except faults.FAULTS as e:
-        calls, first = since(before), first_cause(e)
+        calls, first = since(before), first_cause(e, handled)
         problems = [problem_of(first)]
         if problems[0].kind == "sync":         # the first one ended the capture; there may be more
             problems += [Problem("sync", "waits for the device", where)
@@ -284,10 +286,10 @@ def _memory() -> tuple[int, int, dict[int, Any]]:
                                                 for s in torch.cuda.memory_snapshot()}
 
 
-def first_cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException, handled: BaseException | None) -> BaseException:
     """Return the first error of a chain: ending a failed capture raises another over the one that
-    says why."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
+    says why. The chain ends at `handled`, what the caller was handling before."""
+    while (earlier := error.__cause__ or error.__context__) is not None and earlier is not handled:
         error = earlier
     return error
 

@@ -242,12 +242,15 @@ def test_the_first_cause_and_its_line_are_found():
         raise ValueError("the first")
 
     try:
+        raise KeyError("what the caller is handling")
+    except KeyError as outside:
         try:
-            guilty()
-        finally:
-            raise RuntimeError("capture_end failed")
-    except RuntimeError as e:
-        cause = graphs.first_cause(e)
+            try:
+                guilty()
+            finally:
+                raise RuntimeError("capture_end failed")
+        except RuntimeError as e:
+            cause = graphs.first_cause(e, outside)
     assert str(cause) == "the first"
     problem = graphs.problem_of(cause)
     assert problem.kind == "fault" and problem.where.endswith('raise ValueError("the first")')

@@ -216,7 +216,7 @@ def test_plugins_are_listed_without_being_imported(tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-from layerzero.world import catalog
+from layerzero.world.registry import catalog
 problems = []
 found = [(entry.name, origin) for group in catalog.ENTRY_POINTS for entry, origin in catalog._plugins(group, problems)]
 assert ("evil", "evil 1.0") in found and "evil_plugin" not in sys.modules, found

@@ -8,6 +8,7 @@ capture, or returns the same memory twice is found by what it does, whatever it 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -353,6 +354,7 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
         restore()
         return GraphReport(_captured_calls(capture.calls), 0, capture.pool_bytes,
                            capture.device_bytes, capture.problems)
+    handled = sys.exc_info()[1]
     try:
         streams = (torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream())
         for number, (factor, stream) in enumerate(zip(FACTORS, streams), 1):
@@ -366,7 +368,7 @@ def validate_graph_capture(fn: Callable[..., Any], /, *args: Any, warm_ups: int 
             worst, agreeing = max(worst, largest), agreeing + (not differing)
     except faults.FAULTS as e:
         # raises if the device is lost
-        problems.append(problem_of(first_cause(e), "replaying: "))
+        problems.append(problem_of(first_cause(e, handled), "replaying: "))
     restore()
     return GraphReport(_captured_calls(capture.calls), agreeing, capture.pool_bytes,
                        capture.device_bytes, tuple(problems), worst)

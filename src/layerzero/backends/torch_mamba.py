@@ -24,10 +24,6 @@ from ..spec.reason import Code
 CHUNK = 64
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
 def _convolve() -> Callable[..., Any]:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None,
             initial_states: Tensor | None = None, *, activation: str | None = None,
@@ -71,9 +67,9 @@ def _update() -> Callable[..., Any]:
         groups = B.shape[1]
         inputs, step, decay = x.to(wide), dt.to(wide), A.to(wide)
         # of a whole head: one number instead of head_dim * state_dim; a gradient has them all
-        if not (torch.is_grad_enabled() and needs_grad(dt, A, dt_bias)) and (
-                A.stride(1) == A.stride(2) == dt.stride(2) == 0) and (
-                dt_bias is None or dt_bias.stride(1) == 0):
+        shared = [dt, A] if dt_bias is None else [dt, A, dt_bias]
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in shared)
+        if not wants_grad and A.stride(1) == 0 and all(t.stride(-1) == 0 for t in shared):
             step, decay = step[..., :1], decay[:, :1, :1]
             dt_bias = None if dt_bias is None else dt_bias[:, :1]
         if dt_bias is not None:

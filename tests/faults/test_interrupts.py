@@ -9,6 +9,7 @@ through a sample that is the same in every run; SWEEP=all takes every N, which t
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -330,3 +331,49 @@ def test_a_child_that_was_forked_after_an_interrupt_works():
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+LOOK_FOR_OWNERS = """
+import faulthandler, sys, threading, time
+from layerzero.machine.locks import current_frame
+
+faulthandler.dump_traceback_later(20, exit=True)
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        for _ in range(20):                    # another thread may run in here
+            pass
+
+
+def start_threads():
+    while time.monotonic() < end:
+        thread = threading.Thread(target=lambda: [Cycle() for _ in range(5)])
+        thread.start()
+        thread.join()
+
+
+def look():
+    while time.monotonic() < end:
+        assert current_frame(main) is not None
+        Cycle()
+
+
+sys.setswitchinterval(1e-5)
+end, main = time.monotonic() + 1.5, threading.main_thread().ident
+threads = [threading.Thread(target=f) for f in (start_threads, start_threads, look, look)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_waiting_thread_that_looks_for_the_owner_does_not_stop_the_interpreter():
+    """CPython before 3.11.9 does: a collection within sys._current_frames() while threads start."""
+    child = subprocess.run([sys.executable, "-c", LOOK_FOR_OWNERS], capture_output=True, text=True,
+                           timeout=120)
+    assert child.returncode == 0, child.stderr

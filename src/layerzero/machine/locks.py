@@ -13,6 +13,7 @@ a subscriber may call anything, for as long as it likes, and delays nobody but i
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from operator import methodcaller
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,9 +44,24 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
+_CALL = methodcaller("__call__")
+
+
+def current_frame(thread: int) -> FrameType | None:
+    """Returns the innermost frame of a thread."""
+    if sys.version_info >= (3, 12):
+        return sys._current_frames().get(thread)
+    # Before 3.11.9 a collection inside _current_frames() deadlocks the interpreter (gh-106883), so
+    # it is called without the collector. `map` runs all three in C: no signal and no other thread
+    # comes between them.
+    restore = gc.enable if gc.isenabled() else gc.disable
+    frames = tuple(map(_CALL, (gc.disable, sys._current_frames, restore)))[1]
+    return frames.get(thread)
+
+
 def is_running(frame: FrameType, thread: int) -> bool:
     """Is this frame on the thread's stack?"""
-    top = sys._getframe() if thread == threading.get_ident() else sys._current_frames().get(thread)
+    top = sys._getframe() if thread == threading.get_ident() else current_frame(thread)
     while top is not None:
         if top is frame:
             return True
@@ -132,7 +149,7 @@ class Lock:
         owner = _OWNER.search(repr(state.lock))
         if owner is None or int(owner[1]) == 0:
             return False
-        frame = sys._current_frames().get(int(owner[1]))
+        frame = current_frame(int(owner[1]))
         holders = list(state.holders)
         while frame is not None:
             if any(frame is holder for holder in holders):

@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-PYTEST_ARGS ?= -n 2 --timeout=300 -q
+PYTEST_ARGS ?= -n 2 --dist worksteal --timeout=300 -q
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check

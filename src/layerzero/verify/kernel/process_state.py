@@ -238,7 +238,7 @@ def _mallinfo() -> Any:
 
 
 # Bytes or objects for each call that are a leak if every round of calls leaves them behind.
-_LEAKS = {"Python objects": 1, "bytes of the C heap": 64, "bytes of resident memory": 2048,
+_LEAKS = {"Python objects": 1, "bytes of the C heap": 64, "bytes of memory of its own": 2048,
           "bytes of device memory": 64, "open files": 1, "Python threads": 1}
 
 
@@ -254,9 +254,11 @@ def memory_in_use(device: str) -> dict[str, int]:
         info = function()
         counts["bytes of the C heap"] = int(info.uordblks + info.hblkhd)
     if sys.platform == "linux":
-        with open("/proc/self/statm", encoding="ascii") as file:
-            pages = int(file.read().split()[1])
-        counts["bytes of resident memory"] = pages * os.sysconf("SC_PAGE_SIZE")
+        # Not pages of files, nor what was swapped in: they come back whenever they are touched.
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        counts["bytes of memory of its own"] = 1024 * sum(
+            int(fields.get(name, "0").split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))
     return counts
 
 

@@ -53,7 +53,8 @@ def bind(op: Op, kernel: Kernel, loaded: Callable[..., Any] | Direct,
     if isinstance(loaded, Direct):
         call = loaded.resolve(fixed) if loaded.facts else loaded
     else:
-        by_position = [n for n in accepted if _is_positional(loaded, n)]
+        params = inspect.signature(loaded).parameters
+        by_position = [n for n in accepted if params[n].kind is not inspect.Parameter.KEYWORD_ONLY]
         call = Direct(loaded, tuple(by_position), {n: n for n in accepted if n not in by_position})
     changes_layout = any(t.kind == "layout" for t in transforms)
     call = drop_defaults(call, {n: v for n, v in fixed.items()
@@ -184,11 +185,6 @@ def as_operator_call(call: Direct) -> tuple[str, tuple[Any, ...]] | None:
     if len(call.args) > len(by_position) or by_name.keys() != {a.name for a in arguments}:
         return None
     return call.fn.__name__, tuple(by_name[a.name] for a in arguments)
-
-
-def _is_positional(fn: Callable[..., Any], name: str) -> bool:
-    p = inspect.signature(fn).parameters[name]
-    return p.kind is not p.KEYWORD_ONLY
 
 
 def _argument(value: Any, scope: dict[str, Any]) -> str:

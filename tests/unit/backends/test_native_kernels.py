@@ -34,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def forget() -> None:
     build.module.cache_clear()
     contract.load_once.cache_clear()
+    contract.bind_once.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -115,10 +115,14 @@ def call(kernel: Kernel, values: Mapping[str, Any]) -> Any:
 def bind_call(kernel: Kernel, values: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns what the dispatcher would call for such values, with all arguments in order."""
     op = kernel.op
-    variant = values[op.variant] if op.variant else ""
-    needs_layout = op.variant and kernel.variants and variant not in kernel.variants
+    return bind_once(kernel, values[op.variant] if op.variant else "")
+
+
+@lru_cache(maxsize=None)
+def bind_once(kernel: Kernel, variant: str) -> Callable[..., Any]:
+    needs_layout = kernel.op.variant and kernel.variants and variant not in kernel.variants
     transforms = (Transform("layout", kernel.variants[0]),) if needs_layout else ()
-    return bind(op, kernel, load_once(kernel), transforms, variant).run
+    return bind(kernel.op, kernel, load_once(kernel), transforms, variant).run
 
 
 def formula(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import locale
 import os
 import random
@@ -48,10 +49,11 @@ def _put_back_arithmetic(_: Any) -> None:
 
 
 def _numpy_random() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or "numpy.random" not in sys.modules:
+    try:                                       # now: a call that imports it has changed nothing
+        numpy_random = importlib.import_module("numpy.random")
+    except ImportError:
         return None
-    state = numpy.random.get_state()
+    state = numpy_random.get_state()
     return state[1].tobytes(), state[2:]
 
 

@@ -57,8 +57,8 @@ def world():
                    "end of a test")
     incidents._faults.clear()
     events.reset()
-    for found in dispatchers.values():
-        found.ledger.fallbacks.clear()
+    for dispatcher in dispatchers.values():
+        dispatcher.ledger.fallbacks.clear()
 
 
 @pytest.fixture
@@ -174,13 +174,13 @@ def cool(group: str) -> None:
 def wait_for(condition: Callable[[], object], seconds: float = 150.0) -> object:
     """What `condition` gives once it holds; the test fails if it never does."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, (
             f"not within {seconds} s: {inspect.getsource(condition).strip()}")
         time.sleep(0.005)
     # if that was a new world, every op has taken it over after this
     worlds.call_with_current(lambda world: None)
-    return found
+    return result
 
 
 def of(kind: type, events: list) -> list:
@@ -230,8 +230,8 @@ def policy(*rules: lz.PolicyRule, **settings) -> Policy:
 
 def path_of(op: Op | str, path: str) -> Callable:
     """The public function of an op by its native or by its Python path."""
-    found = dispatcher_of(op if isinstance(op, str) else op.name)
-    return found.python_call if path == "python" else found.public
+    dispatcher = dispatcher_of(op if isinstance(op, str) else op.name)
+    return dispatcher.python_call if path == "python" else dispatcher.public
 
 
 def python(code: str, *, timeout: float = 240.0, **environ: str) -> str:

@@ -50,8 +50,8 @@ def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
     x = rows()
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(x), RMS_NORM.reference(x))
-    found = of(Fallback, happened)
-    assert (len(found) == 3 and {(e.kernel, e.reason.code) for e in found}
+    events = of(Fallback, happened)
+    assert (len(events) == 3 and {(e.kernel, e.reason.code) for e in events}
             == {("greedy.norm", Code.OUT_OF_MEMORY)})
     assert health_of("greedy.norm") is None                # it may fit the next time
     alive()

@@ -101,9 +101,9 @@ class Locked:
         return tuple_of(self.launcher(*args, **self.kwargs))
 
     def replays(self, *args: Any) -> int:
-        found = dispatcher_of(self.op).native
-        assert found is not None
-        entry = found.compiled.lookup(*args, **self.kwargs)
+        dispatcher = dispatcher_of(self.op).native
+        assert dispatcher is not None
+        entry = dispatcher.compiled.lookup(*args, **self.kwargs)
         return 0 if entry is None or entry.recordings is None else int(entry.recordings.counts()[1])
 
 

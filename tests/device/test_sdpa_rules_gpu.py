@@ -136,8 +136,8 @@ def refusals(given: dict[str, object], backend: str,
     facts = {**device, **call_facts(ATTENTION, **given)}
     every = [k for k in worlds.current().kernels("attention")
              if k.sdpa_backend == backend and k.backend == "torch" and not k.id.endswith("_lse")]
-    found = [(k.id, tuple(k.reasons(facts))) for k in every]
-    return [(id, reasons) for id, reasons in found
+    by_kernel = [(k.id, tuple(k.reasons(facts))) for k in every]
+    return [(id, reasons) for id, reasons in by_kernel
             if not any(r.code is Code.PLATFORM_MISMATCH for r in reasons)]
 
 
@@ -158,15 +158,15 @@ def test_our_rules_and_torch_agree(backend):
     for case in cases():
         given = tensors(case, "cuda")
         theirs = allowed_by_torch(given, backend)
-        found = refusals(given, backend, device)
-        assert found, f"no kernel of ours is torch's {backend}"
-        ours = [id for id, reasons in found if not reasons]
+        refused = refusals(given, backend, device)
+        assert refused, f"no kernel of ours is torch's {backend}"
+        ours = [id for id, reasons in refused if not reasons]
         verdicts[bool(ours), theirs] += 1
         if ours and not theirs:
             wrong.append(f"{case}: {', '.join(ours)} would serve, torch refuses")
         elif theirs and not ours:
             # The one with the fewest objections is the one that was meant for such a call.
-            reasons = min((reasons for _, reasons in found), key=len)
+            reasons = min((reasons for _, reasons in refused), key=len)
             unknown = [r for r in reasons if (backend, r.code) not in STRICTER]
             strict.update(r.code for r in reasons)
             if unknown:

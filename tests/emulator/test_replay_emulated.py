@@ -43,9 +43,9 @@ def compiled() -> None:
         native.build_fast_path(False, print)
     if native.module() is None:
         pytest.skip(f"there is no native path here: {native.status().text}")
-    for name, found in list(dispatch.dispatchers.items()):
-        if found.native is None:               # made before it was built
-            dispatch.dispatchers[name] = dispatch.Dispatcher(found.op)
+    for name, dispatcher in list(dispatch.dispatchers.items()):
+        if dispatcher.native is None:               # made before it was built
+            dispatch.dispatchers[name] = dispatch.Dispatcher(dispatcher.op)
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def small_config(rows: int, homes: int, keys: int, *rest: Any) -> decode.Config:
 
 def counts(op: str, *args: Any, **kwargs: Any) -> tuple[int, int, int]:
     """(recordings, replays, attempts) of the entry that serves these arguments."""
-    found = dispatcher_of(op)
-    assert found.native is not None
-    entry = found.native.compiled.lookup(*args, **kwargs)
+    dispatcher = dispatcher_of(op)
+    assert dispatcher.native is not None
+    entry = dispatcher.native.compiled.lookup(*args, **kwargs)
     return entry.recordings.counts()                                           # type: ignore[no-any-return]
 
 

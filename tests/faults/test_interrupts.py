@@ -74,21 +74,21 @@ class Interrupt:
 
 def in_another_thread(do: Callable[[], Any], where: str) -> Any:
     """What it gives there; it may not wait for anything that does not come."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(do())
+            results.append(do())
         except BaseException as e:
-            found.append(e)
+            results.append(e)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), f"after an interrupt at {where} another thread hangs"
-    if isinstance(found[0], BaseException):
-        raise AssertionError(f"after an interrupt at {where}") from found[0]
-    return found[0]
+    if isinstance(results[0], BaseException):
+        raise AssertionError(f"after an interrupt at {where}") from results[0]
+    return results[0]
 
 
 def take_every_lock() -> None:
@@ -107,12 +107,13 @@ def check(x: torch.Tensor, where: str) -> None:
     in_another_thread(take_every_lock, where)
     world = worlds.current()
     assert context.current.get() is None
-    for name, found in dispatchers.items():
-        if (found.world is not None and name in world.catalog.ops
-            and world.catalog.ops[name] is found.op):
-            assert found.world is world, f"{name} is in another world after an interrupt at {where}"
-            assert found.globals["TABLE"] is found.cache.table, where
-            under_way = [f for f in found.cache._flights.values() if f.is_under_way]
+    for name, dispatcher in dispatchers.items():
+        if (dispatcher.world is not None and name in world.catalog.ops
+            and world.catalog.ops[name] is dispatcher.op):
+            assert dispatcher.world is world, (
+                f"{name} is in another world after an interrupt at {where}")
+            assert dispatcher.globals["TABLE"] is dispatcher.cache.table, where
+            under_way = [f for f in dispatcher.cache._flights.values() if f.is_under_way]
             assert not under_way, f"a choice is never made after an interrupt at {where}"
     if world.next_deadline is not None:
         assert (clock._thread is not None
@@ -285,16 +286,17 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
 
 def test_handing_a_call_over_to_the_compiler(monkeypatch):
     x = rows()
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     fake = Fake("fake.compiles", jit=True)
     register(fake)
     made: list[Any] = []
     monkeypatch.setattr(compiling, "compile_now", lambda *given: made.append(given))
-    plan = worlds.current().plan(found.op,
-                                 found.facts((x, *(p.default for p in found.op.params[1:]))),
+    plan = worlds.current().plan(dispatcher.op,
+                                 dispatcher.facts((x,
+                                                   *(p.default for p in dispatcher.op.params[1:]))),
                                  compiled=True)
     step = next(s for s in plan.steps if s.kernel == fake.id)
-    values = (x, *(p.default for p in found.op.params[1:]))
+    values = (x, *(p.default for p in dispatcher.op.params[1:]))
 
     def prepare():
         assert compiling.wait(60)
@@ -304,10 +306,11 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
         assert compiling.wait(60), where
         # the interrupt came before it was handed over: it may be asked again
         if not made:
-            compiling.request(found, fake.kernel, step, plan.facts, values)
+            compiling.request(dispatcher, fake.kernel, step, plan.facts, values)
             assert compiling.wait(60) and made, f"nobody compiles after an interrupt at {where}"
 
-    sweep(prepare, lambda _: compiling.request(found, fake.kernel, step, plan.facts, values), x,
+    sweep(prepare, lambda _: compiling.request(dispatcher, fake.kernel, step, plan.facts, values),
+          x,
           asked_again)
 
 

@@ -56,8 +56,8 @@ def check_few(vocab: int, special: str = "", dtype: torch.dtype = torch.float32)
     t, k = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0, 5.0]), torch.tensor([50, 1, 7, 128, 3, 100])
     p, m = torch.tensor([0.9, 1.0, 0.5, 0.95, 0.0, 1.0]), torch.tensor([0.0, 0, 0.1, 0, 0, 0.3])
     u = torch.rand(batch, generator=gen, dtype=torch.float64)
-    found = triton_top_k.draw(scores, t, k, p, m, u)
-    for i, token in enumerate(found.tolist()):
+    drawn = triton_top_k.draw(scores, t, k, p, m, u)
+    for i, token in enumerate(drawn.tolist()):
         row = torch.where(scores[i].isnan(), -torch.inf, scores[i].float())
         if not (row > -torch.inf).any():
             assert token == -1

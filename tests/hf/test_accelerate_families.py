@@ -186,9 +186,9 @@ def test_in_a_cuda_graph(name):
     model, ids = build(name, torch.float16).cuda(), models.tokens(2, 40).cuda()
     expected = decoded(model, ids)
     report = accelerate(model, measure=False, patch=False)
-    found = decoded(model, ids)
+    result = decoded(model, ids)
     assert sum(report.served.values()) >= 35, str(report)
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
+    assert float((result.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
         report)
 
 
@@ -295,8 +295,8 @@ def test_a_window_goes_on_where_the_model_left_off(monkeypatch):
 
     expected, stock = in_turns()
     accelerate(model, measure=False)
-    found, ours = in_turns()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    result, ours = in_turns()
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     assert [type(layer) for layer in ours.layers] == [GrowingWindow] * 2
     for a, b in zip(stock.layers, ours.layers):
         assert (a.get_seq_length() == b.get_seq_length()
@@ -364,8 +364,8 @@ def test_only_the_chosen_experts_are_read():
         for expert in set(range(4)) - chosen:
             moe.experts.gate_up_proj[expert] = float("nan")
             moe.experts.down_proj[expert] = float("nan")
-        found = model(ids[:, 11:], past_key_values=copy.deepcopy(before)).logits
-    assert len(chosen) == 2 and torch.equal(found, expected) and found.isfinite().all()
+        logits = model(ids[:, 11:], past_key_values=copy.deepcopy(before)).logits
+    assert len(chosen) == 2 and torch.equal(logits, expected) and logits.isfinite().all()
 
 
 def test_a_model_may_have_experts_in_some_layers_only():
@@ -403,8 +403,8 @@ def test_two_models_in_turns_share_nothing():
     ids, pair = models.tokens(1, 14), [build("gemma3"), build("gemma3", seed=3)]
     expected = [decoded(model, ids) for model in pair]
     reports = [accelerate(model, measure=False) for model in pair]
-    for found, want in zip([decoded(model, ids) for model in pair], expected):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    for result, want in zip([decoded(model, ids) for model in pair], expected):
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
     reports[0].undo()
     torch.testing.assert_close(decoded(pair[1], ids), expected[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(decoded(pair[0], ids), expected[0]) and reports[1].served

@@ -149,14 +149,14 @@ def test_two_language_models_get_one_step():
 def one_by_one(model, ids, embedded: bool, mask=None):
     """The hidden states of the tokens after the fourth."""
     with torch.no_grad():
-        cache, found = model(ids[:, :4], use_cache=True).past_key_values, []
+        cache, results = model(ids[:, :4], use_cache=True).past_key_values, []
         for i in range(4, ids.shape[1]):
             token = ids[:, i:i + 1]
             given = {"input_ids": token, "past_key_values": cache, "use_cache": True}
             if embedded:
                 given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
-            found.append(model(**given, attention_mask=mask and mask(i + 1))[0])
-    return torch.cat(found, 1)
+            results.append(model(**given, attention_mask=mask and mask(i + 1))[0])
+    return torch.cat(results, 1)
 
 
 @pytest.mark.parametrize("name, capture", [

@@ -135,10 +135,10 @@ def test_a_criterion_sees_every_token_and_ends_rows(stock, served, batch, length
         saw.append(until.seen)
     assert torch.equal(results[0].sequences, results[1].sequences)
     assert len(saw[0]) == len(saw[1]) and all(map(torch.equal, *saw))
-    want, found = (r.past_key_values for r in results)
-    assert found.get_seq_length() == want.get_seq_length()
+    want, result = (r.past_key_values for r in results)
+    assert result.get_seq_length() == want.get_seq_length()
     if batch == 1:
-        for a, b in zip(want.layers, found.layers):
+        for a, b in zip(want.layers, result.layers):
             torch.testing.assert_close(b.keys, a.keys, rtol=1e-4, atol=1e-4)
 
 
@@ -177,10 +177,10 @@ def test_max_time_ends_it(served):
     ({"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1]])}, "padding")],
     ids=lambda value: value if isinstance(value, str) else "+".join(value))
 def test_the_rest_is_left_to_transformers(stock, served, how, why):
-    want, found = generate(stock, **how), generate(served, **how)
+    want, result = generate(stock, **how), generate(served, **how)
     if "output_scores" in how:
-        want, found = want.sequences, found.sequences
-    assert torch.equal(found, want)
+        want, result = want.sequences, result.sequences
+    assert torch.equal(result, want)
     report = served._layerzero_acceleration
     (reason, count), = report.generated.items()
     assert why in reason and count == 1 and f"transformers' own loop: {reason}" in str(report)
@@ -324,8 +324,8 @@ def test_the_public_criterion(stock, monkeypatch):
     wrong = copy.deepcopy(stock)
     with torch.no_grad():
         wrong.model.norm.weight.mul_(1.5)
-    found = criterion(wrong, stock, prompt(2), steps=3)
-    assert not found["passed"] and min(found["ours"]["kl"]) > 1e-3
+    agreement = criterion(wrong, stock, prompt(2), steps=3)
+    assert not agreement["passed"] and min(agreement["ours"]["kl"]) > 1e-3
 
 
 @pytest.mark.gpu

@@ -110,8 +110,8 @@ def test_what_lz_does_not_know_stays_as_it_is():
                        [top, TopKLogitsWarper(3)],
                        [TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
                        [TopPLogitsWarper(0.9, filter_value=-1e4)]):
-        found = with_draw(LogitsProcessorList(processors), sampled)
-        assert [type(p) for p in found] == [type(p) for p in processors]
+        chain = with_draw(LogitsProcessorList(processors), sampled)
+        assert [type(p) for p in chain] == [type(p) for p in processors]
     kept = with_draw(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), top]), sampled)
     assert [type(p) for p in kept] == [RepetitionPenaltyLogitsProcessor, Draw]
     assert with_draw([top], GenerationConfig(do_sample=True, output_scores=True)) == [top]

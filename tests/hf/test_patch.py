@@ -127,8 +127,8 @@ def test_architectures_nobody_listed(name, changes, served):
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape) * 0.1)
         stock = model(words).logits
-        found = patch(model, only=KINDS).counts()
-        assert {kind: found.get(kind) for kind in served} == served
+        counts = patch(model, only=KINDS).counts()
+        assert {kind: counts.get(kind) for kind in served} == served
         torch.testing.assert_close(model(words).logits, stock, rtol=1e-4,
                                    atol=1e-5 * float(stock.abs().max()))
         unpatch(model)
@@ -208,10 +208,10 @@ def test_a_training_step_has_the_same_gradients(family):
     patch(model, only=KINDS)
     ours = gradients(model, given)
     model.gradient_checkpointing_enable()
-    for found in (ours, gradients(model, given)):
-        assert found.keys() == stock.keys()
+    for grads in (ours, gradients(model, given)):
+        assert grads.keys() == stock.keys()
         for name, want in stock.items():
-            torch.testing.assert_close(found[name], want, rtol=1e-3,
+            torch.testing.assert_close(grads[name], want, rtol=1e-3,
                                        atol=1e-4 * float(want.abs().max()) + 1e-7)
 
 
@@ -234,9 +234,9 @@ def test_half_floats_are_as_near_to_the_truth_as_stock(family, dtype):
         truth = truth_of(model, given)
         stock = (result(model, given).double() - truth).abs()
         patch(model, only=KINDS)
-        found = result(model, given)
-    ours = (found.double() - truth).abs()
-    assert found.dtype == dtype
+        actual = result(model, given)
+    ours = (actual.double() - truth).abs()
+    assert actual.dtype == dtype
     assert (float(ours.mean()) <= 1.5 * float(stock.mean()) and float(ours.max()) <= 2
             * float(stock.max()))
 
@@ -289,8 +289,8 @@ def test_exported_and_loaded_again(family):
         torch.export.save(program, file)
         file.seek(0)
         loaded = torch.export.load(file).module()
-        found = loaded(**given, use_cache=False, return_dict=False)[0]
-    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+        result = loaded(**given, use_cache=False, return_dict=False)[0]
+    torch.testing.assert_close(result, want, rtol=1e-3, atol=1e-3)
 
 
 def test_explain_names_the_kernels():

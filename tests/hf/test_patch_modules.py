@@ -93,10 +93,10 @@ def test_a_model_that_nobody_knows():
     (torch.tanh, "")])
 def test_activations_are_told_apart(activation, served):
     mlp = Gated(16, activation)
-    found = patch(mlp)
-    assert (recipe_of(mlp).form if recipe_of(mlp) else "") == served, found
-    assert (found.counts() == {"mlp": 1}) is bool(served)
-    assert bool(served) or found.counts() == {"linear": 3}     # its layers are served one by one
+    report = patch(mlp)
+    assert (recipe_of(mlp).form if recipe_of(mlp) else "") == served, report
+    assert (report.counts() == {"mlp": 1}) is bool(served)
+    assert bool(served) or report.counts() == {"linear": 3}     # its layers are served one by one
 
 
 class NormOf(nn.Module):

@@ -74,10 +74,10 @@ def test_codes_for_weights_and_a_fault():
     stop = lz.subscribe(seen.append)
     cache = transformers.DynamicCache(config=model.config)
     try:
-        found = run(model, ids, past_key_values=cache)
+        result = run(model, ids, past_key_values=cache)
     finally:
         stop()
-    torch.testing.assert_close(found.logits, own.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result.logits, own.logits, rtol=1e-3, atol=1e-3)
     assert cache.get_seq_length() == 8 and report._step.prompts is None
     assert [e.op for e in seen if type(e).__name__ == "Fallback"] == ["prompt"]
     assert run(model, ids[:, :1], past_key_values=cache).logits.isfinite().all()

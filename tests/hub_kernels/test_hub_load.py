@@ -105,7 +105,7 @@ def test_a_module_that_does_not_import(tmp_path):
 
 def test_another_module_called_kernels(tmp_path):
     (tmp_path / "kernels.py").write_text("x = 1")
-    found = elsewhere("""
+    answer = elsewhere("""
         sys.path.insert(0, sys.argv[1])
         from layerzero.integrations.hub import Hub, NotHere
         try:
@@ -113,11 +113,11 @@ def test_another_module_called_kernels(tmp_path):
         except NotHere as e:
             print(json.dumps({"said": str(e)}))
         """, tmp_path)
-    assert str(tmp_path / "kernels.py") in found["said"] and "rename it" in found["said"]
+    assert str(tmp_path / "kernels.py") in answer["said"] and "rename it" in answer["said"]
 
 
 def test_our_own_compiled_kernels_leave_the_name_to_the_package():
-    found = elsewhere("""
+    answer = elsewhere("""
         from layerzero.backends.native import build
         from layerzero.dispatch import native
         native.module()
@@ -125,8 +125,8 @@ def test_our_own_compiled_kernels_leave_the_name_to_the_package():
         import kernels.variants
         print(json.dumps({"built": built, "modules": [n for n in sys.modules if n == "fastpath"]}))
         """)
-    assert found["modules"] == []
-    if not found["built"]:
+    assert answer["modules"] == []
+    if not answer["built"]:
         pytest.skip("needs lz build")
 
 
@@ -166,8 +166,8 @@ def test_operations_outside_of_the_own_namespace(tmp_path, way):
 
 def test_what_torch_registers_itself_is_not_laid_at_a_kernels_door():
     torch.ops.layerzero.rms_norm(torch.randn(1, 2))
-    found = importing.namespaces_since(set())
-    assert "layerzero" in found and not found & {"aten", "prims", "prim", "quantized"}
+    result = importing.namespaces_since(set())
+    assert "layerzero" in result and not result & {"aten", "prims", "prim", "quantized"}
 
 
 def test_two_compiled_versions_side_by_side(tmp_path, compiled):
@@ -193,7 +193,7 @@ def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled)
     with pytest.raises(NamespaceClash,
                        match=rf"in torch\.ops\._another_id, got torch\.ops\.{native_id(1)}"):
         hub_of(norm=tmp_path / "r").load("me/norm")
-    found = elsewhere("""
+    answer = elsewhere("""
         import torch
         from layerzero.integrations.hub import Hub, NamespaceClash
         taken = torch.library.Library(sys.argv[2], "DEF")
@@ -203,7 +203,7 @@ def test_a_compiled_namespace_that_is_taken_costs_no_process(tmp_path, compiled)
         except NamespaceClash as e:
             print(json.dumps({"said": str(e)}))
         """, native_build(tmp_path / "fine", compiled, 2).parents[1], native_id(2))
-    assert f"torch.ops.{native_id(2)} is there already" in found["said"]
+    assert f"torch.ops.{native_id(2)} is there already" in answer["said"]
 
 
 def test_a_compiled_build_that_crashes_takes_only_its_own_process_down(tmp_path):

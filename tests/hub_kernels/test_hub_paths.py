@@ -101,8 +101,8 @@ def test_a_linked_build_is_rejected(tmp_path):
     build(tmp_path / "secret")
     (tmp_path / "r" / "build").mkdir(parents=True)
     (tmp_path / "r" / "build" / UNIVERSAL).symlink_to(tmp_path / "secret" / "build" / UNIVERSAL)
-    found = hub_of(tmp_path / "r").explain(NAME)
-    assert not found.ok and "outside of" in str(found.verdicts[0])
+    explanation = hub_of(tmp_path / "r").explain(NAME)
+    assert not explanation.ok and "outside of" in str(explanation.verdicts[0])
 
 
 def test_links_of_the_cache_stay_in_it(tmp_path):

@@ -88,23 +88,24 @@ print(json.dumps({
 
 def test_an_installed_plugin_is_found(tmp_path):
     install(tmp_path / "site")
-    found = run(ASK, tmp_path / "site")
-    assert (found["right"] and found["torch_op"]
-            and not found["at_import"]), "imported when first needed"
-    assert (found["kernels"][:2] == ["example.addcmul", "example.rms_norm"]
-            and found["kernels"][2] != "example.rms_norm")
-    assert found["origins"] == dict.fromkeys(("scale_shift", "example.addcmul", "example.rms_norm"),
-                                             "lz-plugin-example 1.0")
-    assert (found["calls"] == {"example.addcmul": 4} and found["notes"] == ["version 1.0"]
-            and found["refused"] == {})
+    answer = run(ASK, tmp_path / "site")
+    assert (answer["right"] and answer["torch_op"]
+            and not answer["at_import"]), "imported when first needed"
+    assert (answer["kernels"][:2] == ["example.addcmul", "example.rms_norm"]
+            and answer["kernels"][2] != "example.rms_norm")
+    assert answer["origins"] == dict.fromkeys(("scale_shift", "example.addcmul",
+                                               "example.rms_norm"),
+                                              "lz-plugin-example 1.0")
+    assert (answer["calls"] == {"example.addcmul": 4} and answer["notes"] == ["version 1.0"]
+            and answer["refused"] == {})
 
 
 def test_an_upgrade_on_the_path_is_the_one_that_is_used(tmp_path):
     install(tmp_path / "old", "1.0")
     install(tmp_path / "new", "2.0")
-    found = run(ASK, tmp_path / "new", tmp_path / "old")
-    assert found["right"] and found["notes"] == ["version 2.0"] and found["refused"] == {}
-    assert set(found["origins"].values()) == {"lz-plugin-example 2.0"}
+    answer = run(ASK, tmp_path / "new", tmp_path / "old")
+    assert answer["right"] and answer["notes"] == ["version 2.0"] and answer["refused"] == {}
+    assert set(answer["origins"].values()) == {"lz-plugin-example 2.0"}
 
 
 def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
@@ -135,8 +136,8 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         OP = dataclasses.replace(lz.op("rms_norm"), name="other_norm", cases=())
         """, group="layerzero.ops")
     metadata(site, "lz-gone", "1.0", {"layerzero.backends": {"gone": "lz_gone_module:KERNELS"}})
-    found = run(ASK, site)
-    assert found["right"] and found["torch_op"] and found["kernels"][0] == "example.addcmul"
+    answer = run(ASK, site)
+    assert answer["right"] and answer["torch_op"] and answer["kernels"][0] == "example.addcmul"
     said = {
         "typo": ["lz-typo 3.1", "typo.kernel", "'hed_dim'", "did you mean 'head_dim'"],
         "twice": ["lz-twice 3.1", "'torch.rms_norm'", "already registered by layerzero"],
@@ -146,13 +147,13 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         "nothing": ["without OP or KERNELS"], "wrong_thing": ["offers a str", "Op and Kernel"],
         "no_cases": ["'other_norm' has no cases"],
         "gone": ["ModuleNotFoundError", "lz_gone_module"]}
-    assert found["refused"].keys() == said.keys()
+    assert answer["refused"].keys() == said.keys()
     for name, words in said.items():
         for word in words:
-            assert word in found["refused"][name], (name, found["refused"][name])
-        ok, text, hint = found["doctor"][f"plugin {name}"]
+            assert word in answer["refused"][name], (name, answer["refused"][name])
+        ok, text, hint = answer["doctor"][f"plugin {name}"]
         assert not ok and words[-1] in text and hint
-    assert "twice.fine" not in found["origins"], "all of a plugin or nothing"
+    assert "twice.fine" not in answer["origins"], "all of a plugin or nothing"
 
 
 def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_path):
@@ -167,13 +168,13 @@ def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_pat
         KERNELS = (lz.Kernel("late.missing", lz.op("rms_norm"), load_missing, prior=1e6, less_work="a test"),
                    lz.Kernel("late.wrong", lz.op("rms_norm"), load_wrong, prior=1e5, less_work="a test"))
         """)
-    found = run(ASK, site)
-    assert found["right"] and found["kernels"][1] == "example.rms_norm"
-    assert set(found["refused"]) == {"late.missing", "late.wrong"}
-    assert "no_such_library_at_all" in found["refused"]["late.missing"]
-    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in found["refused"][
+    answer = run(ASK, site)
+    assert answer["right"] and answer["kernels"][1] == "example.rms_norm"
+    assert set(answer["refused"]) == {"late.missing", "late.wrong"}
+    assert "no_such_library_at_all" in answer["refused"]["late.missing"]
+    assert "wants a parameter 'axis'; lz.rms_norm has x, weight, eps" in answer["refused"][
         "late.wrong"]
-    assert not found["doctor"]["loading late.wrong"][0]
+    assert not answer["doctor"]["loading late.wrong"][0]
 
 
 def test_the_package_says_in_its_project_file_what_the_tests_install():
@@ -214,13 +215,13 @@ def test_a_policy_of_a_plugin_is_advice(tmp_path):
     site = tmp_path / "site"
     install(site)
     broken(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
-    found = run(ADVICE, site)
-    assert (found["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
-            and found["wide"] == "example.rms_norm")
-    assert found["allowed"] == "example.rms_norm", "what the program says wins"
+    answer = run(ADVICE, site)
+    assert (answer["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
+            and answer["wide"] == "example.rms_norm")
+    assert answer["allowed"] == "example.rms_norm", "what the program says wins"
     assert ["default", "lz-plugin-example 1.0",
-            "boost example.addcmul x1.5 for scale_shift"] in found["rules"]
-    assert found["sizes"] == [33, 77] and found["refused"] == {}
+            "boost example.addcmul x1.5 for scale_shift"] in answer["rules"]
+    assert answer["sizes"] == [33, 77] and answer["refused"] == {}
 
 
 def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
@@ -236,17 +237,17 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
             "exits": "raise SystemExit('no')", "a": "POLICY = {'settings': {'cache_size': 33}}",
             "b": "POLICY = {'settings': {'cache_size': 34}}"}.items():
         broken(site, name, text, "layerzero.policies")
-    found = run(ADVICE, site)
-    assert found["wide"] == "example.rms_norm" and found["sizes"][0] in (33, 34)
-    late = "b" if "b" in found["refused"] else "a"
+    answer = run(ADVICE, site)
+    assert answer["wide"] == "example.rms_norm" and answer["sizes"][0] in (33, 34)
+    late = "b" if "b" in answer["refused"] else "a"
     said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
             "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
             "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
             late: "another one set it to"}
-    assert found["refused"].keys() == said.keys()
+    assert answer["refused"].keys() == said.keys()
     for name, word in said.items():
-        assert word in found["refused"][name] and f"lz-{name} 3.1" in found["refused"][name]
-        assert word in found["doctor"][f"plugin {name}"]
+        assert word in answer["refused"][name] and f"lz-{name} 3.1" in answer["refused"][name]
+        assert word in answer["doctor"][f"plugin {name}"]
 
 
 def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path):
@@ -263,7 +264,7 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
             """, needs=needs)
     broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
            needs="layerzero>=7")
-    found = run("""
+    answer = run("""
         import json
         import layerzero as lz
         seen = []
@@ -272,15 +273,15 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
         print(json.dumps({"ids": ids, "version": lz.__version__, "size": lz.get_config()["settings"]["cache_size"],
                           "refused": {e.kernel: str(e.reason) for e in seen if e.name == "unavailable"}}))
         """, site)
-    assert ({i.partition(".")[0] for i in found["ids"] if i.startswith("k")} == set(fitting)
-            and found["size"] != 33)
+    assert ({i.partition(".")[0] for i in answer["ids"] if i.startswith("k")} == set(fitting)
+            and answer["size"] != 33)
     assert (all((tmp_path / n).exists() for n in fitting)
             and not any((tmp_path / n).exists() for n in others))
-    assert found["refused"].keys() == {*others, "policy"}
+    assert answer["refused"].keys() == {*others, "policy"}
     for name, needs in others.items():
-        said = found["refused"][name]
+        said = answer["refused"][name]
         assert said.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in said
-        assert f"found {found['version']} (plugin {name} of lz-{name} 3.1)" in said
+        assert f"found {answer['version']} (plugin {name} of lz-{name} 3.1)" in said
 
 
 # With a real installer
@@ -374,9 +375,10 @@ def test_upgrade_and_downgrade(tmp_path, place):
                                       (second, "2.0", "CERTIFICATE_VOID"),
                                       (first, "1.0", "holds")):
         pip_install(place, source)
-        found = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"), tmp_path / "cache")
-        assert found["right"] and found["refused"] == []
-        assert found["origins"] == dict.fromkeys(names[version],
-                                                 f"lz-plugin-example {version}"), "nothing is left over"
-        assert found[
+        answer = in_place(place, STATE.format(certify=standing == "UNCERTIFIED"),
+                          tmp_path / "cache")
+        assert answer["right"] and answer["refused"] == []
+        assert answer["origins"] == dict.fromkeys(names[version],
+                                                  f"lz-plugin-example {version}"), "nothing is left over"
+        assert answer[
             "standing"] == standing, "a proof is for one build, and holds again when that is back"

@@ -134,15 +134,15 @@ def configured() -> None:
     from layerzero.backends.triton.attention import decode
 
     here = torch.device("cpu")
-    for text, found, rising in (
+    for text, result, rising in (
             ("decode", [decode.config(16, 2, 64, 1 << 14, False, here, p).splits
                         for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
             ("paged", [decode.config(16, 64, 64, 1 << 14, True, here, p).splits
                        for p in (0.5, 1.0, 2.0)], [2, 4, 8]),
             ("gemv", [gemv.config(1, 4096, 4096, False, here, p).block_n
                       for p in (2.0, 1.0, 0.5)], [2, 4, 8])):
-        say("configured", "passed" if found == rising else "failed",
-            f"{text}: {found} instead of {rising}")
+        say("configured", "passed" if result == rising else "failed",
+            f"{text}: {result} instead of {rising}")
 
 
 def grouped_backward() -> None:

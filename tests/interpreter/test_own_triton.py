@@ -30,10 +30,10 @@ def results():
                           text=True, env=env,
                           timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[dict[str, str]]] = {}
+    outcomes: dict[str, list[dict[str, str]]] = {}
     for line in done.stdout.splitlines():
-        found.setdefault(json.loads(line)["kernel"], []).append(json.loads(line))
-    return found
+        outcomes.setdefault(json.loads(line)["kernel"], []).append(json.loads(line))
+    return outcomes
 
 
 @pytest.mark.parametrize("name", ["mine.rms_norm", "mine.tuned_num_warps2"])

@@ -235,7 +235,7 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
     lz.register(lz.Kernel("fake.cheap", RMS_NORM, lambda: lambda x: torch.empty_like(x), prior=1e6,
                           less_work="a test"))
     lz.configure(cache_size=size)
-    found, most = dispatcher_of("rms_norm"), 0
+    dispatcher, most = dispatcher_of("rms_norm"), 0
     buffer, out = torch.zeros(2 * 200_000), torch.zeros(())
     warm, memory = SHAPES // 4, 0
     for i in range(SHAPES):
@@ -243,8 +243,8 @@ def test_a_flood_of_shapes_keeps_the_cache_and_the_memory_bounded(path):
         out = call(buffer[:hidden].expand(n, hidden) if n > 2
                    else buffer[:n * hidden].view(n, hidden))
         if i % 997 == 0:
-            most = max(most, len(found.cache.table))
-            assert found.native is None or found.native.compiled.size() <= size
+            most = max(most, len(dispatcher.cache.table))
+            assert dispatcher.native is None or dispatcher.native.compiled.size() <= size
         if i == warm:
             gc.collect()
             memory = resident()

@@ -206,10 +206,10 @@ def test_nvrtc_takes_our_kernels(kernel, case, monkeypatch):
 
 def test_without_nvrtc_all_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc_path", lambda: "")
-    found = compiler.ready()
-    assert (isinstance(found, Reason) and found.code is Code.NOT_INSTALLED
-            and "nvidia-cuda-nvrtc" in found.message)
-    assert [loading.availability(kernel) for kernel in KERNELS] == [found] * len(KERNELS)
+    problem = compiler.ready()
+    assert (isinstance(problem, Reason) and problem.code is Code.NOT_INSTALLED
+            and "nvidia-cuda-nvrtc" in problem.message)
+    assert [loading.availability(kernel) for kernel in KERNELS] == [problem] * len(KERNELS)
     compiler.nvrtc.cache_clear()
     with pytest.raises(ImportError, match=r"nvidia-cuda-nvrtc.*CUDA_HOME"):
         compiler.nvrtc()

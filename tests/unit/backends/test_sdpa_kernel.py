@@ -130,15 +130,15 @@ def test_a_remembered_choice_does_not_leave_its_block(path):
 
 
 def test_keys_differ_by_every_switch_and_only_for_ops_that_ask():
-    found, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
-    values, x = found.order_arguments(tuple(qkv()), {}), torch.randn(2, 8)
+    dispatcher, norm = dispatcher_of("attention"), dispatcher_of("rms_norm")
+    values, x = dispatcher.order_arguments(tuple(qkv()), {}), torch.randn(2, 8)
     lz.attention(*qkv()), lz.rms_norm(x)
     named = norm.order_arguments((x,), {})
 
     def keys():
-        keyed = [found.key_of(*values)]
-        if found.native is not None:
-            keyed.append(found.native.compiled.key(*values[:8]))
+        keyed = [dispatcher.key_of(*values)]
+        if dispatcher.native is not None:
+            keyed.append(dispatcher.native.compiled.key(*values[:8]))
         return keyed, norm.key_of(*named)
 
     seen = [keys()]

@@ -57,30 +57,30 @@ def call(op, *words, dtype="float32"):
 # arguments
 
 def test_shapes_and_scalars_become_arguments_without_memory():
-    found = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64",
-                 "is_causal=true", "scale=0.5", "window_left=16", "causal_align=bottom_right",
-                 "attn_mask=none", dtype="bfloat16")
-    assert {k: tuple(v.shape) for k, v in found.items() if isinstance(v, torch.Tensor)} == {
+    result = call("attention", "query=1x8x1x64", "key=1,2,256,64", "value=1x2x256x64",
+                  "is_causal=true", "scale=0.5", "window_left=16", "causal_align=bottom_right",
+                  "attn_mask=none", dtype="bfloat16")
+    assert {k: tuple(v.shape) for k, v in result.items() if isinstance(v, torch.Tensor)} == {
         "query": (1, 8, 1, 64), "key": (1, 2, 256, 64), "value": (1, 2, 256, 64)}
-    assert found["query"].dtype is torch.bfloat16
-    assert found["query"].device.type == "meta"
-    assert {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)} == {
+    assert result["query"].dtype is torch.bfloat16
+    assert result["query"].device.type == "meta"
+    assert {k: v for k, v in result.items() if not isinstance(v, torch.Tensor)} == {
         "is_causal": True, "scale": 0.5, "window_left": 16, "causal_align": "bottom_right",
         "attn_mask": None}
 
 
 def test_a_tensor_may_have_its_own_dtype():
-    found = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32",
-                 dtype="float16")
-    assert (found["attn_mask"].dtype, found["alibi_slopes"].dtype) == (torch.bool, torch.float32)
+    result = call("attention", *DECODE, "attn_mask=1x1x1x256:bool", "alibi_slopes=8:float32",
+                  dtype="float16")
+    assert (result["attn_mask"].dtype, result["alibi_slopes"].dtype) == (torch.bool, torch.float32)
 
 
 def test_offsets_are_whole_numbers_by_default():
-    found = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3",
-                 "cu_seqlens_k=3",
-                 "max_seqlen_q=5", "max_seqlen_k=5")
-    assert found["cu_seqlens_q"].dtype is torch.int32
-    assert found["query"].dtype is torch.float32
+    result = call("varlen_attention", "q=9x4x64", "key=9x4x64", "value=9x4x64", "cu_seqlens_q=3",
+                  "cu_seqlens_k=3",
+                  "max_seqlen_q=5", "max_seqlen_k=5")
+    assert result["cu_seqlens_q"].dtype is torch.int32
+    assert result["query"].dtype is torch.float32
 
 
 @pytest.mark.parametrize(("words", "part"), [
@@ -342,32 +342,32 @@ def fitted(seconds=45.0, **paces):
 
 
 def test_a_quick_machine_shows_the_largest_sizes_in_every_dtype():
-    found = fitted()
-    assert (found.sizes, found.left_out) == (SIZES["cpu"][0], ())
-    assert found.rows == tuple((d, step) for d in ("float32", "bfloat16")
-                               for step in found.sizes.steps)
+    fit = fitted()
+    assert (fit.sizes, fit.left_out) == (SIZES["cpu"][0], ())
+    assert fit.rows == tuple((d, step) for d in ("float32", "bfloat16")
+                             for step in fit.sizes.steps)
 
 
 def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
-    found = fitted(bfloat16=Pace(1e-9, 1e-9, 1e-9))
-    assert found.sizes == SIZES["cpu"][0]
-    assert [str(left) for left in found.left_out] == [
+    fit = fitted(bfloat16=Pace(1e-9, 1e-9, 1e-9))
+    assert fit.sizes == SIZES["cpu"][0]
+    assert [str(left) for left in fit.left_out] == [
         "bfloat16, prefill 512: one pass is expected to take 6.3 s, and 20 do not fit; "
         "torch's products take 1000 times as long as in float32 on this machine"]
-    assert [dtype for dtype, _ in found.rows] == ["float32"] * 3 + ["bfloat16"] * 2
+    assert [dtype for dtype, _ in fit.rows] == ["float32"] * 3 + ["bfloat16"] * 2
 
 
 @pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3),
                                              (1.0, 3)])
 def test_a_slower_machine_shows_smaller_sizes(pace, place):
-    found = fitted(float32=Pace(pace, pace, pace))
-    assert found.sizes == SIZES["cpu"][place] and len(found.rows) + len(found.left_out) == 6
+    fit = fitted(float32=Pace(pace, pace, pace))
+    assert fit.sizes == SIZES["cpu"][place] and len(fit.rows) + len(fit.left_out) == 6
 
 
 def test_where_nothing_fits_one_row_is_tried_all_the_same():
     slow = Pace(1.0, 1.0, 1.0)
-    found = fitted(float32=slow, bfloat16=slow)
-    assert [dtype for dtype, _ in found.rows] == ["float32"] and len(found.left_out) == 5
+    fit = fitted(float32=slow, bfloat16=slow)
+    assert [dtype for dtype, _ in fit.rows] == ["float32"] and len(fit.left_out) == 5
 
 
 def test_a_pass_has_as_many_multiplications_as_the_block_makes():

@@ -202,9 +202,9 @@ def test_an_exit_code_says_what_kind_of_end_it_was(run, monkeypatch, error, code
         raise error
 
     monkeypatch.setattr(ask, "config", fail)
-    found, out, err = run("config")
-    assert (found, out) == (code, "") and said in err
-    assert ("Traceback" in err) == (code == 3) and found in EXIT_CODES
+    exit_code, out, err = run("config")
+    assert (exit_code, out) == (code, "") and said in err
+    assert ("Traceback" in err) == (code == 3) and exit_code in EXIT_CODES
 
 
 # dry-run, record

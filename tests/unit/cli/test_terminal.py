@@ -104,9 +104,9 @@ def test_markup_in_a_name_is_text(text):
         with show.spinner(text) as say:
             say(text)
 
-    found = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text),
+    shown = safely(lambda: (show.table(("kernel", "why"), [(text, text)]), show.heading(text),
                             work()))
-    assert found.count(text) >= 5 and "\x1b]8" not in found
+    assert shown.count(text) >= 5 and "\x1b]8" not in shown
 
 
 def test_a_line_of_work_and_its_name_are_safe():

@@ -52,21 +52,21 @@ def grows(call, rounds: int = 3, calls: int = 150) -> list[int]:
     """How many objects there are after each round of ever new numbers; the first rounds fill the
     tables."""
     numbers = iter(range(10**9))
-    found = []
+    results = []
     for _ in range(rounds):
         for _ in range(calls):
             call(next(numbers))
-        found.append(objects())
-    return found
+        results.append(objects())
+    return results
 
 
 def assert_bounded(call) -> None:
     grows(call, 4)
     before = remembered()
-    found = grows(lambda n: call(10**6 + n))
+    result = grows(lambda n: call(10**6 + n))
     assert remembered() <= before + 150        # one for each call would be 450
     # a leak of one object a call is 300, and of an override some thousands
-    assert found[-1] - found[0] < 2000, found
+    assert result[-1] - result[0] < 2000, result
 
 
 def test_policies_with_ever_new_numbers(small, path):

@@ -152,8 +152,8 @@ def test_a_measurement_turns_the_choice_from_the_next_call_on(call):
     facts = lz.explain("rms_norm", x).facts
     bucket, here = kind_of(RMS_NORM, facts).bucket, worlds.current().place("cpu")
     times = {slow.id: 50.0, fast.id: 5.0, "torch.rms_norm": 70.0}
-    found = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
-    worlds.publish(lambda w: w.replace(perf=w.perf.including(found)), "measured")
+    measurements = [Measurement(name, "rms_norm", bucket, here, us) for name, us in times.items()]
+    worlds.publish(lambda w: w.replace(perf=w.perf.including(measurements)), "measured")
     call(x)
     assert (slow.calls, fast.calls) == (1, 1)
 
@@ -177,14 +177,14 @@ def test_choices_expire_by_themselves(call, happened):
 @pytest.mark.parametrize("size", [1, 2, 16])
 def test_the_cache_keeps_to_its_size(call, happened, size):
     lz.configure(cache_size=size)
-    found = dispatcher_of("rms_norm")
+    dispatcher = dispatcher_of("rms_norm")
     for i in range(100):
         x = rows(2, hidden=1 + i)
         torch.testing.assert_close(call(x), normed(x))
-        assert len(found.cache.table) <= size
-        assert found.native is None or found.native.compiled.size() <= size
+        assert len(dispatcher.cache.table) <= size
+        assert dispatcher.native is None or dispatcher.native.compiled.size() <= size
     evicted = sum(e.entries for e in of(Evicted, happened))
-    assert evicted + len(found.cache.table) == 100
+    assert evicted + len(dispatcher.cache.table) == 100
 
 
 def test_what_is_used_stays_and_what_is_not_goes(world, happened):
@@ -199,17 +199,17 @@ def test_what_is_used_stays_and_what_is_not_goes(world, happened):
 
 
 def test_the_native_table_keeps_what_is_used_too(world):
-    found = dispatcher_of("rms_norm")
-    if found.native is None:
+    dispatcher = dispatcher_of("rms_norm")
+    if dispatcher.native is None:
         pytest.skip("the native path is not built")
     lz.configure(cache_size=8)
     hot = rows(2, hidden=500)
-    found.public(hot)
-    entry = found.native.compiled.lookup(hot)
+    dispatcher.public(hot)
+    entry = dispatcher.native.compiled.lookup(hot)
     for i in range(200):
-        found.public(rows(2, hidden=1 + i))
-        found.public(hot)
-        assert found.native.compiled.lookup(hot) is entry
+        dispatcher.public(rows(2, hidden=1 + i))
+        dispatcher.public(hot)
+        assert dispatcher.native.compiled.lookup(hot) is entry
 
 
 def entry(kernel="lib.k"):

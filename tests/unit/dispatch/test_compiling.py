@@ -72,8 +72,8 @@ def slow(world):
 
 def measure(kernel, x, us=0.5, **arguments):
     """As if it had been measured here for calls like this."""
-    found = dispatcher_of(kernel.op.name)
-    facts = found.facts(found.order_arguments((x,), arguments))
+    dispatcher = dispatcher_of(kernel.op.name)
+    facts = dispatcher.facts(dispatcher.order_arguments((x,), arguments))
     kind, place = kind_of(kernel.op, facts), worlds.current().place("cpu")
     others = [k for k in worlds.current().kernels(kernel.op.name) if k.baseline]
     rows = [Measurement(k.id, kernel.op.name, kind.bucket, place, t, 0.01, 50, kind.family,

@@ -559,13 +559,14 @@ def test_a_kernel_taken_away_while_it_fails_is_replaced_all_the_same(call):
 
 def test_the_two_paths_are_one_function_to_the_outside():
     for op in (RMS_NORM, ATTENTION):
-        found = dispatcher_of(op.name)
-        for fn in (found.python_call, found.public, op.name):
+        dispatcher = dispatcher_of(op.name)
+        for fn in (dispatcher.python_call, dispatcher.public, op.name):
             assert lz.which(fn, **op.inputs()) in {k.id for k in worlds.current().kernels(op.name)}
-        names = [p for p in inspect.signature(found.public).parameters
+        names = [p for p in inspect.signature(dispatcher.public).parameters
                  if p not in ("backend", "policy")]
         assert names == [p.name for p in op.params]
-        assert found.public.__name__ == op.name and found.public.__doc__ == op.reference.__doc__
+        assert (dispatcher.public.__name__ == op.name
+                and dispatcher.public.__doc__ == op.reference.__doc__)
 
 
 def test_without_the_native_path_everything_is_the_same():

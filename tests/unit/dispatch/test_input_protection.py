@@ -409,11 +409,11 @@ def test_what_is_proven_runs_without_a_wrapper(path):
     register(Fake("fake.good"))
     call, x = path_of(RMS_NORM, path), rows()
     call(x)
-    found = dispatcher_of("rms_norm")
-    entry = next(e for e in found.cache.table.values() if e.plan.kernel == "fake.good")
+    dispatcher = dispatcher_of("rms_norm")
+    entry = next(e for e in dispatcher.cache.table.values() if e.plan.kernel == "fake.good")
     assert not isinstance(entry.run, protection.Guard)
     if path == "native":
-        assert found.native.compiled.lookup(x) is entry
+        assert dispatcher.native.compiled.lookup(x) is entry
 
 
 def test_torch_s_own_kernels_run_with_nothing_around_them(world):

@@ -37,23 +37,23 @@ def op(request, world):
 
 
 def key(op, *args, **kwargs):
-    found = dispatcher_of(op)
-    found.ensure_world()
-    return found.key_of(*found.order_arguments(args, kwargs))
+    dispatcher = dispatcher_of(op)
+    dispatcher.ensure_world()
+    return dispatcher.key_of(*dispatcher.order_arguments(args, kwargs))
 
 
 def verdicts(op, call):
     """What every rule that could ever be asked says of the call; or the caller's mistake."""
-    found = dispatcher_of(op)
-    named = dict(zip(found.names, found.order_arguments(*call)))
+    dispatcher = dispatcher_of(op)
+    named = dict(zip(dispatcher.names, dispatcher.order_arguments(*call)))
     try:
-        facts = reading.read(found.op, named)
+        facts = reading.read(dispatcher.op, named)
     except InvalidCall as e:
         return e.codes
     device = worlds.current().device("cpu").facts()
     ours = [k for k in worlds.current().kernels(op) if not any(
         r.check(device) for r in k.requires if all(leaf.fact == "device" for leaf in r.leaves()))]
-    rules = [*found.op.requires, *(r for k in ours for r in k.requires)]
+    rules = [*dispatcher.op.requires, *(r for k in ours for r in k.requires)]
     said = [rule.check({**device, **facts}) is None for rule in rules]
     return (*said, facts["grad"], facts["dtype"], facts["tensor_kind"])
 
@@ -80,11 +80,11 @@ def test_no_two_of_many_calls_share_a_key_and_differ_in_a_verdict(op):
     drawn = ((call, neighbour(rng, call)) for call in (MAKERS[op](rng) for _ in range(1000)))
     for pair in itertools.chain(swept, drawn):
         for each in pair:
-            found = key(op, *each[0], **each[1])
-            if found is None:
+            call_key = key(op, *each[0], **each[1])
+            if call_key is None:
                 continue
             said = verdicts(op, each)
-            first = known.setdefault(found, (said, each))
+            first = known.setdefault(call_key, (said, each))
             shared += first[1] is not each
             assert first[0] == said, f"{described(first[1])}\nand {described(each)}\nshare a key"
     assert shared > 60, "the calls were too different to prove anything"
@@ -103,10 +103,10 @@ def test_a_neighbour_with_the_same_key_has_the_same_verdicts(op, rng):
 @pytest.fixture(scope="module")
 def sweeps():
     """Calls of the awkward op, each with all its facts."""
-    found, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
+    dispatcher, rng = dispatch.Dispatcher(synthetic.OP), random.Random(9)
     calls = [*synthetic_sweeps(), *(MAKERS["synthetic"](rng) for _ in range(100))]
-    named = [(call, found.order_arguments(*call)) for call in calls]
-    return [(call, values, reading.read(synthetic.OP, dict(zip(found.names, values))))
+    named = [(call, dispatcher.order_arguments(*call)) for call in calls]
+    return [(call, values, reading.read(synthetic.OP, dict(zip(dispatcher.names, values))))
             for call, values in named]
 
 
@@ -115,12 +115,12 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
     """With only this rule in force nothing but its own tests can split the key."""
     lz.register(synthetic.OP)
     lz.register(synthetic.kernel("synthetic.one", requires=(rule,)))
-    found = dispatcher_of("synthetic")
-    found.ensure_world()
+    dispatcher = dispatcher_of("synthetic")
+    dispatcher.ensure_world()
     known: dict = {}
     said = set()
     for call, values, facts in sweeps:
-        key = found.key_of(*values)
+        key = dispatcher.key_of(*values)
         if key is not None:
             verdict = rule.check(facts) is None
             said.add(verdict)
@@ -152,17 +152,18 @@ def test_any_number_of_thresholds(world, rng, limits):
 def test_the_generated_reader_says_what_the_careful_one_says(op):
     """The facts of an ordinary call come from generated code; they must be those of facts.read,
     mistakes included."""
-    found, rng = dispatcher_of(op), random.Random(8)
-    found.ensure_world()
+    dispatcher, rng = dispatcher_of(op), random.Random(8)
+    dispatcher.ensure_world()
     ordinary = 0
     for _ in range(400):
         call = MAKERS[op](rng)
-        values = found.order_arguments(*call)
-        quick = found.facts_of(*values)
-        assert (quick is None) == (found.key_of(*values) is None)
+        values = dispatcher.order_arguments(*call)
+        quick = dispatcher.facts_of(*values)
+        assert (quick is None) == (dispatcher.key_of(*values) is None)
         if quick is not None:
             ordinary += 1
-            careful = reading.read(found.op, dict(zip(found.names, values)), found.program.needed)
+            careful = reading.read(dispatcher.op, dict(zip(dispatcher.names, values)),
+                                   dispatcher.program.needed)
             assert quick == careful, described(call)
     assert ordinary > 200
 

@@ -77,9 +77,9 @@ def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
 
 
 def entry_of(x: torch.Tensor):
-    found = dispatchers["rms_norm"]
+    dispatcher = dispatchers["rms_norm"]
     lz.rms_norm(x)
-    return found.cache.table[found.key_of(*found.order_arguments((x,), {}))]
+    return dispatcher.cache.table[dispatcher.key_of(*dispatcher.order_arguments((x,), {}))]
 
 
 def is_learned(x: torch.Tensor) -> bool:
@@ -107,10 +107,10 @@ def test_after_that_the_entry_is_the_plain_binding(learn, clock):
     x = rows()
     assert is_learned(x)
     serve(x)
-    entry, found = entry_of(x), dispatchers["rms_norm"]
+    entry, dispatcher = entry_of(x), dispatchers["rms_norm"]
     assert (not isinstance(entry.run, (exploring.Exploring, protection.Guard))
             and entry.binding.call is not None)
-    assert not is_learned(x) and learning.status().learning == 0 and found.cache.table
+    assert not is_learned(x) and learning.status().learning == 0 and dispatcher.cache.table
 
 
 def test_no_call_is_computed_twice_and_each_is_counted_for_who_served_it(path, learn, clock):
@@ -131,11 +131,11 @@ def test_what_it_cost_is_counted(learn, clock):
     fakes(clock, first=100.0, slow=180.0)
     x = rows()
     serve(x)
-    found = learning.status()
-    assert found.learned == 1 and found.explored >= 2
-    assert found.seconds == pytest.approx(found.explored * 80e-6, rel=0.01)
+    status = learning.status()
+    assert status.learned == 1 and status.explored >= 2
+    assert status.seconds == pytest.approx(status.explored * 80e-6, rel=0.01)
     assert (lz.stats().learning.learned == 1 and lz.stats().to_json()["learning"]["explored"]
-            == found.explored)
+            == status.explored)
     check = next(c for c in lz.doctor().checks if c.name == "learning")
     assert "1 are learned" in check.detail and "which cost" in check.detail
 
@@ -292,12 +292,12 @@ def test_never_for_a_kernel_that_was_asked_for(learn, clock):
                                      {"device": "xpu"}])
 def test_never_in_another_mode(learn, clock, changed):
     fakes(clock, first=100.0, fast=60.0)
-    found, x = dispatchers["rms_norm"], rows()
+    dispatcher, x = dispatchers["rms_norm"], rows()
     lz.rms_norm(x)
     world = worlds.current()
-    plan = world.plan(found.op, found.facts(found.order_arguments((x,), {})))
-    assert learning._is_learnable(found.op, world, plan, None)
-    assert not learning._is_learnable(found.op, world,
+    plan = world.plan(dispatcher.op, dispatcher.facts(dispatcher.order_arguments((x,), {})))
+    assert learning._is_learnable(dispatcher.op, world, plan, None)
+    assert not learning._is_learnable(dispatcher.op, world,
                                       replace(plan, facts={**plan.facts, **changed}), None)
 
 

@@ -30,14 +30,15 @@ FOREIGN = SOURCE / "verify" / "trace" / "answers" / "reference_worker.py"
 
 
 def test_every_exec_is_of_code_that_keeps_its_text():
-    found = []
+    violations = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 and node.func.id == "exec"):
-                found.append((path, ast.unparse(node.args[0])))
-    assert [path for path, text in found if not text.startswith("codegen.compile(")] == [FOREIGN]
-    assert len(found) > 5
+                violations.append((path, ast.unparse(node.args[0])))
+    assert [path for path,
+            text in violations if not text.startswith("codegen.compile(")] == [FOREIGN]
+    assert len(violations) > 5
 
 
 def test_a_traceback_shows_the_generated_line():

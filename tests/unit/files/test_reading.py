@@ -92,9 +92,9 @@ def test_one_bad_definition_does_not_stop_a_folder(tmp_path, happened):
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_bytes(content if isinstance(content, bytes)
                                                 else content.encode())
-    (found,) = find_definitions(tmp_path)
+    (definition,) = find_definitions(tmp_path)
     refused = [event for event in happened if event.name == "file_refused"]
-    assert (found.name == "good" and len(refused) == len(bad)
+    assert (definition.name == "good" and len(refused) == len(bad)
             and all(event.problem for event in refused))
 
 

@@ -336,9 +336,9 @@ def test_a_planted_seal_key_voids_certificates(root, world):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel), HERE)
     os.chown(root / "certificates" / "seal.key", OTHER, OTHER)
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert (isinstance(found, Reason) and found.code is Code.CERTIFICATE_REFUSED
-            and f"user {OTHER}" in found.message)
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert (isinstance(status, Reason) and status.code is Code.CERTIFICATE_REFUSED
+            and f"user {OTHER}" in status.message)
 
 
 def test_a_lock_is_not_taken_through_a_link(root, tmp_path, caplog):
@@ -393,10 +393,10 @@ def test_what_is_loaded_is_the_file_that_was_checked(library, root, monkeypatch)
     opened = SealedFolder.open
 
     def swap(self: SealedFolder, *given: str) -> tuple[int, bytes]:
-        found = opened(self, *given)
+        opened_file = opened(self, *given)
         os.rename(library, library.with_suffix(".old"))
         library.write_bytes(b"\x7fELF, planted")
-        return found
+        return opened_file
 
     monkeypatch.setattr(SealedFolder, "open", swap)
     name = _some_module().name.partition(".")[0]

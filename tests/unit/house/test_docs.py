@@ -157,9 +157,9 @@ def examples(page: Path, language: str) -> list[tuple[int, str]]:
     """The line at which each block of code begins, and its text; without those for what is not
     here."""
     text = page.read_text("utf-8")
-    found = re.finditer(rf"^(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)^```", text,
-                        re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(2)) + 1, block[2]) for block in found
+    blocks = re.finditer(rf"^(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)^```", text,
+                         re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(2)) + 1, block[2]) for block in blocks
             if not (block[1] and missing(block[1]))]
 
 

@@ -111,7 +111,7 @@ def test_the_order_is_fixed_and_so_are_the_bytes(tmp_path):
             for m in members} == {(0, 0, 0, "", "", 0o600)}
     one, two = (read_bundle(tmp_path / f"{name}.tar.gz") for name in ("a", "b"))
     assert one["capabilities.json"] == two["capabilities.json"]
-    first, second = (json.loads(found["environment.json"]) for found in (one, two))
+    first, second = (json.loads(data["environment.json"]) for data in (one, two))
     del first["stats"], second["stats"]        # events of background threads are counted meanwhile
     assert first == second
 
@@ -291,8 +291,8 @@ def test_a_broken_table_or_lockfile_is_said_and_left_out(tmp_path):
     manifest = lz.write_bundle(tmp_path / "b.tar.gz", table=wrong, lock=wrong, device="cpu")
     assert (not manifest["ready"] and {"dispatch_table.json", "layerzero.lock"}
             <= manifest["left_out"].keys())
-    found = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
-    assert found["state"] == "fail"
+    data = json.loads(read_bundle(tmp_path / "b.tar.gz")["dispatch_table.validation.json"])
+    assert data["state"] == "fail"
 
 
 def test_the_command_prints_what_is_in_it(tmp_path, capsys, monkeypatch):

@@ -31,8 +31,8 @@ def alone(world):
 
 def choices(*ranks):
     """unit -> (cell, kernels) of each rank."""
-    return [{unit: None if found is None else [found[0], found[1].split()]
-             for unit, found in rank.items()} for rank in ranks]
+    return [{unit: None if entry is None else [entry[0], entry[1].split()]
+             for unit, entry in rank.items()} for rank in ranks]
 
 
 def test_the_first_kernel_of_the_lowest_rank_that_all_can_run():

@@ -92,17 +92,17 @@ def test_metadata_and_tensors(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(file({**metadata, "general.alignment": 64},
                           {"q": (Q8_0, blocks, (3, 64)), "h": (1, half, (2, 3))}, 64))
-    found = read_gguf_file(path)
-    assert {k: found.metadata[k] for k in metadata} == metadata
-    assert torch.equal(found.blocks("q"), blocks) and torch.equal(found.floats("h"), half)
-    assert found.tensors["q"].shape == (3, 64) and found.tensors["q"].type == "q8_0"
-    assert found.blocks("q").data_ptr() == found.blocks("q").data_ptr()        # no copy
-    found.blocks("q").zero_()                              # copy on write: the file stays
+    gguf = read_gguf_file(path)
+    assert {k: gguf.metadata[k] for k in metadata} == metadata
+    assert torch.equal(gguf.blocks("q"), blocks) and torch.equal(gguf.floats("h"), half)
+    assert gguf.tensors["q"].shape == (3, 64) and gguf.tensors["q"].type == "q8_0"
+    assert gguf.blocks("q").data_ptr() == gguf.blocks("q").data_ptr()        # no copy
+    gguf.blocks("q").zero_()                              # copy on write: the file stays
     assert torch.equal(read_gguf_file(path).blocks("q"), blocks)
     with pytest.raises(DataError, match="wanted the tensor x"):
-        found.blocks("x")
+        gguf.blocks("x")
     with pytest.raises(DataError, match="wanted floats"):
-        found.floats("q")
+        gguf.floats("q")
 
 
 ONE = [("t", (4,), F32, 0)]

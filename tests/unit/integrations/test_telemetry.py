@@ -315,8 +315,8 @@ class Telemetry:
 
     def value(self, name: str, **about: str) -> Any:
         wanted = {f"layerzero.{key}": value for key, value in about.items()}
-        found = [p for p in self.points(name) if wanted.items() <= dict(p.attributes).items()]
-        return found[0].value if found else None
+        points = [p for p in self.points(name) if wanted.items() <= dict(p.attributes).items()]
+        return points[0].value if points else None
 
 
 @pytest.fixture

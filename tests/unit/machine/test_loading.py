@@ -259,9 +259,10 @@ def _company_kernel():
     ids=["import", "nothing", "text", "twice"])
 def test_a_plugin_that_does_not_fit_is_refused_by_name_and_the_others_load(monkeypatch, load,
                                                                            words):
-    found = {"layerzero.ops": [],
-             "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
-    monkeypatch.setattr(catalog.importlib.metadata, "entry_points", lambda group: found[group])
+    entry_points = {"layerzero.ops": [],
+                    "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
+    monkeypatch.setattr(catalog.importlib.metadata, "entry_points",
+                        lambda group: entry_points[group])
     made, problems = catalog.discover()
     assert "company.rms_norm" in made.by_id and "torch.rms_norm" in made.by_id
     (problem,) = problems

@@ -22,11 +22,11 @@ def register(version="", torch=""):
 
 def test_what_fits_and_what_is_not_installed_is_well():
     assert register(">=1").verdict == "fits"
-    found = matrix()
-    absent = [row for row in found.rows if row.verdict == "not installed"]
+    report = matrix()
+    absent = [row for row in report.rows if row.verdict == "not installed"]
     assert all(row.ok for row in absent)
-    assert f"{len(found.rows)} libraries" in str(found)
-    assert json.loads(json.dumps(found.to_json()))["ok"] is found.ok
+    assert f"{len(report.rows)} libraries" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["ok"] is report.ok
 
 
 @pytest.mark.parametrize(("declared", "words"), [

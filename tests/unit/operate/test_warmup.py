@@ -277,22 +277,24 @@ def test_strides_are_told_apart_by_order_unless_there_are_gaps():
 
 
 def test_the_ends_of_a_bucket_keep_what_is_equal_and_the_order_in_memory():
-    found = dispatcher_of("attention")
+    dispatcher = dispatcher_of("attention")
     q = torch.randn(2, 40, 4, 16).transpose(1, 2)
-    values = found.order_arguments((q, q.clone(memory_format=torch.preserve_format), q),
-                                   {"layout": "bhsd"})
-    facts = found.facts(values, worlds.current())
+    values = dispatcher.order_arguments((q, q.clone(memory_format=torch.preserve_format), q),
+                                        {"layout": "bhsd"})
+    facts = dispatcher.facts(values, worlds.current())
     from layerzero.selection.engine import kind_to_compile
-    made = list(sizes.at_bucket_ends(found, facts, values, kind_to_compile(found.op, facts)))
+    made = list(sizes.at_bucket_ends(dispatcher, facts, values,
+                                     kind_to_compile(dispatcher.op, facts)))
     assert [tuple(v[0].shape) for v in made] == [(2, 4, 33, 16), (2, 4, 48, 16)]
     assert all(v[1].shape == v[0].shape and v[0].transpose(1, 2).is_contiguous() for v in made)
 
 
 def test_whole_numbers_are_not_made_more_of():
-    found = dispatcher_of("cross_entropy")
-    values = found.order_arguments((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)), {})
-    facts = found.facts(values, worlds.current())
-    assert not list(sizes.at_bucket_ends(found, facts, values, ""))
+    dispatcher = dispatcher_of("cross_entropy")
+    values = dispatcher.order_arguments((torch.randn(40, 8), torch.zeros(40, dtype=torch.int64)),
+                                        {})
+    facts = dispatcher.facts(values, worlds.current())
+    assert not list(sizes.at_bucket_ends(dispatcher, facts, values, ""))
 
 
 # order, background, time
@@ -597,8 +599,8 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 def test_the_command_warms_up_and_says_what_is_ready(compiler, capsys, tmp_path):
     code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
                        "cpu", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["ok"] and found["calls"][0]["kernel"] == compiler.id == which(40)
+    data = json.loads(out)
+    assert code == 0 and data["ok"] and data["calls"][0]["kernel"] == compiler.id == which(40)
     write_calls(tmp_path / "calls.jsonl", [norm(70), norm(200)])
     code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
                        "cpu")

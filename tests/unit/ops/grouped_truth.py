@@ -76,8 +76,8 @@ def check(values: dict[str, Any], rows: Sequence[int] | None = None, rtol: float
     names = [*serving(values, large)]
     assert names
     for name in names:
-        found = lz.grouped_attention(**values, backend=name)
-        for got, want in zip(found, (out, lse)):
+        result = lz.grouped_attention(**values, backend=name)
+        for got, want in zip(result, (out, lse)):
             got = got if rows is None else got[list(rows)]
             torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol,
                                        msg=lambda text, name=name: f"{name}: {text}")

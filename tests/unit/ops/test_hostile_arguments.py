@@ -165,16 +165,16 @@ def test_tensors_that_no_kernel_can_read(op, path):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_both_paths_keep_every_number_in_its_range(op):
     """The generated Python and the native table refuse the same numbers as the careful reader."""
-    found, given = dispatcher_of(op.name), good_call(op)
-    found.public(**given)
+    dispatcher, given = dispatcher_of(op.name), good_call(op)
+    dispatcher.public(**given)
     for name, (low, high) in op.limits.items():
         is_float = op.by_name[name].kind == "float"
         for value in (math.nan, math.inf, -math.inf,
                       2**64) if is_float else (int(low) - 1, int(high) + 1, 2**64):
             call = {**given, name: value}
-            assert found.key_of(*found.order_arguments((), call)) is None, (name, value)
-            if found.native is not None:
-                assert found.native.compiled.key(**call) is None, (name, value)
+            assert dispatcher.key_of(*dispatcher.order_arguments((), call)) is None, (name, value)
+            if dispatcher.native is not None:
+                assert dispatcher.native.compiled.key(**call) is None, (name, value)
 
 
 def test_what_a_range_says():
@@ -268,10 +268,10 @@ class HostileObject:
 
 
 def nested(depth):
-    found = []
+    nest = []
     for _ in range(depth):
-        found = [found]
-    return found
+        nest = [nest]
+    return nest
 
 
 HOSTILE = {
@@ -316,6 +316,6 @@ def test_a_backend_of_any_kind(backend):
 @pytest.mark.parametrize("name", ["attention", "varlen_attention", "gated_delta_rule"])
 def test_a_scale_of_zero_is_a_number_like_any_other(name):
     op = lz.op(name)
-    with lz.recording() as found:              # which describes the kind of call
+    with lz.recording() as recorder:              # which describes the kind of call
         getattr(lz, name)(**{**good_call(op), "scale": 0.0})
-    assert [call.arguments["scale"] for call in found.calls] == [0.0]
+    assert [call.arguments["scale"] for call in recorder.calls] == [0.0]

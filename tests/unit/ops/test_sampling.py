@@ -85,10 +85,10 @@ def serving(**given: Any) -> list[str]:
 # The draw.
 
 def test_splitmix64_is_the_published_one() -> None:
-    found = [mix_int(1234567 + n * GOLDEN) for n in range(1, 6)]
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423,
-                     4593380528125082431,
-                     16408922859458223821]
+    result = [mix_int(1234567 + n * GOLDEN) for n in range(1, 6)]
+    assert result == [6457827717110365317, 3203168211198807973, 9817491932198370423,
+                      4593380528125082431,
+                      16408922859458223821]
 
 
 def test_the_tensor_generator_is_the_plain_one() -> None:
@@ -238,15 +238,15 @@ def test_every_kernel_draws_as_the_reference_in_float64(dtype: str) -> None:
             if refusals(kernel, values):
                 continue
             served.add(kernel.id)
-            found = call(kernel, values)
+            result = call(kernel, values)
             meta = OP.meta(**values)
             if not values["return_logprobs"]:
-                found, truth, meta = (found,), (truth,), (meta,)
-            assert torch.equal(found[0], truth[0]), (kernel.id, case)
-            assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype)
-                                                           for t in meta], (kernel.id, case)
+                result, truth, meta = (result,), (truth,), (meta,)
+            assert torch.equal(result[0], truth[0]), (kernel.id, case)
+            assert [(t.shape, t.dtype) for t in result] == [(t.shape, t.dtype)
+                                                            for t in meta], (kernel.id, case)
             if values["return_logprobs"]:
-                torch.testing.assert_close(found[1].double(), truth[1].double(), rtol=1e-5,
+                torch.testing.assert_close(result[1].double(), truth[1].double(), rtol=1e-5,
                                            atol=1e-5)
             else:
                 truth = truth[0]
@@ -345,14 +345,14 @@ def test_a_seed_of_its_own_makes_a_row_independent_of_its_place() -> None:
 
 def test_a_generator_ends_in_the_same_state_whichever_kernel_ran() -> None:
     logits = wide_rows(1.0, False)
-    found = []
+    results = []
     for kernel in serving(logits=logits, temperature=0.0):
         generator = torch.Generator().manual_seed(8)
         lz.sample(logits, temperature=0.0, generator=generator, backend=kernel)
-        found.append((lz.sample(logits, generator=generator), generator.get_state()))
-    assert len(found) >= 4
-    for tokens, state in found[1:]:
-        assert torch.equal(tokens, found[0][0]) and torch.equal(state, found[0][1])
+        results.append((lz.sample(logits, generator=generator), generator.get_state()))
+    assert len(results) >= 4
+    for tokens, state in results[1:]:
+        assert torch.equal(tokens, results[0][0]) and torch.equal(state, results[0][1])
 
 
 def test_seeds_of_any_size_serve() -> None:

@@ -399,8 +399,8 @@ def test_reusing_tokens_changes_nothing(short_texts: None, dialogue: Any, normal
     memory = PrefixMemory(split_points_from_json(json.loads(theirs.to_str())), eager=True)
 
     def full(text: str) -> Any:
-        found = theirs.encode(text, add_special_tokens=False)
-        return found.ids, lambda: found.offsets
+        result = theirs.encode(text, add_special_tokens=False)
+        return result.ids, lambda: result.offsets
 
     for text in texts_of(dialogue):
         got, want = memory.encode(text, parse, offsets,

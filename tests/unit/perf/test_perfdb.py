@@ -47,8 +47,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def store(path):
-    with SqliteStore(path) as found:
-        yield found
+    with SqliteStore(path) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -142,15 +142,15 @@ def test_another_build_or_place_is_another_row(store):
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), st.integers(1, 10**6)), max_size=8,
                 unique_by=lambda x: x[2]), st.randoms())
 def test_in_any_order_the_same_is_left(tmp_path_factory, drawn, random):
-    found = [measured(i, spread=spread, at=float(at)) for i, spread, at in drawn]
+    rows = [measured(i, spread=spread, at=float(at)) for i, spread, at in drawn]
     left = []
     for _ in range(2):
         with SqliteStore(tmp_path_factory.mktemp("db") / "p.sqlite") as store:
-            for m in found:
+            for m in rows:
                 store.put([m])
             left.append(sorted(store.rows()))
-        random.shuffle(found)
-    assert left[0] == left[1] == sorted(PerfView(found))
+        random.shuffle(rows)
+    assert left[0] == left[1] == sorted(PerfView(rows))
 
 
 # a view
@@ -397,15 +397,15 @@ def test_damage_found_while_writing_costs_the_file_and_not_the_measurement(perfd
 
 def test_of_two_processes_that_find_the_damage_one_sets_the_file_aside(path):
     path.write_bytes(bytes(16) + filled(path)[16:])
-    found = []
+    results = []
     for _ in range(2):
         with pytest.raises(CorruptStore) as e:
             SqliteStore(path)
-        found.append(e.value.file)
-    assert set_aside(path, found[0]) is not None
+        results.append(e.value.file)
+    assert set_aside(path, results[0]) is not None
     filled(path, 3)
     # it looked at the old one; the new one stays
-    assert set_aside(path, found[1]) is None
+    assert set_aside(path, results[1]) is None
     with SqliteStore(path) as store:
         assert len(list(store.rows())) == 3
 

@@ -31,24 +31,24 @@ ID = struct.pack(">I", ownership.APPLICATION_ID)
 def folder(tmp_path, monkeypatch, world):
     """A folder of the test's own for the store; nothing of the user's is read or written."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "store"
-    found.mkdir()
-    return found
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
 
 
 def tree(folder: Path) -> dict[str, object]:
     """Everything in a folder, by name: kind, inode, time of change, content."""
-    found: dict[str, object] = {}
+    entries: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         status = os.lstat(path)
         content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        found[str(path.relative_to(folder))] = (
+        entries[str(path.relative_to(folder))] = (
             status.st_mode,
             status.st_ino,
             status.st_mtime_ns,
             content,
         )
-    return found
+    return entries
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -61,11 +61,11 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def other_program(path: Path, journal: str = "delete") -> sqlite3.Connection:
-    found = sqlite3.connect(path, isolation_level=None)
-    found.execute(f"PRAGMA journal_mode = {journal}")
-    found.execute("CREATE TABLE friends (name TEXT)")
-    found.execute("INSERT INTO friends VALUES ('Ada')")
-    return found
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute(f"PRAGMA journal_mode = {journal}")
+    connection.execute("CREATE TABLE friends (name TEXT)")
+    connection.execute("INSERT INTO friends VALUES ('Ada')")
+    return connection
 
 
 def their_database(path):
@@ -77,26 +77,26 @@ def their_open_database(path):
 
 
 def their_empty_database(path):
-    found = sqlite3.connect(path)
-    found.execute("PRAGMA user_version = 1")
-    found.close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
 
 
 def our_tables_without_our_id(path):
     SqliteStore(path).close()
-    with sqlite3.connect(path) as found:
-        found.execute("PRAGMA journal_mode = DELETE")
-        found.execute("PRAGMA application_id = 0")
-    found.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("PRAGMA application_id = 0")
+    connection.close()
 
 
 def a_socket(path):
     here = os.getcwd()
     os.chdir(path.parent)  # the address of a socket must be short
     try:
-        found = socket.socket(socket.AF_UNIX)
-        found.bind(path.name)
-        return found
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(path.name)
+        return sock
     finally:
         os.chdir(here)
 

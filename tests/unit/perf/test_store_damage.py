@@ -37,24 +37,24 @@ KERNELS = 4
 def folder(tmp_path, monkeypatch, world):
     """A folder of the test's own for the store; nothing of the user's is read or written."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "store"
-    found.mkdir()
-    return found
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
 
 
 def files_of(folder: Path, open_log: bool) -> dict[str, bytes]:
     """The files of a store that is in use: with `open_log` half of the rows are in its log."""
     path = folder / "original"
     kernels = [k.kernel for k in fakes()]
-    found = [
+    files = [
         measured(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS]))
         for i in range(240)
     ]
     with SqliteStore(path) as store:
-        store.put(found[:120], {"machine": "here", "note": "ä" * 20})
+        store.put(files[:120], {"machine": "here", "note": "ä" * 20})
         store.write((), {}, {"here": (Rates(1e5, 2e4), 5.0)})
     with SqliteStore(path) as store:
-        store.put(found[120:])
+        store.put(files[120:])
         names = ("", "-wal", "-shm") if open_log else ("",)
         if open_log:
             return {end: Path(f"{path}{end}").read_bytes() for end in names}
@@ -215,12 +215,12 @@ def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(f
             step = functools.partial(_killed_at, itertools.count(1), last)
 
             def watched(self: SqliteStore, how: str, hook=hook, step=step) -> sqlite3.Connection:
-                found = connect(self, how)
+                connection = connect(self, how)
                 if hook == "trace":
-                    found.set_trace_callback(step)
+                    connection.set_trace_callback(step)
                 else:
-                    found.set_progress_handler(step, 1)
-                return found
+                    connection.set_progress_handler(step, 1)
+                return connection
 
             try:
                 monkeypatch.setattr(SqliteStore, "_connect", watched)

@@ -32,9 +32,9 @@ from layerzero.world.perf_loading import state
 @pytest.fixture
 def path(tmp_path, monkeypatch, world):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "cache"))
-    found = tmp_path / "perf.sqlite"
-    lz.configure(perfdb=str(found))
-    return found
+    folder_ = tmp_path / "perf.sqlite"
+    lz.configure(perfdb=str(folder_))
+    return folder_
 
 
 def kept(path: Path) -> list[Measurement]:
@@ -101,11 +101,11 @@ def test_pages_run_out(path, happened, monkeypatch):
     connect = SqliteStore._connect
 
     def small(self, how):
-        found = connect(self, how)
-        found.execute(
-            f"PRAGMA max_page_count = {found.execute('PRAGMA page_count').fetchone()[0] or 12}"
+        connection = connect(self, how)
+        connection.execute(
+            f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').fetchone()[0] or 12}"
         )
-        return found
+        return connection
 
     measurements.record([measured(0)])
     with monkeypatch.context() as patch:

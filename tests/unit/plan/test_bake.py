@@ -151,18 +151,18 @@ def test_a_dry_run_lists_every_call_and_runs_no_kernel(world, happened):
     register(fake)
     model, x = Block(), torch.randn(2, 7, 32)
     with torch.no_grad():
-        found = lz.dry_run(model, x)
-    assert [(r.call.op, r.call.count, r.kernel) for r in found.rows] == [
-        ("rms_norm", 2, "fake.norm"), ("attention", 2, found.rows[1].kernel)]
+        listing = lz.dry_run(model, x)
+    assert [(r.call.op, r.call.count, r.kernel) for r in listing.rows] == [
+        ("rms_norm", 2, "fake.norm"), ("attention", 2, listing.rows[1].kernel)]
     assert fake.calls == fake.loads == 0 and not of(Selected, happened)
     with torch.no_grad():
         model(x)
     assert {e.op: e.kernel for e in of(Selected, happened)} == {r.call.op: r.kernel
-                                                                for r in found.rows}
-    assert ("2 x lz.rms_norm" in str(found)
-            and json.loads(json.dumps(found.to_json()))["calls"][0]["count"] == 2)
-    assert (found.calls[1].arguments["is_causal"] is True
-            and found.calls[1].arguments["query"].shape == (2, 2, 7, 16))
+                                                                for r in listing.rows}
+    assert ("2 x lz.rms_norm" in str(listing)
+            and json.loads(json.dumps(listing.to_json()))["calls"][0]["count"] == 2)
+    assert (listing.calls[1].arguments["is_causal"] is True
+            and listing.calls[1].arguments["query"].shape == (2, 2, 7, 16))
 
 
 def test_gradients_and_named_kernels_are_seen(world):

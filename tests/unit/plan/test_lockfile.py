@@ -62,12 +62,12 @@ def pin_of(kernel: str) -> Pin:
 
 def test_a_lockfile_pins_the_first_kernel_of_each_row(table, tmp_path):
     path = tmp_path / "layerzero.lock"
-    found = lz.tables.write_lockfile(table, path)
-    assert [r.choices for r in found.rows] == [(r.choices[0],) for r in table.rows]
-    assert {p.kernel for p in found.pins} == {r.kernel for r in table.rows}
-    assert load_lockfile(path) == found and json.loads(path.read_text())["schema"] == SCHEMA
+    lock = lz.tables.write_lockfile(table, path)
+    assert [r.choices for r in lock.rows] == [(r.choices[0],) for r in table.rows]
+    assert {p.kernel for p in lock.pins} == {r.kernel for r in table.rows}
+    assert load_lockfile(path) == lock and json.loads(path.read_text())["schema"] == SCHEMA
     table.save(tmp_path / "table.json")
-    assert lz.tables.write_lockfile(tmp_path / "table.json", path) == found
+    assert lz.tables.write_lockfile(tmp_path / "table.json", path) == lock
     assert lz.tables.check_lockfile(path) == ()
 
 
@@ -109,12 +109,12 @@ def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
 def test_another_version_or_build_is_a_violation(lock):
     changed = replace(lock, pins=tuple(replace(p, version="0.0", build="source#0")
                                        for p in lock.pins))
-    found = lz.tables.check_lockfile(changed)
-    assert ({v.kernel for v in found} == {p.kernel for p in lock.pins}
-            and len(found) == 2 * len(lock.pins))
-    assert all(v.reason.code is Code.PLAN_DRIFT for v in found)
-    assert (any("version 0.0" in str(v) for v in found)
-            and any("build source#0" in str(v) for v in found))
+    violations = lz.tables.check_lockfile(changed)
+    assert ({v.kernel for v in violations} == {p.kernel for p in lock.pins}
+            and len(violations) == 2 * len(lock.pins))
+    assert all(v.reason.code is Code.PLAN_DRIFT for v in violations)
+    assert (any("version 0.0" in str(v) for v in violations)
+            and any("build source#0" in str(v) for v in violations))
 
 
 def test_a_kernel_that_is_not_here_or_not_installed_is_a_violation(world):
@@ -136,8 +136,9 @@ def test_a_kernel_that_may_not_serve_the_range_is_a_violation(world):
     assert lz.tables.check_lockfile(lock) == ()
     lz.unregister("fake.wide")
     register(Fake("fake.wide", requires=(at_most("rows", 50),)))
-    found = [v for v in lz.tables.check_lockfile(lock) if v.row]
-    assert len(found) == 1 and "rows <= 50" in str(found[0]) and "rows=1-128" in found[0].row
+    violations = [v for v in lz.tables.check_lockfile(lock) if v.row]
+    assert (len(violations) == 1 and "rows <= 50" in str(violations[0])
+            and "rows=1-128" in violations[0].row)
 
 
 def test_what_the_policy_forbids_is_a_violation(lock):
@@ -197,8 +198,8 @@ def test_the_same_differs_and_only_in_one():
                            row("k.x", op="linear")))
     b = Lockfile("b", (), (row("k.one", rows=Span(1, 32)), row("k.three", rows=Span(33, 100)),
                            row("k.y", op="moe")))
-    found = {(d.verdict, d.calls, d.a, d.b) for d in compare(a, b)}
-    assert found == {
+    comparison = {(d.verdict, d.calls, d.a, d.b) for d in compare(a, b)}
+    assert comparison == {
         ("same", "rms_norm float32 rows=1-32", "k.one", "k.one"),
         ("different", "rms_norm float32 rows=33-64", "k.one", "k.three"),
         ("different", "rms_norm float32 rows=65-100", "k.two", "k.three"),

@@ -55,8 +55,8 @@ def attend(seq_q: int, seq_k: int, heads: int = 4, kv_heads: int = 2, dim: int =
 
 
 def cpu_facts(op: str, args: tuple, kwargs: dict) -> dict:
-    found = dispatcher_of(op)
-    return found.facts(found.order_arguments(args, kwargs), worlds.current())
+    dispatcher = dispatcher_of(op)
+    return dispatcher.facts(dispatcher.order_arguments(args, kwargs), worlds.current())
 
 
 @pytest.fixture
@@ -104,9 +104,9 @@ def test_multiples_are_kept_where_they_decide_and_dropped_where_not(world):
     even = Fake("fake.even", requires=(multiple_of("rows", 8),))
     register(even)
     table = lz.tables.solve([norm(33), norm(40)], device="cpu")
-    found = {r.kernel: dict(r.sizes)["rows"] for r in table.rows}
-    assert found.pop("fake.even") == Span(33, 48, (8,))
-    assert set(found.values()) == {Span(33, 48, (), (8,))}
+    sizes = {r.kernel: dict(r.sizes)["rows"] for r in table.rows}
+    assert sizes.pop("fake.even") == Span(33, 48, (8,))
+    assert set(sizes.values()) == {Span(33, 48, (), (8,))}
     lz.configure(rules=(lz.PolicyRule.of("deny", "fake.even"),))
     assert [dict(r.sizes)["rows"]
             for r in lz.tables.solve([norm(33), norm(40)], device="cpu").rows] == [Span(33, 48)]
@@ -116,19 +116,19 @@ def test_a_line_that_the_policy_draws_is_a_line_of_the_table(world):
     best = lz.which("rms_norm", torch.ones(50, 64), torch.ones(64))
     lz.configure(rules=(lz.PolicyRule.of("deny", best, "rms_norm", {"rows": "> 40"}),))
     table = lz.tables.solve([norm(33), norm(64)], device="cpu")
-    found = {(r.kernel == best, dict(r.sizes)["rows"]) for r in table.rows}
-    assert found == {(True, Span(33, 40)), (False, Span(41, 64))}
+    lines = {(r.kernel == best, dict(r.sizes)["rows"]) for r in table.rows}
+    assert lines == {(True, Span(33, 40)), (False, Span(41, 64))}
 
 
 def test_the_facts_of_a_written_call_are_those_of_the_call(world):
     q, k, v = qkv(seq_q=3, seq_k=40, heads=4, kv_heads=2)
-    found = dispatcher_of("attention")
-    values = found.order_arguments((q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
-                                   {"softcap": 3.0})
-    real = found.facts(values, worlds.current())
-    call = written.describe(found.op, dict(zip(found.names, values)))
+    dispatcher = dispatcher_of("attention")
+    values = dispatcher.order_arguments((q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
+                                        {"softcap": 3.0})
+    real = dispatcher.facts(values, worlds.current())
+    call = written.describe(dispatcher.op, dict(zip(dispatcher.names, values)))
     op, read = facts_of(call, worlds.current(), "cpu")
-    assert op is found.op
+    assert op is dispatcher.op
     told = {n: v for n, v in read.items() if not n.endswith(".alignment")}
     assert told == {n: v for n, v in real.items() if not n.endswith(".alignment")}
     assert all(value is None or 128 % value == 0 for n, value in read.items()
@@ -506,14 +506,14 @@ def moved(rng: random.Random, op: lz.Op, facts: dict) -> dict:
 
 
 def described(op: str, args: tuple, kwargs: dict) -> Call | None:
-    found = dispatcher_of(op)
+    dispatcher = dispatcher_of(op)
     try:
-        values = found.order_arguments(args, kwargs)
-        found.facts(values, worlds.current())
+        values = dispatcher.order_arguments(args, kwargs)
+        dispatcher.facts(values, worlds.current())
     except (InvalidCall, TypeError):
         return None
     named = {n: v.detach() if isinstance(v, torch.Tensor) else v
-             for n, v in zip(found.names, values)}
+             for n, v in zip(dispatcher.names, values)}
     if any(isinstance(v, float) and v != v for v in named.values()):
         return None
     outline = {n: TensorSpec(tuple(v.shape), str(v.dtype)[6:], None if v.is_contiguous()
@@ -545,14 +545,14 @@ def test_a_table_says_what_the_engine_chooses(op, world):
 @settings(max_examples=300, deadline=None)
 def test_any_shape_gets_a_valid_kernel_or_a_recorded_miss(rows, hidden, half, affine):
     dtype = torch.float16 if half else torch.float32
-    found, device = dispatcher_of("rms_norm"), worlds.current().device("cpu").facts()
+    dispatcher, device = dispatcher_of("rms_norm"), worlds.current().device("cpu").facts()
     facts = cpu_facts("rms_norm", (torch.empty(rows, hidden, dtype=dtype, device="meta"),
                                    torch.empty(hidden, dtype=dtype, device="meta") if affine
                                    else None), {})
     facts["device"] = "cpu"
     # not published
     world = replace(worlds.current(), table=ActiveTable(wide(), worlds.current().catalog))
-    plan = world.plan(found.op, facts)
+    plan = world.plan(dispatcher.op, facts)
     if plan.table:
         kernel = worlds.current().catalog.by_id[plan.kernel]
         fixed = {t.target for t in plan.steps[0].transforms}
@@ -618,8 +618,8 @@ def test_a_derived_number_lies_where_it_is_said_to(data):
     point = {n: data.draw(st.integers(low, high)) for n, (low, high) in ends.items()}
     for name, text in synthetic.OP.derived.items():
         point[name] = parse(text)(point)
-        found = interval(synthetic.OP, name, known)
-        assert found is None or found.covers(point[name]), (name, text)
+        span = interval(synthetic.OP, name, known)
+        assert span is None or span.covers(point[name]), (name, text)
 
 
 @given(st.tuples(st.integers(0, 30), st.integers(0, 30)),

@@ -55,8 +55,8 @@ def findings(op: Op = rms_norm, **declared: Any) -> list[str]:
 def test_the_declarations_of_the_library_pass() -> None:
     """All operations and a ninth of the kernels: tests/contract asks each for its rules, and so
     does the nightly gate."""
-    found = worlds.current().catalog
-    every = list(static_checks(found if FULL else Catalog(found.ops, found.kernels[::9])))
+    catalog = worlds.current().catalog
+    every = list(static_checks(catalog if FULL else Catalog(catalog.ops, catalog.kernels[::9])))
     assert [c.name for c in every] == ["cases", "meta", "tolerances", "cost", "loads", "rules",
                                        "claims"]
     assert [str(f) for c in every for f in c.findings] == []
@@ -137,8 +137,8 @@ def test_the_pages_are_checked_where_they_are(tmp_path: Path) -> None:
     script.write_text(
         "import sys\nprint('docs/reference/ops.md is out of date')\nsys.exit('--check' in "
         "sys.argv)\n")
-    found = docs_check(tmp_path)
-    assert not found.passed and "ops.md is out of date" in str(found.findings[0])
+    findings = docs_check(tmp_path)
+    assert not findings.passed and "ops.md is out of date" in str(findings.findings[0])
 
 
 # Models.
@@ -236,17 +236,17 @@ def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no disk")
 
     monkeypatch.setattr(schemas, "check", broken)
-    found = run_gate(asked(tmp_path), ("schema",))
-    assert (not found["passed"]
-            and "RuntimeError: no disk" in found["stages"][0]["checks"][0]["findings"][0][
+    report = run_gate(asked(tmp_path), ("schema",))
+    assert (not report["passed"]
+            and "RuntimeError: no disk" in report["stages"][0]["checks"][0]["findings"][0][
                 "problem"])
 
 
 @pytest.mark.usefixtures("world")
 def test_a_wrong_kernel_fails_the_contract() -> None:
     register(Halved("fake.half", prior=1e6))
-    found = run_gate(asked(ROOT), ("correctness",))
-    (check,) = found["stages"][0]["checks"]
+    report = run_gate(asked(ROOT), ("correctness",))
+    (check,) = report["stages"][0]["checks"]
     assert [f["subject"] for f in check["findings"]] == ["fake.half"] and check["asked"] > 40
 
 
@@ -315,10 +315,10 @@ def always(ratio: float, **others: float) -> performance.Timer:
 
 def baseline_in(tmp_path: Path, **changed: Any) -> Path:
     path = tmp_path / "benchmarks" / "baselines" / f"{asked(tmp_path).target}.json"
-    found = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__),
-                     "2026-01-01",
-                     dict.fromkeys(CALLS, TIMED))
-    replace(found, **changed).save(path)
+    baseline = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__),
+                        "2026-01-01",
+                        dict.fromkeys(CALLS, TIMED))
+    replace(baseline, **changed).save(path)
     return path
 
 
@@ -336,9 +336,9 @@ def test_a_regression_is_beyond_the_threshold_with_its_whole_interval_and_again(
     assert slower(path, always(1.6), always(0.0)) == []
     # another process says otherwise
     assert slower(path, always(1.0), always(2.0)) == []
-    (found,) = slower(path, always(2.0, mlp_decode=1.0), always(1.0))
-    assert (found.startswith(f"{target}/mlp decode: 1.00 times torch's speed")
-            and "at least 1.61 is wanted" in found)
+    (finding,) = slower(path, always(2.0, mlp_decode=1.0), always(1.0))
+    assert (finding.startswith(f"{target}/mlp decode: 1.00 times torch's speed")
+            and "at least 1.61 is wanted" in finding)
 
 
 def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
@@ -372,8 +372,10 @@ def test_calls_are_timed_against_torch() -> None:
 
 def test_the_committed_baselines_can_be_read() -> None:
     folder = ROOT / "benchmarks" / "baselines"
-    found = [Baseline.load(path) for path in folder.glob("*.json") if path.name != schemas.RECORD]
-    assert found and all(b.target in targets.KNOWN and set(b.calls) == set(CALLS) for b in found)
+    baselines = [Baseline.load(path) for path in folder.glob("*.json")
+                 if path.name != schemas.RECORD]
+    assert (baselines
+            and all(b.target in targets.KNOWN and set(b.calls) == set(CALLS) for b in baselines))
 
 
 # Waivers over baselines.
@@ -400,28 +402,28 @@ def test_a_clock_that_was_set_back_revives_no_waiver(tmp_path: Path) -> None:
 def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     assert not judged(tmp_path, monkeypatch)["passed"]
-    found = judged(tmp_path, monkeypatch, waiver())
-    assert found["passed"] and [w["state"] for w in found["waivers"]] == ["used"]
-    assert list(found["waived"]) == [f"performance/{found['target']}/mlp decode"]
-    assert [s["state"] for s in found["stages"]] == ["waived", "passed"]
+    report = judged(tmp_path, monkeypatch, waiver())
+    assert report["passed"] and [w["state"] for w in report["waivers"]] == ["used"]
+    assert list(report["waived"]) == [f"performance/{report['target']}/mlp decode"]
+    assert [s["state"] for s in report["stages"]] == ["waived", "passed"]
 
 
 def test_an_expired_waiver_fails_and_says_so(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(tmp_path, monkeypatch, waiver(day=14))
-    assert (not found["passed"] and found["waived"] == {}
-            and [w["state"] for w in found["waivers"]] == ["expired"])
-    assert "expired on 2026-06-14" in found["stages"][-1]["checks"][0]["findings"][0]["problem"]
+    report = judged(tmp_path, monkeypatch, waiver(day=14))
+    assert (not report["passed"] and report["waived"] == {}
+            and [w["state"] for w in report["waivers"]] == ["expired"])
+    assert "expired on 2026-06-14" in report["stages"][-1]["checks"][0]["findings"][0]["problem"]
 
 
 def test_an_unused_waiver_is_told_and_one_of_another_target_is_not(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    found = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"),
-                   waiver(target="cdna1"),
-                   waiver("soak/trend/RSS"))
-    assert (found["passed"] and [w["state"] for w in found["waivers"]]
+    report = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"),
+                    waiver(target="cdna1"),
+                    waiver("soak/trend/RSS"))
+    assert (report["passed"] and [w["state"] for w in report["waivers"]]
             == ["used", "unused", "not asked", "not asked"])
-    note = found["stages"][-1]["checks"][0]["note"]
+    note = report["stages"][-1]["checks"][0]["note"]
     assert "unused: performance/*/rope decode" in note and "RSS" not in note and "cdna1" not in note
 
 
@@ -482,9 +484,9 @@ def test_what_is_not_ready_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
         )
     )
     monkeypatch.setattr(stages, "readiness_check", lambda device=None: report)
-    found = readiness_checked("cpu")
-    assert ([str(f) for f in found.findings] == ["table: none; lz solve"]
-            and found.note == "warnings: memory")
+    outcome = readiness_checked("cpu")
+    assert ([str(f) for f in outcome.findings] == ["table: none; lz solve"]
+            and outcome.note == "warnings: memory")
 
 
 def test_a_release_needs_every_target_with_every_stage(tmp_path: Path) -> None:

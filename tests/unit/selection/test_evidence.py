@@ -40,8 +40,8 @@ CLEVER = kernel("lib.clever", prior=5.0, less_work="reads each key once",
 
 
 def facts(mode=EAGER, **sizes):
-    found = call_facts(ATTENTION, *qkv(**{"dtype": torch.float16, **sizes}))
-    return {**found, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
+    call = call_facts(ATTENTION, *qkv(**{"dtype": torch.float16, **sizes}))
+    return {**call, "graph": mode == CAPTURED, "compiled": mode == COMPILED}
 
 
 def plan_of(kernels, given=None, **context):
@@ -75,7 +75,7 @@ def test_no_prior_however_great_comes_before_torchs_own():
 
 
 def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why():
-    found, _ = catalog.discover()
+    kernels, _ = catalog.discover()
     for where in (HOPPER, nvidia(80)):
         for sizes in ({"seq_q": 1, "seq_k": 4096, "heads": 32, "kv_heads": 8, "dim": 128},
                       {"seq_q": 512, "seq_k": 512, "heads": 8, "kv_heads": 8, "dim": 64}):
@@ -83,7 +83,7 @@ def test_of_all_declared_kernels_none_goes_before_the_default_without_saying_why
                                      device=where.facts(),
                                      place=where.signature, rates=RATES)
             given = {**facts(**sizes), "device": "cuda", **where.facts()}
-            plan = select(ATTENTION, make_roster(found.kernels_of("attention"), scene), given,
+            plan = select(ATTENTION, make_roster(kernels.kernels_of("attention"), scene), given,
                           scene)
             before = plan.steps[:order(plan).index("torch.sdpa")]
             assert all(s.score.source == "less work" and s.score.evidence for s in before)

@@ -69,8 +69,9 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
 
 
 def test_a_true_difference_survives_the_noise():
-    found = [regret({"a": noisy(15.0, 2 * t), "b": noisy(10.0, 2 * t + 1)}, "a") for t in range(20)]
-    assert 0.4 < sorted(found)[10] < 0.6
+    regrets = [regret({"a": noisy(15.0, 2 * t), "b": noisy(10.0, 2 * t + 1)},
+                      "a") for t in range(20)]
+    assert 0.4 < sorted(regrets)[10] < 0.6
 
 
 def test_of_equals_the_chosen_one_wins():
@@ -78,13 +79,13 @@ def test_of_equals_the_chosen_one_wins():
     assert fastest({"a": [1.0] * 4, "b": [1.0] * 4}, "b") == "b"
 
 
-@pytest.mark.parametrize(("share", "weights", "found"), [
+@pytest.mark.parametrize(("share", "weights", "expected"), [
     (0.5, None, 2.0), (0.95, None, 4.0), (0.25, None, 1.0), (0.5, [1, 1, 1, 97], 4.0),
     (0.5, [97, 1, 1, 1], 1.0), (1.0, None, 4.0),
 ])
-def test_quantiles(share, weights, found):
+def test_quantiles(share, weights, expected):
     assert quantile([3.0, 1.0, 4.0, 2.0], share, weights
-                    and [weights[2], weights[0], weights[3], weights[1]]) == found
+                    and [weights[2], weights[0], weights[3], weights[1]]) == expected
 
 
 def test_a_report_sums_up():
@@ -152,11 +153,11 @@ def test_a_bad_choice_is_found(world):
     dear, cheap = Fake("fake.dear", prior=1e7), Fake("fake.cheap", prior=1e6)
     register(dear, cheap)
     report = replay(NORM, Costs({dear: 30.0, cheap: 10.0}))
-    (found,) = report.rows
-    assert (found.chosen, found.best, found.default) == ("fake.dear", "fake.cheap",
-                                                         "torch.rms_norm")
-    assert found.regret == pytest.approx(2.0) and found.gain == pytest.approx(50 / 30)
-    assert report.problems() and found.call is NORM
+    (row,) = report.rows
+    assert (row.chosen, row.best, row.default) == ("fake.dear", "fake.cheap",
+                                                   "torch.rms_norm")
+    assert row.regret == pytest.approx(2.0) and row.gain == pytest.approx(50 / 30)
+    assert report.problems() and row.call is NORM
 
 
 def test_a_good_choice_has_no_regret(world):
@@ -170,9 +171,9 @@ def test_a_good_choice_has_no_regret(world):
 def test_those_far_behind_take_no_further_part_but_the_default_does(world):
     good, lame = Fake("fake.good"), Fake("fake.lame", prior=1e5)
     register(good, lame)
-    (found,) = replay(NORM, Costs({good: 1.0, lame: 100.0})).rows
-    assert found.far_slower["fake.lame"] == 100.0 and "fake.lame" not in found.rounds
-    assert found.gain == pytest.approx(50.0)
+    (row,) = replay(NORM, Costs({good: 1.0, lame: 100.0})).rows
+    assert row.far_slower["fake.lame"] == 100.0 and "fake.lame" not in row.rounds
+    assert row.gain == pytest.approx(50.0)
     assert lame.calls < good.calls
 
 
@@ -180,8 +181,8 @@ def test_a_kernel_that_fails_is_left_out_and_named(world):
     good, broken = Fake("fake.good"), Fake("fake.broken", prior=1e5,
                                            fault=RuntimeError("out of order"))
     register(good, broken)
-    (found,) = replay(NORM, Costs({good: 10.0, broken: 1.0})).rows
-    assert found.best == "fake.good" and "out of order" in found.failed["fake.broken"]
+    (row,) = replay(NORM, Costs({good: 10.0, broken: 1.0})).rows
+    assert row.best == "fake.good" and "out of order" in row.failed["fake.broken"]
 
 
 def test_a_chosen_kernel_that_fails_is_not_hidden(world):
@@ -213,8 +214,8 @@ def test_gradients_are_timed_both_ways(world):
     fake = Fake("fake.grad", before=lambda: seen.append(torch.is_grad_enabled()))
     register(fake)
     call = Call("rms_norm", NORM.arguments, grad=True)
-    (found,) = replay(call, Costs({fake: 10.0})).rows
-    assert found.chosen == "fake.grad" and all(seen) and seen
+    (row,) = replay(call, Costs({fake: 10.0})).rows
+    assert row.chosen == "fake.grad" and all(seen) and seen
     seen.clear()
     replay(NORM, Costs({fake: 10.0}))
     assert seen and not any(seen)
@@ -222,9 +223,9 @@ def test_gradients_are_timed_both_ways(world):
 
 def test_an_unusual_call_is_replayed_as_what_is_served(world):
     flat = TensorSpec((2, 8, 16), "float32")
-    (found,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)),
-                      Costs({})).rows
-    assert "batch=1 heads=2" in found.label and found.default == "torch.sdpa"
+    (row,) = replay(Call("attention", dict.fromkeys(("query", "key", "value"), flat)),
+                    Costs({})).rows
+    assert "batch=1 heads=2" in row.label and row.default == "torch.sdpa"
 
 
 # the command

@@ -51,8 +51,8 @@ def references(tmp_path_factory) -> Iterator[References]:
 
     It trusts the fixtures and what the tests write.
     """
-    with References([FOLDER, tmp_path_factory.getbasetemp()]) as found:
-        yield found
+    with References([FOLDER, tmp_path_factory.getbasetemp()]) as opened:
+        yield opened
 
 
 def made(name: str = "one", reference: str = "def run(x):\n    return x\n", **changes) -> dict:
@@ -368,10 +368,10 @@ def test_an_output_nobody_gives_is_named():
 
 
 def test_readings_start_with_the_likeliest_and_end_with_the_least():
-    found = readings({"a": (1, 2), "b": ("x", "y")})
-    assert found[0] == {"a": 1, "b": "x"}
-    assert found[-1] == {"a": 2, "b": "y"}
-    assert len(found) == 4
+    ordered = readings({"a": (1, 2), "b": ("x", "y")})
+    assert ordered[0] == {"a": 1, "b": "x"}
+    assert ordered[-1] == {"a": 2, "b": "y"}
+    assert len(ordered) == 4
 
 
 def test_the_reference_decides_where_the_text_is_silent(references):
@@ -422,13 +422,13 @@ def test_a_reference_that_is_wrong_is_seen_by_torch(tmp_path, references):
 
 def test_drawn_tokens_are_judged_by_what_the_filters_leave():
     definition = ALL["nucleus_v300"]
-    found, inputs = answer(definition), generate(definition)
-    tokens = found(inputs)["samples"]
-    assert draws.possible(found, inputs, tokens).passed
-    assert draws.frequencies(found, inputs).passed
+    reply, inputs = answer(definition), generate(definition)
+    tokens = reply(inputs)["samples"]
+    assert draws.possible(reply, inputs, tokens).passed
+    assert draws.frequencies(reply, inputs).passed
     wrong = tokens.clone()
     wrong[1] = inputs["probs"][1].argmin()                                  # top_k is 20 there
-    verdict = draws.possible(found, inputs, wrong)
+    verdict = draws.possible(reply, inputs, wrong)
     assert not verdict.passed
     assert verdict.metrics.worst[0].index == (1,)
 
@@ -443,16 +443,16 @@ def test_code_of_a_folder_that_is_not_trusted_does_not_run(tmp_path):
     mark = tmp_path / "ran"
     definition = stored(tmp_path,
                         made(reference=f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"))
-    with References([FOLDER]) as found:
-        ran = found.run(definition, {"x": torch.ones(2, 4)})
+    with References([FOLDER]) as references:
+        ran = references.run(definition, {"x": torch.ones(2, 4)})
         assert ran.status == "untrusted"
         assert "--trust" in ran.why
         assert not mark.exists()
         # a path that only looks like one inside
         outside = FOLDER / ".." / definition.origin.name
-        assert found.refusal(replace(definition, origin=outside))
-        assert found.refusal(replace(definition, origin=None))
-        report = verify(replace(NORM, origin=definition.origin), found)
+        assert references.refusal(replace(definition, origin=outside))
+        assert references.refusal(replace(definition, origin=None))
+        report = verify(replace(NORM, origin=definition.origin), references)
     # torch's own answer is there all the same
     assert report.passed
     assert "no folder that you trust" in report.absent["reference"]
@@ -595,22 +595,23 @@ def test_traces_come_back(dataset):
 
 def test_flashinfer_bench_reads_what_we_write(dataset):
     bench = pytest.importorskip("flashinfer_bench.data")
-    found = bench.TraceSet.from_path(str(dataset))
-    assert set(found.definitions) == {"norm_h48_one_plus", "nucleus_v300", "decode_h4_kv2_d16_ps4",
-                                      "rope_pairs_d16_r8"}
-    for name, runs in found.traces.items():
+    trace_set = bench.TraceSet.from_path(str(dataset))
+    assert set(trace_set.definitions) == {"norm_h48_one_plus", "nucleus_v300",
+                                          "decode_h4_kv2_d16_ps4",
+                                          "rope_pairs_d16_r8"}
+    for name, runs in trace_set.traces.items():
         assert all(t.is_successful() for t in runs), name
-        assert found.get_solution(runs[0].solution).definition == name
-    assert found.summary()["passed"] == 4
+        assert trace_set.get_solution(runs[0].solution).definition == name
+    assert trace_set.summary()["passed"] == 4
 
 
 def test_flashinfer_bench_runs_our_solutions(dataset):
     pytest.importorskip("flashinfer_bench")
     from flashinfer_bench.compile.builders.python_builder import PythonBuilder
     from flashinfer_bench.data import TraceSet
-    found = TraceSet.from_path(str(dataset))
+    trace_set = TraceSet.from_path(str(dataset))
     for name in ("norm_h48_one_plus", "rope_pairs_d16_r8"):
-        run = PythonBuilder().build(found.definitions[name], found.solutions[name][0])
+        run = PythonBuilder().build(trace_set.definitions[name], trace_set.solutions[name][0])
         inputs = generate(ALL[name])
         made = run(*inputs.values())
         want = answers(ALL[name])[1 if name.startswith("rope") else 0](inputs)
@@ -633,10 +634,10 @@ def test_every_way_to_fail_is_a_trace_of_the_schema(world, references, tmp_path)
 def solution(content: str, folder: Path, style: bool = False, **changes) -> Solution:
     language = changes.pop("language", "python")
     spec = BuildSpec(language, ("cpu",), "main.py::run", destination_passing_style=style)
-    found = Solution("mine", NORM.name, "me", spec, (SourceFile("main.py", content),))
-    found = replace(found, **changes)
+    built = Solution("mine", NORM.name, "me", spec, (SourceFile("main.py", content),))
+    built = replace(built, **changes)
     path = folder / "mine.json"
-    path.write_text(json.dumps(found.to_json()))
+    path.write_text(json.dumps(built.to_json()))
     return Solution.load(path)
 
 
@@ -750,9 +751,9 @@ def test_the_command_verifies_by_name_type_and_folder(run, tmp_path):
     assert "equal to reference, torch" in out
     assert (tmp_path / "traces" / "rmsnorm" / f"{NORM.name}.jsonl").exists()
     code, out = run("--op-type", "rmsnorm", "--dir", FOLDER, "--json")
-    found = json.loads(out)
-    assert found["counts"] == {"passed": 2}
-    assert all("no folder that you trust" in r["absent"]["reference"] for r in found["reports"])
+    data = json.loads(out)
+    assert data["counts"] == {"passed": 2}
+    assert all("no folder that you trust" in r["absent"]["reference"] for r in data["reports"])
     code, out = run("--dir", FOLDER / "linear_attention")
     assert code == 0
     assert "unmapped" in out
@@ -801,6 +802,6 @@ def test_a_wrong_name_is_named_where_other_json_files_lie(run, tmp_path):
 def test_a_report_is_plain_json(references):
     report = verify(NORM, references)
     assert isinstance(report, DefinitionReport)
-    found = json.loads(json.dumps(report.to_json()))
-    assert found["comparisons"][0]["outputs"]["output"]["hit_ratio"] == 1.0
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["comparisons"][0]["outputs"]["output"]["hit_ratio"] == 1.0
     assert find_workloads(NORM) == ()

@@ -42,8 +42,8 @@ def test_round_trip_and_standing():
 def test_a_change_voids_it(field):
     kernel = torch_rms_norm()
     certificates.write(certificate(kernel, **{field: "what it was"}), HERE)
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert found.code is lz.Code.CERTIFICATE_VOID and "what it was" in found.message
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert status.code is lz.Code.CERTIFICATE_VOID and "what it was" in status.message
 
 
 def test_another_driver_is_another_device():
@@ -63,8 +63,8 @@ def test_a_tampered_file_is_refused_and_told(edit, happened):
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
-    found = certificates.statuses([kernel], HERE)[kernel.id]
-    assert found.code is lz.Code.CERTIFICATE_REFUSED
+    status = certificates.statuses([kernel], HERE)[kernel.id]
+    assert status.code is lz.Code.CERTIFICATE_REFUSED
     assert [e.kernel for e in happened if isinstance(e, CertificateRefused)] == [kernel.id]
 
 
@@ -126,10 +126,10 @@ def test_policy_demands_them():
 def test_readiness_asks_for_them_where_policy_does():
     assert lz.readiness_check(device="cpu")["certificates"].got == "not demanded"
     lz.configure(require_certificates=True)
-    found = lz.readiness_check(device="cpu")
-    assert (not found and found["certificates"].state == "fail"
-            and "lz verify" in found["certificates"].hint)
-    assert any("torch.rms_norm" in line for line in found["certificates"].details)
+    report = lz.readiness_check(device="cpu")
+    assert (not report and report["certificates"].state == "fail"
+            and "lz verify" in report["certificates"].hint)
+    assert any("torch.rms_norm" in line for line in report["certificates"].details)
     for kernel in worlds.current().catalog.kernels:
         certificates.write(certificate(kernel), HERE)
     lz.clear_cache()

@@ -55,10 +55,10 @@ def test_every_change_of_the_world_has_a_number_and_a_cause(happened):
     lz.unlock()
     lz.unregister("fake.one")
     lz.clear_cache()
-    found = of(WorldPublished, happened)
+    events = of(WorldPublished, happened)
     causes = ["configure", "register", "configure", "unlock", "unregister", "forget"]
-    assert [e.cause.partition(":")[0] for e in found] == causes
-    assert [e.epoch for e in found] == list(range(found[0].epoch, found[0].epoch + 6))
+    assert [e.cause.partition(":")[0] for e in events] == causes
+    assert [e.epoch for e in events] == list(range(events[0].epoch, events[0].epoch + 6))
 
 
 def test_a_subscriber_is_called_until_it_stops():

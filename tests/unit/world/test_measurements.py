@@ -237,13 +237,14 @@ def load_nothing():
 
 
 def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
-    found = {k.id: builds.build_of(k) for k in worlds.current().catalog.kernels}
-    assert all(found[k].startswith("source#")
+    builds_by_id = {k.id: builds.build_of(k) for k in worlds.current().catalog.kernels}
+    assert all(builds_by_id[k].startswith("source#")
                for k in ("torch.rms_norm", "reference.rms_norm", "native.rms_norm"))
     # each formula has its own file
-    assert found["reference.rms_norm"] != found["reference.linear"]
-    assert found["torch.rms_norm"] != found["torch.linear"]
-    assert found["flash_attn.v2"] == "" or found["flash_attn.v2"].startswith("flash-attn==")
+    assert builds_by_id["reference.rms_norm"] != builds_by_id["reference.linear"]
+    assert builds_by_id["torch.rms_norm"] != builds_by_id["torch.linear"]
+    build = builds_by_id["flash_attn.v2"]
+    assert build == "" or build.startswith("flash-attn==")
 
 
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
@@ -346,12 +347,12 @@ def test_what_was_typed_at_a_prompt_is_known_by_its_code():
 # environments
 
 def test_an_environment_says_all_a_measurement_may_depend_on(world):
-    found = measurements.environment("cpu")
-    assert found["device"]["name"] and found["place"] == worlds.current().place("cpu")
+    environment = measurements.environment("cpu")
+    assert environment["device"]["name"] and environment["place"] == worlds.current().place("cpu")
     assert {"threads", "capabilities", "machine", "platform", "python", "layerzero",
-            "state"} <= found.keys()
-    assert environment_id(json.loads(json.dumps(found))) == environment_id(found)
-    before = found["capabilities"]
+            "state"} <= environment.keys()
+    assert environment_id(json.loads(json.dumps(environment))) == environment_id(environment)
+    before = environment["capabilities"]
     register(Fake("fake.one"))
     assert measurements.environment("cpu")["capabilities"] != before
 
@@ -419,15 +420,15 @@ def test_an_import_that_is_not_whole_changes_nothing(tmp_path, spoil, word):
 
 def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
     def machine_store(name, offset):
-        found = SqliteStore(tmp_path / f"{name}.sqlite")
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i)
+        store = SqliteStore(tmp_path / f"{name}.sqlite")
+        store.put([Measurement("lib.k", "rms_norm", f"b{i}", f"place-{name}", 1.0 + i, at=5.0 + i)
                    for i in range(10)],
                   {"machine": name})
-        found.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
+        store.put([Measurement("lib.k", "rms_norm", f"b{i}", "twins", 1.0 + offset, at=5.0 + offset)
                    for i in range(5)],
                   {"machine": name})
-        found.write((), {}, {"twins": (Rates(1.0 + offset, 1.0), 1.0 + offset)})
-        return found
+        store.write((), {}, {"twins": (Rates(1.0 + offset, 1.0), 1.0 + offset)})
+        return store
 
     with machine_store("a", 0) as a, machine_store("b", 1) as b:
         merged = []

@@ -146,9 +146,10 @@ def test_quoted_words_are_hidden(hide):
 
 def test_data_keeps_its_form(hide):
     hide("paths", "shapes")
-    found = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True,
-                            "d": [1.5, 2]})
-    assert found == {"a": ["<path>", 1, None], "b": {"<path>": "<shape>"}, "c": True, "d": [1.5, 2]}
+    redacted = redaction.data({"a": ["/home/me/x", 1, None], "b": {"/etc/x": [1, 2]}, "c": True,
+                               "d": [1.5, 2]})
+    assert redacted == {"a": ["<path>", 1, None], "b": {"<path>": "<shape>"}, "c": True,
+                        "d": [1.5, 2]}
 
 
 # events

@@ -80,12 +80,12 @@ def test_an_op_from_outside_has_everything_that_our_own_have(scale_shift, path):
 
 
 def test_the_key_of_an_op_from_outside(scale_shift):
-    found = dispatcher_of(scale_shift.name)
-    found.ensure_world()
+    dispatcher = dispatcher_of(scale_shift.name)
+    dispatcher.ensure_world()
     call = scale_shift.inputs()
 
     def key(**changes):
-        return found.key_of(*found.order_arguments((), {**call, **changes}))
+        return dispatcher.key_of(*dispatcher.order_arguments((), {**call, **changes}))
 
     assert key() == key(x=torch.zeros(3, 8)) != key(x=torch.zeros(4, 8))
     assert key(shift=None) != key() != key(x=call["x"].clone().requires_grad_())
@@ -204,20 +204,20 @@ def test_a_kernel_from_outside_serves(world, happened, path):
 
 
 def test_remembered_choices_are_made_anew_when_a_kernel_comes(world, path):
-    run, found = path_of("rms_norm", path), dispatcher_of("rms_norm")
+    run, dispatcher = path_of("rms_norm", path), dispatcher_of("rms_norm")
     for _ in range(3):
         run(rows())
     lz.register(kernel("mine.zero", lambda x: torch.zeros_like(x)))
-    assert found.native is None or found.native.compiled.lookup(rows()) is None
+    assert dispatcher.native is None or dispatcher.native.compiled.lookup(rows()) is None
     assert (run(rows()) == 0).all() and (run(rows()) == 0).all()
 
 
 def test_a_rule_of_a_kernel_from_outside_splits_the_key(world):
-    found = dispatcher_of("rms_norm")
-    found.ensure_world()
+    dispatcher = dispatcher_of("rms_norm")
+    dispatcher.ensure_world()
 
     def keys():
-        return [found.key_of(*found.order_arguments((torch.zeros(n, 8),), {}))
+        return [dispatcher.key_of(*dispatcher.order_arguments((torch.zeros(n, 8),), {}))
                 for n in (33, 40, 41, 48)]
 
     assert len(set(keys())) == 1

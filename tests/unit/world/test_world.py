@@ -108,8 +108,8 @@ def test_a_choice_made_in_a_world_that_is_gone_is_not_kept(path):
 def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
     """An op that was never used takes over the world in force; one that is published just then
     comes after it."""
-    found = dispatcher_of("layer_norm")
-    install, publisher = found.install, threading.Thread(target=lz.clear_cache)
+    dispatcher = dispatcher_of("layer_norm")
+    install, publisher = dispatcher.install, threading.Thread(target=lz.clear_cache)
 
     def interrupted(world):
         if not publisher.ident:
@@ -117,12 +117,12 @@ def test_a_first_call_during_a_change_does_not_stay_behind(monkeypatch):
             publisher.join(0.2)                            # it has to wait until this one is done
         install(world)
 
-    monkeypatch.setattr(found, "install", interrupted)
-    found.world = None                                     # as if it had never been used
+    monkeypatch.setattr(dispatcher, "install", interrupted)
+    dispatcher.world = None                                     # as if it had never been used
     lz.layer_norm(rows(5, 40))
     publisher.join(60)
     lz.layer_norm(rows(5, 40))
-    assert found.world is worlds.current()
+    assert dispatcher.world is worlds.current()
 
 
 def test_rules_that_come_and_go_while_calls_are_made_never_show_as_errors(path):

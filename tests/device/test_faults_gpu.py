@@ -104,13 +104,13 @@ STRAY = """
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
 def test_an_illegal_access_loses_the_device_and_it_is_said(blocking):
-    said = json.loads(python(STRAY.format(faults=str(FAULTS)),
+    data = json.loads(python(STRAY.format(faults=str(FAULTS)),
                              CUDA_LAUNCH_BLOCKING=blocking).splitlines()[-1])
-    lost = [e for e in said["errors"] if e[0] == "DeviceLost"]
+    lost = [e for e in data["errors"] if e[0] == "DeviceLost"]
     # at the latest when the next call finds the context gone
-    assert lost, said
+    assert lost, data
     assert "context is lost; restart the process" in lost[0][1] and lost[0][2] == ["DEVICE_FAULT"]
-    assert said["state"] == "disabled"
+    assert data["state"] == "disabled"
     alive()
 
 

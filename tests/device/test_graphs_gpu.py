@@ -167,8 +167,8 @@ def test_a_capture_that_a_kernel_spoils_names_it_and_the_next_one_works():
     with pytest.raises((lz.errors.KernelExecutionError, RuntimeError)) as caught, graphs.graph(
             graph):
         lz.rms_norm(x)
-    told = graphs.first_cause(caught.value)
-    assert "captur" in str(told), told
+    cause = graphs.first_cause(caught.value)
+    assert "captur" in str(cause), cause
     again = torch.cuda.CUDAGraph()
     graphs.warmup_capture(lz.rms_norm, x)
     with graphs.graph(again) as held:
@@ -194,9 +194,10 @@ def test_where_no_kernel_is_safe_the_error_says_so():
 
 def test_the_certificate_says_what_the_capture_has_shown():
     here, kernel = hardware.probe("cuda"), worlds.current().catalog.by_id["torch.rms_norm"]
-    made = certify(kernel, "cuda").certificate
-    assert made is not None and made.graph_safe is True and made.graph_bytes > 0
-    certificates.write(made, here)
+    certificate = certify(kernel, "cuda").certificate
+    assert (certificate is not None and certificate.graph_safe is True
+            and certificate.graph_bytes > 0)
+    certificates.write(certificate, here)
     assert certificates.capture_verdicts([kernel], here) == {kernel.id: True}
     verdict = is_graph_safe(kernel)
     assert verdict and verdict.source == "certificate"
@@ -260,13 +261,13 @@ def attention_inputs() -> list[torch.Tensor]:
 
 def test_a_function_that_can_be_captured():
     x, inputs = rows(), attention_inputs()
-    kept = [t.clone() for t in (x, *inputs)]
+    original = [t.clone() for t in (x, *inputs)]
     report = validate_graph_capture(block, x, *inputs)
     print(report)
     assert report and report.replays == 3 and report.pool_bytes > 0
     assert {(c.op, c.count) for c in report.calls} == {("rms_norm", 1), ("attention", 1)}
     # they have their own numbers back
-    assert all(torch.equal(a, b) for a, b in zip(kept, (x, *inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(original, (x, *inputs)))
     assert report.to_json()["ok"] is True
 
 

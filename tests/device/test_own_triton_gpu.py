@@ -93,14 +93,14 @@ print(json.dumps([e.cache for e in seen]))
 
 
 def test_another_process_finds_it_on_disk(mine, tmp_path):
-    said = []
+    messages = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", SECOND.format(home=str(HOME))],
                               capture_output=True, text=True,
                               timeout=240, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)})
         assert done.returncode == 0, done.stderr
-        said.append(json.loads(done.stdout.splitlines()[-1]))
-    assert said == [["compiled"], ["disk"]]
+        messages.append(json.loads(done.stdout.splitlines()[-1]))
+    assert messages == [["compiled"], ["disk"]]
 
 
 def test_a_profilers_hook_sees_every_launch(mine):

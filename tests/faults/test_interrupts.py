@@ -128,22 +128,22 @@ def check(x: torch.Tensor, where: str) -> None:
 
 def sweep(prepare: Callable[[], Any], act: Callable[[Any], Any], x: torch.Tensor,
           after: Callable[[str], None] = lambda where: None) -> None:
-    given = prepare()
-    act(given)                                 # once as it is: imports and what is made only once
-    given = prepare()
+    arguments = prepare()
+    act(arguments)                             # once as it is: imports and what is made only once
+    arguments = prepare()
     with Interrupt(0) as counter:
-        act(given)
+        act(arguments)
     total = counter.seen
     assert total > 50, "nothing was traced"
     step = 1 if EVERY else max(total // POINTS, 1)
     raised = 0
     # Not the same place in every round of a loop: the step is odd.
     for at in range(1, total + 1, step | 1):
-        given = prepare()
+        arguments = prepare()
         interrupt = Interrupt(at)
         try:
             with interrupt:
-                act(given)
+                act(arguments)
         except KeyboardInterrupt:
             raised += 1
         check(x, interrupt.where)
@@ -224,13 +224,13 @@ def test_a_new_configuration():
     names = iter(("fake.first", "fake.second") * 10**6)
 
     def follows(where):
-        said = lz.get_locks()["rms_norm"]["kernel"]
-        assert lz.which("rms_norm", x) == said, where
+        message = lz.get_locks()["rms_norm"]["kernel"]
+        assert lz.which("rms_norm", x) == message, where
         # and not only by word: what was remembered before is not called
         lz.rms_norm(x)
         assert dispatchers["rms_norm"].cache.table, where
         assert {e.plan.kernel for e in dispatchers["rms_norm"].cache.table.values()} == {
-            said}, where
+            message}, where
 
     lz.lock("rms_norm", "fake.first")
     sweep(lambda: next(names), lambda name: lz.lock("rms_norm", name), x, follows)
@@ -290,7 +290,7 @@ def test_handing_a_call_over_to_the_compiler(monkeypatch):
     fake = Fake("fake.compiles", jit=True)
     register(fake)
     made: list[Any] = []
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: made.append(given))
+    monkeypatch.setattr(compiling, "compile_now", lambda *args: made.append(args))
     plan = worlds.current().plan(dispatcher.op,
                                  dispatcher.facts((x,
                                                    *(p.default for p in dispatcher.op.params[1:]))),

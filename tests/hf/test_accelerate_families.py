@@ -120,11 +120,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes):
     return model.to(dtype)
 
 
-def generate(model, given=None, new: int = 14, **options):
-    given = (given or {"input_ids": (ids := models.tokens(1, 9)),
-                       "attention_mask": torch.ones_like(ids)})
+def generate(model, inputs=None, new: int = 14, **options):
+    inputs = (inputs or {"input_ids": (ids := models.tokens(1, 9)),
+                         "attention_mask": torch.ones_like(ids)})
     torch.manual_seed(5)
-    return model.generate(**given, max_new_tokens=new, **{"do_sample": False, **options})
+    return model.generate(**inputs, max_new_tokens=new, **{"do_sample": False, **options})
 
 
 @torch.no_grad()
@@ -225,10 +225,10 @@ def test_every_way_to_generate(name, how):
 
 def test_a_static_cache():
     model, batch = build("qwen3_moe"), models.padded(9)
-    before = [generate(model, given, cache_implementation="static") for given in (None, batch)]
+    before = [generate(model, inputs, cache_implementation="static") for inputs in (None, batch)]
     report = accelerate(model, measure=False)
-    for given, tokens in zip((None, batch), before):
-        assert torch.equal(generate(model, given, cache_implementation="static"), tokens)
+    for inputs, tokens in zip((None, batch), before):
+        assert torch.equal(generate(model, inputs, cache_implementation="static"), tokens)
     assert report.served == {"step": 26} and not report.declined, str(report)
 
 

@@ -50,10 +50,10 @@ def test_what_is_not_known_is_left_to_the_model():
     padded = torch.ones_like(ids)
     padded[0, :3] = 0
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])          # two texts in one row
-    for given, more in ((ids, {"attention_mask": padded}), (ids[:1], {"position_ids": places}),
-                        (ids, {"use_cache": False})):
-        torch.testing.assert_close(run(model, given, **more).logits,
-                                   run(stock, given, **more).logits, rtol=1e-4, atol=1e-4)
+    for inputs, more in ((ids, {"attention_mask": padded}), (ids[:1], {"position_ids": places}),
+                         (ids, {"use_cache": False})):
+        torch.testing.assert_close(run(model, inputs, **more).logits,
+                                   run(stock, inputs, **more).logits, rtol=1e-4, atol=1e-4)
     cache = run(model, ids, use_cache=True).past_key_values
     other = run(stock, ids, use_cache=True).past_key_values
     torch.testing.assert_close(run(model, ids, past_key_values=cache).logits,

@@ -187,18 +187,18 @@ def test_patching_after_it_leaves_the_codes_alone():
     assert torch.equal(decoded(model)[1], decoded(tiny("llama"))[1])
 
 
-@pytest.mark.parametrize("given, said", [
+@pytest.mark.parametrize("inputs, message", [
     ("int5", "did you mean"), ("fp8_e5m2", "wants a format"), (8, "the name of a format")])
-def test_unknown_formats_are_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        accelerate(tiny("llama"), weights=given)
+def test_unknown_formats_are_refused(inputs, message):
+    with pytest.raises(ConfigError, match=message):
+        accelerate(tiny("llama"), weights=inputs)
 
 
-@pytest.mark.parametrize("options, said", [
+@pytest.mark.parametrize("options, message", [
     ({"format": "mxfp4", "group_size": 64}, "whose blocks have one size"),
     ({"format": "int4", "originals": "disk"}, "originals wants one of cpu, device, drop"),
     ({"format": "int4", "activations": "int8"}, "activations wants 'none'"),
     ({"format": "int8", "activations": "int8", "group_size": 64}, "with group_size 0")])
-def test_wrong_options_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         WeightOnly(**options)

@@ -341,10 +341,10 @@ def test_a_repository_that_changes_between_registering_and_the_first_call(tmp_pa
     (folder / "__init__.py").write_text(repositories.RMS_NORM.format(version=1, mistake=" * 2"))
     x = torch.randn(3, 42)
     torch.testing.assert_close(lz.rms_norm(x), torch.rms_norm(x, (42,), eps=1e-6))
-    said = {e.kernel: e.reason.message for e in happened if e.name == "unavailable"}
-    assert ("register it again" in said[kernel.id]
-            and kernel.id in said[kernel.id]), "the reason, and no other kernel's"
-    assert set(said) == {kernel.id, missing.id}
+    messages = {e.kernel: e.reason.message for e in happened if e.name == "unavailable"}
+    assert ("register it again" in messages[kernel.id]
+            and kernel.id in messages[kernel.id]), "the reason, and no other kernel's"
+    assert set(messages) == {kernel.id, missing.id}
 
 
 def test_a_function_that_is_not_there(tmp_path, world, happened):

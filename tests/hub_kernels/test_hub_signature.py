@@ -55,14 +55,14 @@ def forged(signed: bytes) -> str:
 
     key, start = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1)
     name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "nobody")])
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(
+    cert = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(
         key.public_key()).serial_number(1)
-    made = made.not_valid_before(start).not_valid_after(start + datetime.timedelta(1))
-    made = made.add_extension(x509.KeyUsage(True, *[False] * 8), True)
-    made = made.add_extension(x509.BasicConstraints(False, None), True)
-    made = made.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]),
+    cert = cert.not_valid_before(start).not_valid_after(start + datetime.timedelta(1))
+    cert = cert.add_extension(x509.KeyUsage(True, *[False] * 8), True)
+    cert = cert.add_extension(x509.BasicConstraints(False, None), True)
+    cert = cert.add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CODE_SIGNING]),
                               False)
-    certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    certificate = cert.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
     zero = text(bytes(32))
     entry = {"logIndex": "1", "logId": {"keyId": zero},
              "kindVersion": {"kind": "hashedrekord", "version": "0.0.1"},

@@ -18,9 +18,9 @@ from layerzero.world import snapshot as worlds
 
 
 def everywhere(value: Any) -> list[Any]:
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, value)
-    return said
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, value)
+    return messages
 
 
 def linear_call(k: int, rows: int = 3) -> Call:

@@ -86,9 +86,9 @@ def test_a_row_that_someone_else_spoilt_is_not_believed(store, url, server):
     store.put([measured(1), measured(2)])
     spoil = "UPDATE layerzero_measurements SET median_us = 'NaN' WHERE sizes = 'rows=1'"
     admin(server, spoil, url.rpartition("/")[2])
-    told: list[str] = []
-    assert list(store.view({"torch.k": "v1"}, on_damage=told.append)) == [measured(2)]
-    assert len(told) == 1 and "median_us" in told[0]
+    messages: list[str] = []
+    assert list(store.view({"torch.k": "v1"}, on_damage=messages.append)) == [measured(2)]
+    assert len(messages) == 1 and "median_us" in messages[0]
     with pytest.raises(StoreError, match="median_us"):
         list(store.rows())
 
@@ -159,8 +159,8 @@ def test_machines_that_write_at_once_lose_nothing(url):
                                stderr=subprocess.PIPE, text=True)
               for who in range(4)]
     for other in others:
-        _, said = other.communicate(timeout=240)
-        assert other.returncode == 0, said
+        _, stderr = other.communicate(timeout=240)
+        assert other.returncode == 0, stderr
     with FleetStore(url) as store:
         kept = {m.bucket: m for m in store.rows()}
     assert kept.keys() == {f"b{1000 * w + i}" for w in range(4)
@@ -238,7 +238,7 @@ def test_a_server_that_does_not_answer_costs_its_measurements_only(url, wrong, m
     lz.configure(perfdb=address[wrong])
     measurements.record([measured(1)])
     stop()
-    told = [e for e in seen if isinstance(e, StoreTrouble)]
-    assert len(told) == 2 and "secret" not in str(told)
+    events = [e for e in seen if isinstance(e, StoreTrouble)]
+    assert len(events) == 2 and "secret" not in str(events)
     assert [m.sizes for m in worlds.current().perf] == ["rows=1"]
     assert not measurements.status().ok

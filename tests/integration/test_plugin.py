@@ -138,7 +138,7 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
     metadata(site, "lz-gone", "1.0", {"layerzero.backends": {"gone": "lz_gone_module:KERNELS"}})
     answer = run(ASK, site)
     assert answer["right"] and answer["torch_op"] and answer["kernels"][0] == "example.addcmul"
-    said = {
+    messages = {
         "typo": ["lz-typo 3.1", "typo.kernel", "'hed_dim'", "did you mean 'head_dim'"],
         "twice": ["lz-twice 3.1", "'torch.rms_norm'", "already registered by layerzero"],
         "unknown_op": ["'unknown.kernel'", "'rms_morn'", "not registered"],
@@ -147,8 +147,8 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
         "nothing": ["without OP or KERNELS"], "wrong_thing": ["offers a str", "Op and Kernel"],
         "no_cases": ["'other_norm' has no cases"],
         "gone": ["ModuleNotFoundError", "lz_gone_module"]}
-    assert answer["refused"].keys() == said.keys()
-    for name, words in said.items():
+    assert answer["refused"].keys() == messages.keys()
+    for name, words in messages.items():
         for word in words:
             assert word in answer["refused"][name], (name, answer["refused"][name])
         ok, text, hint = answer["doctor"][f"plugin {name}"]
@@ -240,12 +240,12 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
     answer = run(ADVICE, site)
     assert answer["wide"] == "example.rms_norm" and answer["sizes"][0] in (33, 34)
     late = "b" if "b" in answer["refused"] else "a"
-    said = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
-            "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
-            "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
-            late: "another one set it to"}
-    assert answer["refused"].keys() == said.keys()
-    for name, word in said.items():
+    messages = {"typo": "did you mean 'rms_norm'", "fact": "did you mean 'hidden'",
+                "text": "a mapping POLICY", "unruly": "lz.PolicyRule.of",
+                "setting": "did you mean 'cache_size'", "exits": "SystemExit: no",
+                late: "another one set it to"}
+    assert answer["refused"].keys() == messages.keys()
+    for name, word in messages.items():
         assert word in answer["refused"][name] and f"lz-{name} 3.1" in answer["refused"][name]
         assert word in answer["doctor"][f"plugin {name}"]
 
@@ -279,9 +279,9 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
             and not any((tmp_path / n).exists() for n in others))
     assert answer["refused"].keys() == {*others, "policy"}
     for name, needs in others.items():
-        said = answer["refused"][name]
-        assert said.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in said
-        assert f"found {answer['version']} (plugin {name} of lz-{name} 3.1)" in said
+        message = answer["refused"][name]
+        assert message.startswith("VERSION_CONFLICT: needs layerzero ") and needs[9:12] in message
+        assert f"found {answer['version']} (plugin {name} of lz-{name} 3.1)" in message
 
 
 # With a real installer

@@ -219,9 +219,9 @@ def test_the_command_speaks(model):
 def test_the_command_in_json(model, monkeypatch):
     # not once more
     monkeypatch.setattr("layerzero.cli.commands.setup.generate.load_gguf", lambda path, **_: model)
-    told = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
-    assert told["text"] == " 5," and told["tokens"] == 3 and told["kernels"] == []
-    assert told["tokens_per_second"] > 0 and told["prompt_tokens_per_second"] > 0
+    data = json.loads(said("1, 2, 3, 4,", "--raw", "--max-tokens", "3", "--json"))
+    assert data["text"] == " 5," and data["tokens"] == 3 and data["kernels"] == []
+    assert data["tokens_per_second"] > 0 and data["prompt_tokens_per_second"] > 0
 
 
 def test_a_conversation(model, monkeypatch):
@@ -242,8 +242,8 @@ def test_a_wrong_command_is_refused(words):
 def test_the_ladder_as_a_command(model, capsys, monkeypatch):
     monkeypatch.setattr("layerzero.cli.commands.prove.ladder.read_gguf", lambda path: model)
     assert ladder(4, kernel="torch.sdpa_flash", as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    [rung] = told["rungs"]
-    assert told["passed"] and rung["served"] >= 30 and rung["name"].startswith("Smollm2")
+    data = json.loads(capsys.readouterr().out)
+    [rung] = data["rungs"]
+    assert data["passed"] and rung["served"] >= 30 and rung["name"].startswith("Smollm2")
     served = {k["kernel"]: k["calls"] for k in rung["kernels"] if k["op"] == "attention"}
     assert served["torch.sdpa_flash"] == rung["served"]

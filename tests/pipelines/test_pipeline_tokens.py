@@ -47,16 +47,16 @@ CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor 
 
 
 def trained(size: int = 320, digits: bool = False) -> Tokenizer:
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts,
-                                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>",
                         "<|end|>"]))
-    return made
+    return tokenizer
 
 
 def fast(size: int = 320, **changes: Any) -> PreTrainedTokenizerFast:
@@ -127,10 +127,10 @@ def test_where_there_is_none(source, error, word):
 
 # in a GGUF file
 
-def gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
+def gguf(path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
     """A file with this tokenizer and one tensor, written by the library of llama.cpp."""
     writer_of = pytest.importorskip("gguf")
-    data = json.loads(made.to_str())
+    data = json.loads(tokenizer.to_str())
     tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
     special = {token["content"] for token in data["added_tokens"]}
     writer = writer_of.GGUFWriter(path, "llama")
@@ -151,29 +151,29 @@ def gguf(path: Path, made: Tokenizer, **changes: Any) -> Path:
 
 
 def test_the_tokenizer_inside_a_gguf_file(tmp_path):
-    made = trained()
-    path = gguf(tmp_path / "model.gguf", made)
+    tokenizer = trained()
+    path = gguf(tmp_path / "model.gguf", tokenizer)
     for source in (path, str(path), tmp_path):
         assert [lz.tokenize(text, tokenizer_for(source)).ids for text in CORPUS] == [
-            made.encode(text).ids for text in CORPUS]
-    with_start = gguf_tokenizer(gguf(tmp_path / "start.gguf", made, bos=True))
-    assert lz.tokenize("hello", with_start).ids == [made.token_to_id("<s>"),
-                                                    *made.encode("hello").ids]
+            tokenizer.encode(text).ids for text in CORPUS]
+    with_start = gguf_tokenizer(gguf(tmp_path / "start.gguf", tokenizer, bos=True))
+    assert lz.tokenize("hello", with_start).ids == [tokenizer.token_to_id("<s>"),
+                                                    *tokenizer.encode("hello").ids]
     assert lz.tokenize("hello", with_start,
-                       add_special_tokens=False).ids == made.encode("hello").ids
+                       add_special_tokens=False).ids == tokenizer.encode("hello").ids
 
 
 @pytest.mark.parametrize(("pre", "digits"), [("llama-bpe", "3"), ("qwen2", "1")])
 def test_how_a_gguf_file_says_that_text_is_cut(pre, digits, tmp_path):
-    made = trained()
+    tokenizer = trained()
     pattern = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1," + digits + r"}|"
                r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    handle = gguf_tokenizer(gguf(tmp_path / "model.gguf", made, pre=pre))
+    handle = gguf_tokenizer(gguf(tmp_path / "model.gguf", tokenizer, pre=pre))
     for text in (*CORPUS, "DON'T 1234567 !!\n\n end  "):
-        assert lz.tokenize(text, handle).ids == made.encode(text).ids
+        assert lz.tokenize(text, handle).ids == tokenizer.encode(text).ids
 
 
 def test_smollm2s_own():

@@ -130,8 +130,8 @@ def test_a_soak_goes_on_in_parts(tmp_path, capsys):
         assert not stop.value.code
         report = SoakReport.load(path)
         assert len(report.parts) == parts and report.complete
-    told = capsys.readouterr().out
-    assert "in 2 parts" in told and "RSS (MiB)" in told and "no forks: not asked for" in told
+    output = capsys.readouterr().out
+    assert "in 2 parts" in output and "RSS (MiB)" in output and "no forks: not asked for" in output
     with pytest.raises(SystemExit) as stop:    # nothing is left to do: it is only shown
         main([*words, "--resume", str(path), "--json"])
     assert not stop.value.code and len(json.loads(capsys.readouterr().out)["parts"]) == 2

@@ -367,10 +367,10 @@ def test_the_oldest_wrapper_is_planned_again(plans):
 @pytest.mark.parametrize("width", [5, 8, 13])
 def test_a_bias_is_spaced_by_sixteen_bytes(width):
     mask = torch.randn(2, 1, 3, width, dtype=torch.float16)
-    made = xformers.align_rows(mask)
-    assert (torch.equal(made, mask) and made.stride(-1) == 1
-            and all(s % 8 == 0 for s in made.stride()[:-1]))
-    assert (made is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
+    tensor = xformers.align_rows(mask)
+    assert (torch.equal(tensor, mask) and tensor.stride(-1) == 1
+            and all(s % 8 == 0 for s in tensor.stride()[:-1]))
+    assert (tensor is mask) == (width % 8 == 0 and mask.data_ptr() % 16 == 0)
 
 
 # Liger in Triton's interpreter: those of its kernels that the interpreter can run.

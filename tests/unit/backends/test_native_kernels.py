@@ -379,9 +379,10 @@ for a in "$@"; do
   esac
 done
 exec {COMPILER} "$@" """))
-    said: list[str] = []
-    build.build(say=said.append)
-    assert said[1:-1] == ["the compiler has no OpenMP: the CPU kernels have their own threads only"]
+    messages: list[str] = []
+    build.build(say=messages.append)
+    assert messages[1:-1] == [
+        "the compiler has no OpenMP: the CPU kernels have their own threads only"]
     unproven = []
     for kernel in (k for k in KERNELS if not lacking(k)):
         cases = (*kernel.op.cases, *(DECODES if kernel.op is ATTENTION else ()))

@@ -90,10 +90,10 @@ def test_only_what_is_allowed_is_in_the_plan(allowed):
 
 def test_the_reason_names_what_is_allowed():
     with sdpa_kernel(MATH):
-        told = str(lz.explain("attention", *qkv()))
-    assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in told
-    assert (
-        "is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH" in told)
+        output = str(lz.explain("attention", *qkv()))
+    assert "is FLASH_ATTENTION; torch.nn.attention.sdpa_kernel allows only MATH" in output
+    assert ("is none of torch's implementations; torch.nn.attention.sdpa_kernel allows only MATH"
+            in output)
     with off(*SWITCHES), pytest.raises(NoKernelFoundError, match="allows only none"):
         lz.attention(*qkv())
 

@@ -112,10 +112,10 @@ def test_explain_says_what_the_library_says(run, words):
     real = {k: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
             for k, v in call("attention", *words).items()}
     plan = lz.explain("attention", **real)
-    told = json.loads(out)
+    data = json.loads(out)
     assert (code, err) == (0, "")
-    assert [s["kernel"] for s in told["steps"]] == [s.kernel for s in plan.steps]
-    assert {r["kernel"]: [x["code"] for x in r["reasons"]] for r in told["rejected"]} == {
+    assert [s["kernel"] for s in data["steps"]] == [s.kernel for s in plan.steps]
+    assert {r["kernel"]: [x["code"] for x in r["reasons"]] for r in data["rejected"]} == {
         r.kernel: [x.code.value for x in r.reasons] for r in plan.rejected}
 
 
@@ -150,10 +150,10 @@ def test_explain_for_another_machine(run, tmp_path):
     path = tmp_path / "h100.json"
     path.write_text(json.dumps(H100))
     code, out, _ = run("explain", "attention", *DECODE, "--on", str(path), "--json")
-    told = json.loads(out)
+    data = json.loads(out)
     assert code == 0
-    assert (told["facts"]["device"], told["facts"]["sm"]) == ("cuda", 90)
-    reasons = [x for r in told["rejected"] for x in r["reasons"]]
+    assert (data["facts"]["device"], data["facts"]["sm"]) == ("cuda", 90)
+    reasons = [x for r in data["rejected"] for x in r["reasons"]]
     assert [x for x in reasons
             if x["code"] == "PLATFORM_MISMATCH"], "some kernels are for the CPU only"
     assert all(x["got"] == "cuda" for x in reasons if x["code"] == "PLATFORM_MISMATCH")
@@ -169,9 +169,9 @@ def test_the_doctors_device_can_be_asked_elsewhere(run, tmp_path):
 
 def test_list(run):
     code, out, _ = run("list", *CPU, "--json")
-    told = json.loads(out)
-    assert (code, told["device"]) == (0, "cpu")
-    assert [k["id"] for k in told["kernels"]] == [k.id for k in lz.list_kernels(device="cpu")]
+    data = json.loads(out)
+    assert (code, data["device"]) == (0, "cpu")
+    assert [k["id"] for k in data["kernels"]] == [k.id for k in lz.list_kernels(device="cpu")]
     code, out, _ = run("list", "rms_norm", *CPU)
     assert [line.split()[0]
             for line in out.splitlines()[1:]] == [k.id for k in lz.list_kernels("rms_norm", "cpu")]
@@ -179,14 +179,14 @@ def test_list(run):
 
 def test_kernels_shows_one_in_full(run):
     code, out, _ = run("kernels", "flash_attn.v2", *CPU, "--json")
-    told = json.loads(out)
-    assert (code, told["id"], told["op"], told["package"]) == (
+    data = json.loads(out)
+    assert (code, data["id"], data["op"], data["package"]) == (
         0, "flash_attn.v2", "attention", "flash_attn.flash_attn_interface")
-    assert "PLATFORM_MISMATCH" in [r["code"] for r in told["reasons"]]
+    assert "PLATFORM_MISMATCH" in [r["code"] for r in data["reasons"]]
     code, out, _ = run("kernels", "flash_attn.v2", *CPU)
     assert code == 0
     assert len([line for line in out.splitlines() if line.startswith("requires")]) == len(
-        told["requires"])
+        data["requires"])
 
 
 def test_config(run):
@@ -200,20 +200,20 @@ def test_config(run):
 def test_config_shows_the_environment():
     done = in_new_process("config", "--json", LAYERZERO_DENY="flash_attn.*",
                           LAYERZERO_STRICT_MODE="1")
-    told = json.loads(done.stdout)
-    assert (told["settings"]["strict_mode"], told["source"]["strict_mode"]) == (True, "environment")
-    assert [(r["action"], r["kernels"], r["origin"]) for r in told["rules"]] == [
+    data = json.loads(done.stdout)
+    assert (data["settings"]["strict_mode"], data["source"]["strict_mode"]) == (True, "environment")
+    assert [(r["action"], r["kernels"], r["origin"]) for r in data["rules"]] == [
         ("deny", ["flash_attn.*"], "LAYERZERO_DENY")]
 
 
 def test_doctor(run):
     code, out, _ = run("doctor", "--json")
-    told = json.loads(out)
-    assert code == (0 if told["ok"] else 1)
-    assert told["versions"]["torch"] == torch.__version__
-    assert {"configuration", "native fast path"} <= {c["name"] for c in told["checks"]}
+    data = json.loads(out)
+    assert code == (0 if data["ok"] else 1)
+    assert data["versions"]["torch"] == torch.__version__
+    assert {"configuration", "native fast path"} <= {c["name"] for c in data["checks"]}
     code, out, _ = run("doctor")
-    assert all(check["name"] in out for check in told["checks"])
+    assert all(check["name"] in out for check in data["checks"])
 
 
 def test_version_and_help(run):
@@ -305,15 +305,15 @@ def test_python_dash_m():
 
 def test_demo_runs_checks_and_measures():
     done = in_new_process("demo", "--json", "--seconds", "12", *CPU)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["ok"]) == (0, True)
-    steps = [step.name for step in Sizes(**told["sizes"]).steps]
-    shown = [(r["dtype"], r["step"]) for r in told["rows"]]
-    assert sorted(shown + [(left["dtype"], left["step"]) for left in told["left_out"]]) == sorted(
+    data = json.loads(done.stdout)
+    assert (done.returncode, data["ok"]) == (0, True)
+    steps = [step.name for step in Sizes(**data["sizes"]).steps]
+    shown = [(r["dtype"], r["step"]) for r in data["rows"]]
+    assert sorted(shown + [(left["dtype"], left["step"]) for left in data["left_out"]]) == sorted(
         (d, s) for d in ("float32", "bfloat16") for s in steps), "what is not shown is said"
-    assert shown, told["left_out"]
+    assert shown, data["left_out"]
     known = {k.id for k in lz.list_kernels()}
-    for row in told["rows"]:
+    for row in data["rows"]:
         assert row["equal"]
         assert set(row["ops"]) == {"rms_norm", "attention", "add_rms_norm"}
         for op in row["ops"].values():

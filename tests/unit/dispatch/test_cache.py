@@ -418,12 +418,12 @@ def test_a_count_that_is_read_while_its_entry_is_collected_is_not_lost():
             seen.append(ledger.totals())
 
     asks = Asks()                              # older than the entry: ended before it
-    made = ledger.add(entry("lib.k"))
-    made.native_hits += 2
+    added = ledger.add(entry("lib.k"))
+    added.native_hits += 2
     assert ledger.totals() == {"lib.k": 3}
-    asks.entry, made.recordings = made, asks
-    reference = weakref.ref(made)
-    del asks, made
+    asks.entry, added.recordings = added, asks
+    reference = weakref.ref(added)
+    del asks, added
     gc.collect()
     assert reference() is None and seen == [{"lib.k": 3}] and ledger.totals() == {"lib.k": 3}
     assert ledger._open == []

@@ -212,13 +212,13 @@ def test_nothing_of_the_caller_is_touched(slow):
     torch.manual_seed(1)
     expected = torch.rand(3)
     x = rows(40)
-    kept = x.clone()
+    original = x.clone()
     measure(slow.kernel, x)
     torch.manual_seed(1)
     lz.rms_norm(x)
     assert compiling.wait(60) and slow.calls
     torch.testing.assert_close(torch.rand(3), expected)
-    torch.testing.assert_close(x, kept, rtol=0, atol=0)
+    torch.testing.assert_close(x, original, rtol=0, atol=0)
     assert slow.got["x"].data_ptr() != x.data_ptr()
 
 
@@ -237,9 +237,9 @@ def described(t):
     torch.randn(2, 3).to(torch.bfloat16), torch.zeros(4).to(torch.float8_e5m2)],
     ids=described)
 def test_inputs_are_made_alike(t):
-    made = made_like(t)
-    assert (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype)
-    assert made.is_contiguous() == t.is_contiguous() and not made.requires_grad
+    tensor = made_like(t)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (t.shape, t.stride(), t.dtype)
+    assert tensor.is_contiguous() == t.is_contiguous() and not tensor.requires_grad
     assert made_like(t.detach().clone().requires_grad_() if t.is_floating_point() else t,
                      True).requires_grad
 
@@ -248,9 +248,9 @@ def test_inputs_are_made_alike(t):
                                torch.tensor([True]),
                                torch.arange(6, dtype=torch.int32)[::2]], ids=described)
 def test_whole_numbers_are_those_of_the_call(t):
-    made = made_like(t)
-    torch.testing.assert_close(made, t, rtol=0, atol=0)
-    assert made.stride() == t.stride() and made.data_ptr() != t.data_ptr()
+    tensor = made_like(t)
+    torch.testing.assert_close(tensor, t, rtol=0, atol=0)
+    assert tensor.stride() == t.stride() and tensor.data_ptr() != t.data_ptr()
 
 
 def test_many_threads_ask_once(slow, happened):

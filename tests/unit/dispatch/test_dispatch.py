@@ -487,9 +487,9 @@ def test_a_library_function_is_called_without_a_frame_between(path, op, how, mor
 
     lz.register(lz.Kernel("fake.direct", lz.op(op), load, prior=1e6, less_work="a test"))
     call, x = path_of(op, path), rows()
-    given = (x,) if op == "rms_norm" else (x, x)
+    inputs = (x,) if op == "rms_norm" else (x, x)
     for _ in range(3):
-        got, expected = call(*given, eps=0.5), want(x * 2, x + 0.5)
+        got, expected = call(*inputs, eps=0.5), want(x * 2, x + 0.5)
         assert type(got) is type(expected)
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b)
@@ -570,7 +570,7 @@ def test_the_two_paths_are_one_function_to_the_outside():
 
 
 def test_without_the_native_path_everything_is_the_same():
-    said = python("""
+    output = python("""
         import torch, layerzero as lz
         from helpers import Fake, register, rows, normed
         from layerzero.operate.inspection import dispatcher_of
@@ -584,7 +584,7 @@ def test_without_the_native_path_everything_is_the_same():
         assert second.calls == 3 and lz.explain("rms_norm", x).why_not("fake.first")
         print(native.status().text, lz.doctor().ok, sep="|")
         """, LAYERZERO_NATIVE="0")
-    text, ok = said.split("|")
+    text, ok = output.split("|")
     assert "switched off" in text and ok == "False"        # not ok: a breaker is open
 
 

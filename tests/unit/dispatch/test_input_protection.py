@@ -212,14 +212,14 @@ def overlapping():
 def test_inputs_of_every_layout_are_read_rightly(make, dtype, path):
     register(Vandal(by_pointer))
     x = make().to(dtype) if dtype is not torch.float32 else make()
-    kept = x.clone()
+    original = x.clone()
     with pytest.raises(lz.errors.InputDamaged):
         path_of(RMS_NORM, path)(x)
-    assert not torch.equal(x, kept)
+    assert not torch.equal(x, original)
     lz.unregister("fake.vandal")
     # and left alone it is not accused
     register(Fake("fake.broken", fault=RuntimeError("no")))
-    torch.testing.assert_close(path_of(RMS_NORM, path)(kept), RMS_NORM.reference(kept))
+    torch.testing.assert_close(path_of(RMS_NORM, path)(original), RMS_NORM.reference(original))
 
 
 def test_whole_numbers_are_protected_too(path):

@@ -54,8 +54,8 @@ def verdicts(op, call):
     ours = [k for k in worlds.current().kernels(op) if not any(
         r.check(device) for r in k.requires if all(leaf.fact == "device" for leaf in r.leaves()))]
     rules = [*dispatcher.op.requires, *(r for k in ours for r in k.requires)]
-    said = [rule.check({**device, **facts}) is None for rule in rules]
-    return (*said, facts["grad"], facts["dtype"], facts["tensor_kind"])
+    allowed = [rule.check({**device, **facts}) is None for rule in rules]
+    return (*allowed, facts["grad"], facts["dtype"], facts["tensor_kind"])
 
 
 def described(call):
@@ -83,10 +83,10 @@ def test_no_two_of_many_calls_share_a_key_and_differ_in_a_verdict(op):
             call_key = key(op, *each[0], **each[1])
             if call_key is None:
                 continue
-            said = verdicts(op, each)
-            first = known.setdefault(call_key, (said, each))
+            allowed = verdicts(op, each)
+            first = known.setdefault(call_key, (allowed, each))
             shared += first[1] is not each
-            assert first[0] == said, f"{described(first[1])}\nand {described(each)}\nshare a key"
+            assert first[0] == allowed, f"{described(first[1])}\nand {described(each)}\nshare a key"
     assert shared > 60, "the calls were too different to prove anything"
 
 
@@ -118,17 +118,17 @@ def test_each_rule_alone_is_told_apart(world, sweeps, rule):
     dispatcher = dispatcher_of("synthetic")
     dispatcher.ensure_world()
     known: dict = {}
-    said = set()
+    allowed = set()
     for call, values, facts in sweeps:
         key = dispatcher.key_of(*values)
         if key is not None:
             verdict = rule.check(facts) is None
-            said.add(verdict)
+            allowed.add(verdict)
             first = known.setdefault(key, (verdict, call))
             assert first[0] == verdict, (
                 f"{described(first[1])}\nand {described(call)}\nshare a key under {rule}")
     constant = next(rule.leaves()).fact in ("deterministic", "x.device")
-    assert constant or said == {True, False}, "the calls never made this rule change its mind"
+    assert constant or allowed == {True, False}, "the calls never made this rule change its mind"
 
 
 @steady
@@ -143,8 +143,8 @@ def test_any_number_of_thresholds(world, rng, limits):
         known: dict = {}
         for n in {n for limit in limits for n in (limit - 1, limit, limit + 1) if n >= 0}:
             call = (tensor(rng, (n, 2), style="plain"), tensor(rng, (n, 3), style="plain"))
-            said = [rule.check({"seq": n}) is None for rule in rules]
-            assert known.setdefault(key("synthetic", *call), said) == said
+            allowed = [rule.check({"seq": n}) is None for rule in rules]
+            assert known.setdefault(key("synthetic", *call), allowed) == allowed
     finally:
         lz.unregister("synthetic")
 

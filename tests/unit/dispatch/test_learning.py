@@ -87,19 +87,19 @@ def is_learned(x: torch.Tensor) -> bool:
 
 
 def test_the_fastest_serves_when_it_is_settled(path, learn, clock, happened):
-    made = fakes(clock, first=100.0, slow=180.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, slow=180.0, fast=60.0)
     x, call = rows(), path_of("rms_norm", path)
     serve(x, call=call)
     started, learned = of(LearningStarted, happened), of(Learned, happened)
     assert [(e.kernel, set(e.candidates))
-            for e in started] == [("fake.first", {f.id for f in made.values()})]
+            for e in started] == [("fake.first", {f.id for f in candidates.values()})]
     assert [(e.kernel, e.clear) for e in learned] == [("fake.fast", True)]
     assert learned[0].calls <= 200 and learned[0].samples > 0 and "rows=3" in learned[0].kind
     assert lz.which("rms_norm", x) == "fake.fast"
-    before = [f.calls for f in made.values()]
+    before = [f.calls for f in candidates.values()]
     for _ in range(5):
         call(x)
-    assert [f.calls - n for f, n in zip(made.values(), before)] == [0, 0, 5]
+    assert [f.calls - n for f, n in zip(candidates.values(), before)] == [0, 0, 5]
 
 
 def test_after_that_the_entry_is_the_plain_binding(learn, clock):
@@ -114,17 +114,17 @@ def test_after_that_the_entry_is_the_plain_binding(learn, clock):
 
 
 def test_no_call_is_computed_twice_and_each_is_counted_for_who_served_it(path, learn, clock):
-    made = fakes(clock, first=100.0, slow=180.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, slow=180.0, fast=60.0)
     x, call = rows(), path_of("rms_norm", path)
     before = dict(lz.stats().calls.get("rms_norm", {}))
     for i in range(100):
         call(x)
         if i == 0:
             learning.flush()
-    assert sum(f.calls for f in made.values()) == 100
+    assert sum(f.calls for f in candidates.values()) == 100
     after = lz.stats().calls["rms_norm"]
-    assert {k: after.get(k, 0) - before.get(k, 0) for k in (f.id for f in made.values())} == {
-        f.id: f.calls for f in made.values()}
+    assert {k: after.get(k, 0) - before.get(k, 0) for k in (f.id for f in candidates.values())} == {
+        f.id: f.calls for f in candidates.values()}
 
 
 def test_what_it_cost_is_counted(learn, clock):
@@ -171,18 +171,18 @@ def test_explain_says_that_it_is_being_learned(learn, clock):
 
 def test_the_budget_stops_exploring(learn, clock, monkeypatch):
     monkeypatch.setattr(exploring.account, "budget", trial.Budget(allowance_us=0.0, share=0.0))
-    made = fakes(clock, first=100.0, slow=150.0)
+    candidates = fakes(clock, first=100.0, slow=150.0)
     # guessed to be slower
     register(slower := Fake("fake.slower", prior=4e5, before=clock.takes(100.0)))
-    made["slower"] = slower
+    candidates["slower"] = slower
     x = rows(1024, 1024)
     for i in range(60):
         lz.rms_norm(x)
         if i == 0:
             learning.flush()
-    assert slower.calls == 0 and made["first"].calls + made["slow"].calls == 60
+    assert slower.calls == 0 and candidates["first"].calls + candidates["slow"].calls == 60
     # until its time was known: it was guessed to be as fast
-    assert made["slow"].calls <= 2
+    assert candidates["slow"].calls <= 2
 
 
 def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(learn, clock,
@@ -216,8 +216,8 @@ def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, m
             clock.now += us / 1e6 + (next(waits) if wait else 0.0)
         return pass_time
 
-    made = fakes(clock, first=100.0, fast=60.0)
-    made["first"].before, made["fast"].before = takes(100.0, False), takes(60.0, True)
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    candidates["first"].before, candidates["fast"].before = takes(100.0, False), takes(60.0, True)
     serve(rows())
     assert of(Learned, happened)[0].kernel == "fake.fast"
     assert learning.status().seconds == pytest.approx(0.0, abs=1e-4)
@@ -235,14 +235,14 @@ def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
 
 
 def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):
-    made = fakes(clock, first=100.0, fast=60.0)
-    usual, calls = made["fast"].before, [50_000.0]
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    usual, calls = candidates["fast"].before, [50_000.0]
 
     def before() -> None:
         usual()
         clock.now += calls.pop() / 1e6 if calls else 0.0
 
-    made["fast"].before = before
+    candidates["fast"].before = before
     serve(rows())
     assert of(Learned, happened)[0].kernel == "fake.fast"
 
@@ -276,7 +276,7 @@ def test_never_with_gradients(learn, clock):
 
 
 def test_never_for_a_kernel_that_was_asked_for(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     with lz.prefer("fake.first"):
         for _ in range(20):
             lz.rms_norm(rows())
@@ -284,7 +284,7 @@ def test_never_for_a_kernel_that_was_asked_for(learn, clock):
         lz.rms_norm(rows(), backend="fake.first")
     lz.lock("rms_norm", "fake.first")
     serve(rows(), 20)
-    assert made["fast"].calls == 0
+    assert candidates["fast"].calls == 0
 
 
 @pytest.mark.parametrize("changed", [{"graph": True}, {"compiled": True}, {"grad": True},
@@ -323,13 +323,13 @@ def test_never_with_a_kernel_that_would_compile_or_was_not_tested(learn, clock):
 
 
 def test_never_with_a_kernel_that_is_guessed_to_be_many_times_slower(learn, clock):
-    made = fakes(clock, first=100.0)
+    candidates = fakes(clock, first=100.0)
     register(slow := Fake("fake.slow", prior=1.0))
     x = rows(1024, 1024)
     for _ in range(30):
         lz.rms_norm(x)
         learning.flush()
-    assert slow.calls == 0 and made["first"].calls == 30
+    assert slow.calls == 0 and candidates["first"].calls == 30
 
 
 def test_a_kind_that_was_measured_is_not_learned(learn, clock):
@@ -343,10 +343,10 @@ def test_a_kind_that_was_measured_is_not_learned(learn, clock):
 # faults, threads, processes
 
 def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happened):
-    made = fakes(clock, first=100.0, broken=60.0, fast=80.0)
-    made["broken"].fault = ValueError("no luck")
+    candidates = fakes(clock, first=100.0, broken=60.0, fast=80.0)
+    candidates["broken"].fault = ValueError("no luck")
     serve(rows(), call=path_of("rms_norm", path))
-    assert made["broken"].calls == 1
+    assert candidates["broken"].calls == 1
     assert faults_of("fake.broken") == 1 and faults_of("fake.first") == 0
     assert [e.kernel for e in of(Fallback, happened)] == ["fake.broken"]
     assert of(Learned, happened)[0].kernel == "fake.fast"
@@ -376,8 +376,8 @@ def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(lear
 
 
 def test_what_serves_anyway_may_fail_too(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
-    made["first"].fault = ValueError("no luck")
+    candidates = fakes(clock, first=100.0, fast=60.0)
+    candidates["first"].fault = ValueError("no luck")
     x = rows()
     for _ in range(10):
         torch.testing.assert_close(lz.rms_norm(x), normed(x))
@@ -385,18 +385,18 @@ def test_what_serves_anyway_may_fail_too(learn, clock):
 
 
 def test_a_candidate_that_cannot_be_loaded_is_left_out(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
 
     def load():
         raise ImportError("gone")
 
     lz.register(lz.Kernel("fake.gone", RMS_NORM, load, prior=1e6, less_work="none of it is real"))
     serve(rows())
-    assert "fake.gone" in worlds.current().unloadable and made["fast"].calls > 0
+    assert "fake.gone" in worlds.current().unloadable and candidates["fast"].calls > 0
 
 
 def test_several_threads_learn_one_kind_together(learn, clock, happened):
-    made = fakes(clock, first=100.0, slow=400.0, fast=50.0)
+    candidates = fakes(clock, first=100.0, slow=400.0, fast=50.0)
     x, wrong = rows(), []
     lz.rms_norm(x)
     learning.flush()
@@ -412,13 +412,13 @@ def test_several_threads_learn_one_kind_together(learn, clock, happened):
         t.start()
     for t in threads:
         t.join()
-    assert not wrong and sum(f.calls for f in made.values()) == 802
+    assert not wrong and sum(f.calls for f in candidates.values()) == 802
     learning.flush()
     assert len(of(Learned, happened)) == 1 and learning.status().learning == 0
 
 
 def test_a_call_does_not_wait_for_another_thread(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     x = rows()
     lz.rms_norm(x)
     learning.flush()
@@ -436,7 +436,7 @@ def test_a_call_does_not_wait_for_another_thread(learn, clock):
     for _ in range(5):
         lz.rms_norm(x)
     done.set(), other.join()
-    assert made["first"].calls == 6 and kind.trial.calls == 0
+    assert candidates["first"].calls == 6 and kind.trial.calls == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -489,14 +489,14 @@ def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, t
     if learning.status().unclear:
         pytest.skip("this machine is too busy to learn anything")
     assert plan.steps[0].score.source == "measured"
-    told = python(f"""
+    output = python(f"""
         import torch, layerzero as lz
         torch.set_num_threads({torch.get_num_threads()})
         plan = lz.explain("rms_norm", torch.randn(256, 512))
         print(plan.kernel, plan.steps[0].score.source, plan.steps[0].score.samples)
     """, LAYERZERO_PERFDB=str(tmp_path / "perf.sqlite"), LAYERZERO_SHIPPED_MEASUREMENTS="0",
-                  LAYERZERO_LEARN="1")
-    assert told == f"{plan.kernel} measured {plan.steps[0].score.samples}"
+                    LAYERZERO_LEARN="1")
+    assert output == f"{plan.kernel} measured {plan.steps[0].score.samples}"
 
 
 def test_what_is_written_says_what_selection_counts(learn, clock, happened):
@@ -523,11 +523,11 @@ def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkey
 
 
 def test_switching_it_off_ends_it(learn, clock):
-    made = fakes(clock, first=100.0, fast=60.0)
+    candidates = fakes(clock, first=100.0, fast=60.0)
     x = rows()
     lz.rms_norm(x)
     learning.flush()
     lz.configure(learn=False)
     for _ in range(20):
         lz.rms_norm(x)
-    assert made["fast"].calls == 0 and learning.status().learning == 0
+    assert candidates["fast"].calls == 0 and learning.status().learning == 0

@@ -155,20 +155,20 @@ def test_a_warning_of_torch_is_a_warning_of_python(locked):
     dispatcher = locked("rms_norm", x, weight)
     torch.set_warn_always(True)                # else this one comes once in a process
     try:
-        heard = []
+        received = []
         for run in (dispatcher.public, dispatcher.python_call):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
                 run(x, weight)
-            heard.append([str(w.message).partition("(Triggered")[0] for w in seen])
+            received.append([str(w.message).partition("(Triggered")[0] for w in seen])
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 with pytest.raises(UserWarning) if seen else warnings.catch_warnings():
                     run(x, weight)
     finally:
         torch.set_warn_always(False)
-    assert heard[0] == heard[1]
-    if not heard[0]:
+    assert received[0] == received[1]
+    if not received[0]:
         pytest.skip("this torch says nothing about a weight of another dtype")
 
 
@@ -199,15 +199,15 @@ class Operators(TorchDispatchMode):
 def test_a_mode_sees_the_call(locked, op, mode):
     args = plain(op)
     dispatcher = locked(op, *args)
-    heard = []
+    received = []
     for run in (dispatcher.public, dispatcher.public, dispatcher.python_call):
         with mode() as seen:
             assert torch.equal(run(*args), dispatcher.public(*args))
-        heard.append(seen.seen)
+        received.append(seen.seen)
     own = KERNELS[PLAIN[op]][1].removeprefix("aten::")
-    assert mode is Operators or any(own == name for name in heard[0])
+    assert mode is Operators or any(own == name for name in received[0])
     # What is asked on the way (shape, dtype) differs between the two; what is computed does not.
-    computed = [[name for name in seen if mode is Operators or name == own] for seen in heard]
+    computed = [[name for name in seen if mode is Operators or name == own] for seen in received]
     assert computed[0] and computed[0] == computed[1] == computed[2]
 
 

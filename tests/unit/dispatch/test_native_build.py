@@ -134,14 +134,14 @@ def test_a_compile_error_is_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", script(tmp_path / "cxx",
                                      "echo note: nothing >&2; echo 'x.cpp:7: error: no such "
                                      "header' >&2; exit 1"))
-    said = []
+    messages = []
     with pytest.raises(ConfigError) as caught:
-        native.build_fast_path(say=said.append)
+        native.build_fast_path(say=messages.append)
     text = str(caught.value)
     assert ("did not compile; LayerZero works without it" in text
             and "x.cpp:7: error: no such header" in text)
     assert "note: nothing" not in text and f"command: {tmp_path / 'cxx'} -O3" in text
-    assert said == [f"compiling fastpath.cpp with cxx for torch {torch.__version__}"]
+    assert messages == [f"compiling fastpath.cpp with cxx for torch {torch.__version__}"]
     assert (list(folder.rglob("*.so")) == []
             and list(folder.rglob("tmp*")) == []), "nothing half made is left"
     still_works()

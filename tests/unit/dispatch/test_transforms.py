@@ -28,23 +28,24 @@ def reasons(kernel, *args, **kwargs):
 
 # layout: a view
 
-@pytest.mark.parametrize(("native", "given"), [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"),
-                                               ("bshd", "bshd")])
+@pytest.mark.parametrize(("native", "inputs"),
+                         [("bhsd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"),
+                                                ("bshd", "bshd")])
 @pytest.mark.parametrize("lse", [False, True])
-def test_a_kernel_of_one_layout_serves_a_call_in_the_other(path, native, given, lse):
+def test_a_kernel_of_one_layout_serves_a_call_in_the_other(path, native, inputs, lse):
     fake = Fake("fake.one", ATTENTION, variants=(native,))
     register(fake)
-    q, k, v = qkv(seq_q=5, seq_k=7, heads=4, kv_heads=2, layout=given)
+    q, k, v = qkv(seq_q=5, seq_k=7, heads=4, kv_heads=2, layout=inputs)
     call = path_of(ATTENTION, path)
-    want = ATTENTION.reference(q, k, v, return_lse=lse, layout=given)
+    want = ATTENTION.reference(q, k, v, return_lse=lse, layout=inputs)
     for _ in range(2):                                     # a miss, and a hit
-        got = call(q, k, v, return_lse=lse, layout=given)
+        got = call(q, k, v, return_lse=lse, layout=inputs)
         assert fake.got.get("layout", "bhsd") == native      # a default is not passed on
         assert fake.got["query"].shape == ((1, 4, 5, 16) if native == "bhsd" else (1, 5, 4, 16))
         torch.testing.assert_close(got, want)
     assert fake.got["query"].data_ptr() == q.data_ptr()    # no byte was moved
-    step = lz.explain("attention", q, k, v, return_lse=lse, layout=given).steps[0]
-    assert step.transforms == (() if native == given else (Transform("layout", native),))
+    step = lz.explain("attention", q, k, v, return_lse=lse, layout=inputs).steps[0]
+    assert step.transforms == (() if native == inputs else (Transform("layout", native),))
     assert step.score.transform_us == 0
 
 

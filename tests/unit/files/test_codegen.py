@@ -47,8 +47,8 @@ def test_a_traceback_shows_the_generated_line():
     with pytest.raises(ZeroDivisionError) as raised:
         scope["halve"](1)
     linecache.checkcache()                     # as every traceback does before it looks
-    told = "".join(traceback.format_exception(raised.value))
-    assert 'File "<lz a test ' in told and "return x / 0" in told
+    output = "".join(traceback.format_exception(raised.value))
+    assert 'File "<lz a test ' in output and "return x / 0" in output
     assert inspect.getsource(scope["halve"]) == "def halve(x):\n    return x / 0\n"
     assert codegen.text(scope["halve"].__code__) == "def halve(x):\n    return x / 0\n"
 
@@ -80,16 +80,17 @@ def test_code_of_a_file_has_no_generated_text():
 
 
 def test_a_debugger_steps_through_a_call():
-    x, heard = torch.ones(2, 8), io.StringIO()
+    x, transcript = torch.ones(2, 8), io.StringIO()
     twin = dispatcher_of("rms_norm").python_call
     twin(x)
-    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=heard,
+    debugger = pdb.Pdb(stdin=io.StringIO("step\nstep\nlonglist\ncontinue\n"), stdout=transcript,
                        nosigint=True,
                        readrc=False)
     debugger.use_rawinput = False
     debugger.runcall(twin, x)
-    assert "<lz rms_norm call " in heard.getvalue()
-    assert "def call(" in heard.getvalue() and "_entry = TABLE.get(KEY)" in heard.getvalue()
+    assert "<lz rms_norm call " in transcript.getvalue()
+    assert ("def call(" in transcript.getvalue()
+            and "_entry = TABLE.get(KEY)" in transcript.getvalue())
 
 
 def test_rules_compiled_to_python_can_be_read():

@@ -26,7 +26,7 @@ from layerzero.tuning.workload import read_recordings
 from layerzero.verify.trace.dataset import find_definitions
 
 
-@pytest.mark.parametrize(("content", "said"), [
+@pytest.mark.parametrize(("content", "message"), [
     (b"{", "it is not JSON"), (b"\xff", "in UTF-8; byte 0"),
     (b'{"a": 1, "a": 2}', "'a' is given twice"),
     (b"NaN", "NaN is no JSON number"), (b"1e999", "beyond the largest number"),
@@ -34,8 +34,8 @@ from layerzero.verify.trace.dataset import find_definitions
     (b"[" * 10**5, "nested too deeply"), (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
     (b'["\\ud800"]', "half of a surrogate pair"),
     (b'{"\\udc00": 1}', "half of a surrogate pair")])
-def test_what_is_no_json_here(content, said):
-    with pytest.raises(DataError, match=said) as caught:
+def test_what_is_no_json_here(content, message):
+    with pytest.raises(DataError, match=message) as caught:
         parse_json(content, "x.json", "a thing")
     assert str(caught.value).startswith("x.json: wanted a thing") and len(str(caught.value)) < 300
 
@@ -163,7 +163,7 @@ def test_a_panic_is_an_exception():
         no_panic(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))()
 
 
-@pytest.mark.parametrize(("template", "said"), [
+@pytest.mark.parametrize(("template", "message"), [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
      "did not end within"),
     ("{{ 'a' * 10**11 }}", "MemoryError"), ("{{", "TemplateSyntaxError"),
@@ -171,10 +171,10 @@ def test_a_panic_is_an_exception():
     ("{{ 1 // 0 }}", "ZeroDivisionError"),
     ("{% if 1 %}" * 3000, "cannot be rendered|ended the process"),
     ("x" * (2 << 20), "at most 1048576 characters")])
-def test_a_chat_template_has_little_time_and_memory(template, said, monkeypatch):
+def test_a_chat_template_has_little_time_and_memory(template, message, monkeypatch):
     pytest.importorskip("jinja2")
     monkeypatch.setattr(chat_template, "SECONDS", 5.0)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         chat_template.render(template, [("user", "hello")], "a model")
 
 

@@ -148,8 +148,8 @@ def test_the_command_lists_it(copy: Path) -> None:
 
 
 def test_contract_and_gradient_tests_follow(copy: Path) -> None:
-    told = ran(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k",
-               "softsign_gate")
-    passed = int(told.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1])
+    output = ran(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract", "-k",
+                 "softsign_gate")
+    passed = int(output.rsplit(" passed", 1)[0].rsplit(maxsplit=1)[-1])
     # cases x dtypes of two kernels, their backward and their limits
-    assert passed >= 30, told[-500:]
+    assert passed >= 30, output[-500:]

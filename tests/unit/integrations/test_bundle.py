@@ -73,8 +73,8 @@ def test_it_has_everything_and_the_manifest_checks_it(table, perfdb, tmp_path):
     assert json.loads(files["dispatch_table.validation.json"])["state"] == "ok"
     assert json.loads(files["lockfile.validation.json"]) == {"ok": True, "violations": []}
     assert json.loads(files["readiness.json"])["ready"] is manifest["ready"] is True
-    told = json.loads(files["environment.json"])
-    assert told["config"]["source"]["perfdb"] == "programmatic" and told["versions"]["torch"]
+    data = json.loads(files["environment.json"])
+    assert data["config"]["source"]["perfdb"] == "programmatic" and data["versions"]["torch"]
     assert any(json.loads(line)["event"] == "selected"
                for line in files["events.jsonl"].splitlines())
     copy = tmp_path / "copy.sqlite"
@@ -211,9 +211,9 @@ def test_no_secret_is_in_it(tmp_path, monkeypatch):
             and b"PATH" not in content.replace(b"<path>", b""))
     files = read_bundle(out)
     assert files["log.txt"].decode().splitlines()[2] == "fine"
-    told = json.loads(files["environment.json"])
-    assert told["environment"]["LAYERZERO_SEAL_KEY"] == "***"
-    assert told["environment"]["LAYERZERO_PERFDB"] == "postgresql://127.0.0.1:1/perf"
+    data = json.loads(files["environment.json"])
+    assert data["environment"]["LAYERZERO_SEAL_KEY"] == "***"
+    assert data["environment"]["LAYERZERO_PERFDB"] == "postgresql://127.0.0.1:1/perf"
 
 
 def test_what_policy_hides_is_not_in_it(table, perfdb, tmp_path):

@@ -321,7 +321,7 @@ def test_as_a_model_of_transformers(tmp_path):
 
 def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
     model = build("llama")
-    for change, said in (
+    for change, message in (
             ({"general.architecture": "mamba"}, "got 'mamba'; it needs state space layers"),
             ({"general.architecture": "nosuch"}, "got 'nosuch'"),
             ({"llama.attention.head_count": 0}, "head_count as a whole number from 1"),
@@ -332,7 +332,7 @@ def test_what_is_not_a_model_of_ours_is_refused_by_name(tmp_path):
             ({"split.count": 2}, "llama-gguf-split")):
         write(tmp_path / "m.gguf", "llama", model)
         file = read_gguf_file(tmp_path / "m.gguf")
-        with pytest.raises(lz.errors.DataError, match=said):
+        with pytest.raises(lz.errors.DataError, match=message):
             read_model(replace(file, metadata={**file.metadata, **change}), torch.float32)
     with pytest.raises(lz.errors.DataError, match="wanted the tensor output_norm"):
         lz.load_gguf(write(tmp_path / "m.gguf", "llama", model, **{"output_norm.weight": None}))

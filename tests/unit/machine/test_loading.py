@@ -263,7 +263,7 @@ def test_a_plugin_that_does_not_fit_is_refused_by_name_and_the_others_load(monke
                     "layerzero.backends": [_Entry("bad", load), _Entry("good", _company_kernel)]}
     monkeypatch.setattr(catalog.importlib.metadata, "entry_points",
                         lambda group: entry_points[group])
-    made, problems = catalog.discover()
-    assert "company.rms_norm" in made.by_id and "torch.rms_norm" in made.by_id
+    kernels, problems = catalog.discover()
+    assert "company.rms_norm" in kernels.by_id and "torch.rms_norm" in kernels.by_id
     (problem,) = problems
     assert problem.kernel == "bad" and words in problem.reason.message

@@ -135,10 +135,10 @@ def test_a_contiguous_cache_of_one_length_is_one_plain_attention(layout: str,
     k, v, q = (torch.stack([getattr(s, t) for s in streams]) for t in "kvq")
     cache.append(k, v)
     cache.attend(q)
-    name, given = calls[0]
-    assert name == "attention" and tuple(given["key"].shape) == (3, 20, KV_HEADS, DIM)
+    name, arguments = calls[0]
+    assert name == "attention" and tuple(arguments["key"].shape) == (3, 20, KV_HEADS, DIM)
     # no copy
-    assert given["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()
+    assert arguments["key"].untyped_storage().data_ptr() == cache.key.untyped_storage().data_ptr()
     cache.append(streams[0].k[:1], streams[0].v[:1], names[:1])
     cache.attend(q[:, -1:].flatten(0, 1), names)
     cache.attend(q[[0, 2], -1], (names[0], names[2]))
@@ -153,9 +153,9 @@ def test_page_size_and_layout_go_with_the_call(kind: str, page_size: int,
     cache.add()
     cache.append(s.k, s.v)
     cache.attend(s.q)
-    name, given = calls[0]
-    assert (name, given["kv_layout"], given["key"].shape[2]) == ("paged_attention", "HND",
-                                                                 page_size)
+    name, arguments = calls[0]
+    assert (name, arguments["kv_layout"], arguments["key"].shape[2]) == ("paged_attention", "HND",
+                                                                         page_size)
 
 
 def test_a_kernel_may_be_named() -> None:
@@ -292,8 +292,8 @@ def test_a_cache_changes_its_layout_and_keeps_what_it_holds(kind: str) -> None:
     close(cache.attend(s.q[30:]), s.truth(30, 41))
     cache.relayout("NHD")
     cache.relayout("NHD")
-    for held, given in zip(cache.gather(0), (s.k, s.v)):
-        assert torch.equal(held, given)
+    for held, original in zip(cache.gather(0), (s.k, s.v)):
+        assert torch.equal(held, original)
 
 
 QUANTIZED = {torch.float8_e4m3fn: 0.1, torch.float8_e5m2: 0.2, torch.int8: 0.02}
@@ -309,8 +309,8 @@ def test_a_quantized_cache_comes_near(kind: str, dtype: torch.dtype, layout: str
     assert cache.key.dtype == dtype and tuple(cache.key_scale.shape) == (KV_HEADS,)
     cache.append(s.k[50:], s.v[50:])
     key, value = cache.gather(name)
-    for held, given in ((key, s.k), (value, s.v)):
-        assert (held - given).abs().max() < QUANTIZED[dtype] * given.abs().max()
+    for held, original in ((key, s.k), (value, s.v)):
+        assert (held - original).abs().max() < QUANTIZED[dtype] * original.abs().max()
     out, exact = cache.attend(s.q[50:]), s.truth(50, 60)
     close(out, exact, 4 * QUANTIZED[dtype])
     # and what is stored is attended to exactly

@@ -99,9 +99,9 @@ def test_outside_a_capture_nobody_asks():
 # what certificates say
 
 def certificate(kernel: lz.Kernel, **changes) -> Certificate:
-    made = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
+    cert = Certificate(kernel.id, kernel.op.name, build_of(kernel), contract_of(kernel.op),
                        HERE.signature, HERE.name, 10, 2, ("float32",), "abc")
-    return replace(made, **changes)
+    return replace(cert, **changes)
 
 
 def test_a_verdict_is_read_from_the_certificate_and_voids_with_it(tmp_path, monkeypatch):

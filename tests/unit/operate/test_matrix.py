@@ -35,8 +35,8 @@ def test_a_conflict_is_named_and_fails_the_command(declared, words, capsys):
     row = register(**declared)
     assert not row.ok and words in row.verdict and words.split()[-1] in row.declared
     assert ask.matrix(deep=False, as_json=True) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert not told["ok"] and "numpy" in [r["library"] for r in told["rows"]]
+    data = json.loads(capsys.readouterr().out)
+    assert not data["ok"] and "numpy" in [r["library"] for r in data["rows"]]
 
 
 def test_the_interpreter_of_a_worker_is_compared_too(tmp_path):

@@ -182,8 +182,8 @@ def test_values_of_whole_numbers_are_kept_so_that_the_call_can_be_made_again(wor
     table, ids = rows(9, 8), torch.tensor([8, 0, 3])
     with record() as recorder:
         lz.embedding(ids, table)
-    made = written.make_values(lz.op("embedding"), recorder.calls[0])
-    assert torch.equal(made["ids"], ids)
+    values = written.make_values(lz.op("embedding"), recorder.calls[0])
+    assert torch.equal(values["ids"], ids)
 
 
 # files
@@ -349,21 +349,21 @@ def test_parts_of_several_processes_become_one_workload(tmp_path):
     (call,) = read_recordings(tmp_path)
     assert call.count == 7 and call.name == "a; b"
     (tmp_path / "3.jsonl").write_text("{\n" + json.dumps(one) + "\n")
-    said: list[lz.Event] = []
-    stop = lz.subscribe(said.append)
+    events: list[lz.Event] = []
+    stop = lz.subscribe(events.append)
     assert read_recordings(tmp_path) == (call,)            # a damaged file does not cost the others
     stop()
-    (refused,) = [event for event in said if event.name == "file_refused"]
+    (refused,) = [event for event in events if event.name == "file_refused"]
     assert (refused.path == str(tmp_path / "3.jsonl")
             and "3.jsonl:1: wanted one call" in refused.problem)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("--out", "/no/such/folder/x", "--", sys.executable), "does not exist"),
     (("--", "no-such-command-at-all"), "there is no command"),
 ])
-def test_a_mistake_is_said_before_anything_runs(capsys, words, said):
+def test_a_mistake_is_said_before_anything_runs(capsys, words, message):
     from layerzero.cli import main
     with pytest.raises(SystemExit) as stop:
         main(["record", *words])
-    assert stop.value.code == 2 and said in capsys.readouterr().err
+    assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -168,9 +168,9 @@ def test_a_call_of_another_form_is_served_and_nothing_compiles(compiler, happene
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(*args), RMS_NORM.reference(*args))
     assert not compiler.threads
-    told = of(Fallback, happened)
-    assert (len(told) <= 1 and all(e.kernel == compiler.id
-                                   and e.reason.code is lz.Code.JIT_NOT_WARMED for e in told))
+    events = of(Fallback, happened)
+    assert (len(events) <= 1 and all(e.kernel == compiler.id
+                                     and e.reason.code is lz.Code.JIT_NOT_WARMED for e in events))
 
 
 def test_a_call_with_another_thread_count_is_another_form(compiler):
@@ -505,15 +505,15 @@ def test_a_call_that_cannot_be_made_does_not_stop_the_others(compiler, happened)
 
 
 def test_a_progress_function_hears_of_each_and_may_fail(compiler, caplog):
-    heard: list[str] = []
+    received: list[str] = []
 
     def progress(outcome: warming.WarmupOutcome) -> None:
-        heard.append(outcome.state)
+        received.append(outcome.state)
         raise ValueError("no terminal")
 
     warmup([norm(40), Call("no_such_op")], progress=progress)
-    wait_for(lambda: len(heard) == 2)
-    assert heard == ["ready", "failed"] and "no terminal" in caplog.text
+    wait_for(lambda: len(received) == 2)
+    assert received == ["ready", "failed"] and "no terminal" in caplog.text
 
 
 # where the calls come from, and what holds for them

@@ -59,12 +59,12 @@ def truth(values: dict[str, Any], rows: Sequence[int] | None = None) -> tuple[Te
 
 def serving(values: dict[str, Any], large: bool = False) -> Iterator[str]:
     """The kernels that take a call here; with `large` only those that write no scores to memory."""
-    given = {p.name: values.get(p.name, p.default) for p in lz.op("grouped_attention").params}
-    wants_grad = any(given[name].requires_grad for name in ("query", "key", "value"))
+    inputs = {p.name: values.get(p.name, p.default) for p in lz.op("grouped_attention").params}
+    wants_grad = any(inputs[name].requires_grad for name in ("query", "key", "value"))
     for kernel in worlds.current().catalog.kernels_of("grouped_attention"):
         writes_scores = kernel.id in ("reference.grouped_attention", "torch.grouped_separate")
         if (not (large and writes_scores) and (kernel.differentiable or not wants_grad)
-            and not refusals(kernel, given)):
+            and not refusals(kernel, inputs)):
             yield kernel.id
 
 

@@ -423,11 +423,11 @@ def test_a_wrong_type_names_its_argument(position, value):
 # modes of torch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
-def test_autocast_is_that_of_torch(dtype, given, masked):
-    q, k, v = qkv(8, dtype=given)
-    mask = torch.randn(8, 8, dtype=given) if masked else None
+def test_autocast_is_that_of_torch(dtype, inputs, masked):
+    q, k, v = qkv(8, dtype=inputs)
+    mask = torch.randn(8, 8, dtype=inputs) if masked else None
     with torch.autocast("cpu", dtype=dtype):
         want = F(q, k, v, mask)
         for _ in range(2):
@@ -437,8 +437,8 @@ def test_autocast_is_that_of_torch(dtype, given, masked):
             # truth than torch.
             torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
         with torch.autocast("cpu", enabled=False):
-            assert lz.attention(q, k, v, mask).dtype == given
-    assert lz.attention(q, k, v, mask).dtype == given
+            assert lz.attention(q, k, v, mask).dtype == inputs
+    assert lz.attention(q, k, v, mask).dtype == inputs
 
 
 def test_autocast_brings_mixed_dtypes_together():

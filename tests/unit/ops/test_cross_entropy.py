@@ -224,8 +224,8 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
-        known = {a.untyped_storage().data_ptr() for a in given}
+        inputs = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
+        known = {a.untyped_storage().data_ptr() for a in inputs}
         self.sizes += [t.numel() for t in (out if isinstance(out, (tuple, list)) else (out,))
                        if isinstance(t, torch.Tensor)
                        and t.untyped_storage().data_ptr() not in known]

@@ -447,12 +447,12 @@ def test_the_choice_of_kernels_in_one_model_does_not_reach_the_other() -> None:
 ), ids=str)
 def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
                                               word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
-                             "draft_probs": torch.ones(2, 3, 5) / 5,
-                             "target_probs": torch.ones(2, 4, 5) / 5}
-    speculative.verify(**given)
+    arguments: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                                 "draft_probs": torch.ones(2, 3, 5) / 5,
+                                 "target_probs": torch.ones(2, 4, 5) / 5}
+    speculative.verify(**arguments)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        speculative.verify(**{**given, **change})
+        speculative.verify(**{**arguments, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
 
@@ -467,13 +467,13 @@ def test_a_chain_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.C
 ), ids=str)
 def test_a_tree_that_does_not_fit_is_refused(change: dict[str, Any], code: lz.Code,
                                              word: str) -> None:
-    given: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
-                             "parents": torch.tensor([-1, 0, 0]),
-                             "draft_probs": torch.ones(2, 4, 5) / 5,
-                             "target_probs": torch.ones(2, 4, 5) / 5}
-    speculative.verify_tree(**given)
+    arguments: dict[str, Any] = {"draft_tokens": torch.ones(2, 3, dtype=torch.int64),
+                                 "parents": torch.tensor([-1, 0, 0]),
+                                 "draft_probs": torch.ones(2, 4, 5) / 5,
+                                 "target_probs": torch.ones(2, 4, 5) / 5}
+    speculative.verify_tree(**arguments)
     with pytest.raises(lz.errors.InvalidCall) as caught:
-        speculative.verify_tree(**{**given, **change})
+        speculative.verify_tree(**{**arguments, **change})
     assert code in caught.value.codes and word in str(caught.value)
 
 

@@ -65,21 +65,21 @@ UNICODE = st.text(st.one_of(st.characters(exclude_categories=("Cs",)),
 def trained(model: Any, trainer: Any, pre: Any, normalizer: Any = None, post: Any = None,
             decoder: Any = None
             ) -> Tokenizer:
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre
     if normalizer is not None:
-        made.normalizer = normalizer
-    made.train_from_iterator(CORPUS, trainer)
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator(CORPUS, trainer)
     if post is not None:
-        made.post_processor = post(made)
+        tokenizer.post_processor = post(tokenizer)
     if decoder is not None:
-        made.decoder = decoder
-    made.add_tokens([AddedToken("<extra>", normalized=True)])
-    return made
+        tokenizer.decoder = decoder
+    tokenizer.add_tokens([AddedToken("<extra>", normalized=True)])
+    return tokenizer
 
 
-def framed(made: Tokenizer) -> Any:
-    ids = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+def framed(tokenizer: Tokenizer) -> Any:
+    ids = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
     return processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B </s>",
                                          special_tokens=ids)
 

@@ -264,8 +264,8 @@ def test_processes_that_write_at_once_lose_nothing(path):
     """All of them begin with a file that is not there."""
     others = [writer(path, who, 30) for who in range(4)]
     for other in others:
-        _, said = other.communicate(timeout=240)
-        assert other.returncode == 0, said
+        _, stderr = other.communicate(timeout=240)
+        assert other.returncode == 0, stderr
     with SqliteStore(path) as store:
         assert {m.sizes for m in store.rows()} == {f"rows={1000 * w + i}" for w in range(4)
                                                    for i in range(300)}
@@ -276,14 +276,14 @@ def test_processes_that_write_at_once_lose_nothing(path):
 def test_a_process_that_is_killed_loses_at_most_what_it_was_writing(path):
     for who in range(3):
         other = writer(path, who, 10**6)
-        told = [other.stdout.readline() for _ in range(8)]
+        lines = [other.stdout.readline() for _ in range(8)]
         other.send_signal(signal.SIGKILL)
-        told += other.communicate(timeout=60)[0].splitlines()
-        batches = [int(line) for line in told if line.strip()]
+        lines += other.communicate(timeout=60)[0].splitlines()
+        batches = [int(line) for line in lines if line.strip()]
         with SqliteStore(path) as store:
-            told = store.environments()
+            lines = store.environments()
             kept = {int(m.sizes[5:]) - 1000 * who for m in store.rows()
-                    if told[m.environment] == {"who": who}}
+                    if lines[m.environment] == {"who": who}}
             # what was said to be written is there
             assert set(range(10 * len(batches))) <= kept
             # and a batch is there as a whole or not at all

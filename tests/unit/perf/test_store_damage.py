@@ -99,14 +99,14 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
     """40 damages a seed: in the file, in its log, in the index of the log; read, written, read
     again."""
     path, draw = folder / "perf.sqlite", random.Random(seed)
-    register(*(made := fakes()))
+    register(*(candidates := fakes()))
     whole = files_of(folder.parent, open_log=seed % 2 == 1)
     with SqliteStore(folder.parent / "original", read_only=True) as store:
         original = {m._replace(environment="") for m in store.rows()}
     lz.configure(perfdb=str(path))
     policy, kernels, new = (
         worlds.current().policy,
-        [f.kernel for f in made],
+        [f.kernel for f in candidates],
         measured(9, "torch.new"),
     )
     refused = 0
@@ -121,10 +121,10 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
         view, _ = perf_loading.load(policy, kernels)  # as a new process does
         assert {m._replace(environment="") for m in view} <= original
         assert path.read_bytes() == before and not list(folder.glob("*corrupt*"))
-        told = measurements._store_rows(policy, [new], {}, {})
+        messages = measurements._store_rows(policy, [new], {}, {})
         if state.unsaved:  # no longer to be told from another's file
             refused += 1
-            assert told and list(state.unsaved.rows.values()) == [new]
+            assert messages and list(state.unsaved.rows.values()) == [new]
             assert path.read_bytes() == before or before[68:72] == ID
             continue
         with SqliteStore(path, read_only=True) as store:

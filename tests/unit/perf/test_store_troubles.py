@@ -316,16 +316,16 @@ EXIT = """
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_path, healed):
-    said = python(
+    output = python(
         EXIT,
         FILE=str(tmp_path / "perf.sqlite"),
         HEALED="1" * healed,
         LAYERZERO_CACHE_DIR=str(tmp_path),
     )
     if healed:
-        assert said.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
+        assert output.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
     else:
-        assert said == "store_trouble 1 measurements are lost with this process"
+        assert output == "store_trouble 1 measurements are lost with this process"
 
 
 # clocks

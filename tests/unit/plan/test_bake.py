@@ -120,14 +120,14 @@ def test_a_library_that_does_not_load_leaves_the_world_and_the_next_is_bound(wor
     assert bound.kernel != "fake.broken" and "fake.broken" in worlds.current().unloadable
 
 
-@pytest.mark.parametrize(("call", "told"), [
+@pytest.mark.parametrize(("call", "message"), [
     (lambda: lz.tables.bind("attention", *(t[0] for t in qkv(8))), "rewritten before it is served"),
     (lambda: lz.tables.bind("attention", *qkv(5, 7, heads=4, kv_heads=2), layout="auto"),
      "op's own form: query"),
     (lambda: lz.tables.bind("rms_nrm", torch.ones(2, 2)), "did you mean"),
 ])
-def test_what_cannot_be_bound_is_refused(call, told, world):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_bound_is_refused(call, message, world):
+    with pytest.raises(ConfigError, match=message):
         call()
 
 

@@ -87,7 +87,7 @@ def test_a_pin_says_package_version_and_build(lock):
     assert Lockfile.from_json(certified.to_json()) == certified
 
 
-@pytest.mark.parametrize(("spoil", "told"), [
+@pytest.mark.parametrize(("spoil", "message"), [
     (lambda d: d.update(schema="layerzero.lock/7"),
      "wanted schema layerzero.lock/1, got 'layerzero.lock/7'"),
     (lambda d: d.pop("made_on"), "missing: made_on"),
@@ -97,10 +97,10 @@ def test_a_pin_says_package_version_and_build(lock):
     (lambda d: d["rows"][0].pop("sizes"), r"rows\[0\]: missing: sizes"),
     (lambda d: d.update(made_on="elsewhere"), "hash: wanted"),
 ])
-def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, told):
+def test_a_file_that_does_not_fit_is_refused_with_the_place(lock, spoil, message):
     data = copy.deepcopy(lock.to_json())
     spoil(data)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         Lockfile.from_json(data)
 
 
@@ -291,7 +291,7 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     assert len(Table.load("dispatch_table.json").rows) > 5
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("solve",), "lz solve takes one of OP, --calls, --model, --program, got none"),
     (("solve", "rms_norm", "--calls", "a"), "got OP and --calls"),
     (("solve", "--calls", "absent.jsonl"), "there is no such file"),
@@ -302,7 +302,7 @@ def test_solve_and_dry_run_take_calls_an_op_or_a_program(run, tmp_path):
     (("lock", "--check", "--file", "absent.lock"), "there is no such file"),
     (("diff", "absent.json", "absent.json"), "is no file, and no node, device or place"),
 ])
-def test_a_wrong_question_is_one_message(run, words, told):
+def test_a_wrong_question_is_one_message(run, words, message):
     import re
     code, _, err = run(*words)
-    assert code == 2 and re.search(told, err) and "Traceback" not in err
+    assert code == 2 and re.search(message, err) and "Traceback" not in err

@@ -410,8 +410,8 @@ def test_a_kernel_out_of_service_is_told(state, verdict):
                     reason=Reason(Code.KERNEL_FAILED, None, "boom"))
     worlds.publish(lambda w: w.replace(health={"some_library": health}), "test")
     outcome = check("health")
-    told = [line for line in (*outcome.details, outcome.got) if "some_library" in line]
-    assert bool(told) == (verdict != "ok")
+    messages = [line for line in (*outcome.details, outcome.got) if "some_library" in line]
+    assert bool(messages) == (verdict != "ok")
     if verdict == "fail":
         assert outcome.state == "fail" and "restart" in outcome.hint
 
@@ -421,9 +421,9 @@ def test_a_kernel_out_of_service_is_told(state, verdict):
 class Answers:
     """The store of a process group, as one process sees it."""
 
-    def __init__(self, **told):
+    def __init__(self, **message):
         self.told = {f"layerzero/readiness/{name[1:]}": value.encode()
-                     for name, value in told.items()}
+                     for name, value in message.items()}
 
     def set(self, key, value):
         self.told[key] = value.encode()

@@ -284,7 +284,7 @@ def stamped(table: Table, **changes) -> Table:
     return replace(table, stamp=replace(table.stamp, **changes))
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda s: {"device": replace(s.device, driver_version="999.1")},
      "device.driver_version 999.1"),
     (lambda s: {"device": replace(s.device, name="another CPU")}, "device.name another CPU"),
@@ -296,10 +296,10 @@ def stamped(table: Table, **changes) -> Table:
      "build of reference.rms_norm source#0"),
     (lambda s: {"builds": {**s.builds, "gone.kernel": "x==1"}}, "build of gone.kernel x==1"),
 ])
-def test_drift_is_refused_and_named(table, change, told):
+def test_drift_is_refused_and_named(table, change, message):
     with pytest.raises(DataError, match="Run lz solve again") as refused:
         lz.tables.use_table(stamped(table, **change(table.stamp)))
-    assert told in str(refused.value) and set(refused.value.codes) == {Code.PLAN_DRIFT}
+    assert message in str(refused.value) and set(refused.value.codes) == {Code.PLAN_DRIFT}
     assert lz.tables.table_in_force() is None
 
 
@@ -352,7 +352,7 @@ def test_a_table_survives_its_file(table, tmp_path):
         "rms_norm", cpu_facts("rms_norm", (torch.ones(30, 64), torch.ones(64)), {})).kernel
 
 
-@pytest.mark.parametrize(("spoil", "told"), [
+@pytest.mark.parametrize(("spoil", "message"), [
     (lambda d: d.update(schema="layerzero.dispatch_table/9"),
      "wanted schema layerzero.dispatch_table/1"),
     (lambda d: d.pop("stamp"), "missing: stamp"),
@@ -386,10 +386,10 @@ def test_a_table_survives_its_file(table, tmp_path):
     (lambda d: d["rows"][0]["sizes"].update(rows=[1, 10 ** 6]),
      "hash: wanted .* changed after it was made"),
 ])
-def test_a_file_that_does_not_fit_is_refused_with_the_place(table, spoil, told):
+def test_a_file_that_does_not_fit_is_refused_with_the_place(table, spoil, message):
     data = copy.deepcopy(table.to_json())
     spoil(data)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         Table.from_json(data)
 
 

@@ -225,10 +225,10 @@ def test_as_json_it_prints_one_object(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as stop:
         main(["gate", "--models", "--family", "image", "--device", "cpu", "--json"])
     assert not stop.value.code
-    told = json.loads(capsys.readouterr().out)
-    assert told["passed"] and told["static"] == [] and {c["dtype"] for c in told["models"]} == {
+    data = json.loads(capsys.readouterr().out)
+    assert data["passed"] and data["static"] == [] and {c["dtype"] for c in data["models"]} == {
         "float32", "bfloat16", "float16"}
-    assert told["target"].startswith("cpu-") and told["schema"] == "layerzero.gate/1"
+    assert data["target"].startswith("cpu-") and data["schema"] == "layerzero.gate/1"
 
 
 def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +289,9 @@ def test_waivers_are_read(tmp_path: Path) -> None:
     (HEAD + ROW + "#" * (1 << 20), "at most 64 KiB"),
 ])
 def test_a_wrong_file_of_waivers_waives_nothing(tmp_path: Path, text: str, word: str) -> None:
-    with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as told:
+    with pytest.raises(lz.errors.ConfigError, match=r"waivers\.yaml") as raised:
         waivers_in(tmp_path, text)
-    assert word in str(told.value)
+    assert word in str(raised.value)
 
 
 def test_waivers_are_read_from_a_file_only(tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_a_machine_without_its_own_baseline_is_told(tmp_path: Path) -> None:
     path = baseline_in(tmp_path, device="another CPU")
     assert "is of" in slower(path, always(2.0), always(2.0))[0]
     path = baseline_in(tmp_path, calls={"rms_norm decode": TIMED, "gone": TIMED})
-    told = slower(path, always(2.0), always(2.0))
-    assert ([t for t in told if t.startswith("baseline/mlp decode")]
-            and [t for t in told if "not timed any more" in t])
+    messages = slower(path, always(2.0), always(2.0))
+    assert ([t for t in messages if t.startswith("baseline/mlp decode")]
+            and [t for t in messages if "not timed any more" in t])
 
 
 @pytest.mark.parametrize("change", [
@@ -444,10 +444,10 @@ def test_a_field_that_comes_or_goes_under_the_same_version_is_a_finding(tmp_path
     recorded["soak"]["version"] = "layerzero.soak/0"
     path = tmp_path / "schemas.json"
     path.write_text(json.dumps(recorded))
-    told = [str(f) for c in schemas.check(path) for f in c.findings]
-    assert (len(told) == 2 and "changed under the same version" in told[0]
-            and "new: made; gone: author" in told[0])
-    assert "version layerzero.soak/1 is not recorded" in told[1]
+    messages = [str(f) for c in schemas.check(path) for f in c.findings]
+    assert (len(messages) == 2 and "changed under the same version" in messages[0]
+            and "new: made; gone: author" in messages[0])
+    assert "version layerzero.soak/1 is not recorded" in messages[1]
 
 
 def test_a_reader_that_takes_anything_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

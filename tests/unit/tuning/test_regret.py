@@ -271,10 +271,10 @@ def test_the_command_knows_models_and_operations(run):
     assert code == 0 and json.loads(out)["calls"] > 8
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("rms_norm", "--model", "gpt2"), "takes one of"), (("--calls", "nowhere.jsonl"), "lz record"),
     (("--model", "gpt-2"), "did you mean 'gpt2'"),
 ])
-def test_a_wrong_question_is_one_message(run, words, said):
+def test_a_wrong_question_is_one_message(run, words, message):
     code, _, err = run(*words)
-    assert code == 2 and said in err and "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err

@@ -139,14 +139,14 @@ def test_many_routed_tokens_are_routed_by_logits():
     assert experts.arguments["top_k"] == 8 and "topk_ids" not in experts.arguments
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
     ({"model": "gpt2", "batch": 0}, "batch must be at least 1"),
     ({"model": "gpt2", "scale": 0}, "scale must be"),
     ({"model": "gpt2", "scale": 2}, "scale must be"),
 ])
-def test_a_wrong_question_is_answered_with_what_to_do(arguments, said):
-    with pytest.raises(lz.errors.ConfigError, match=said):
+def test_a_wrong_question_is_answered_with_what_to_do(arguments, message):
+    with pytest.raises(lz.errors.ConfigError, match=message):
         calls_of(arguments.pop("model"), **arguments)
 
 
@@ -207,24 +207,24 @@ def test_from_arguments():
                               "is_causal": True}
 
 
-@pytest.mark.parametrize(("source", "arguments", "said"), [
+@pytest.mark.parametrize(("source", "arguments", "message"), [
     ("gpt3", None, "no file, no model and no operation"),
     ("rms_nrm", None, "did you mean 'rms_norm'"),
     ("rms_norm", {"colour": 1}, "no parameter colour"), ("tokenize", None, "cannot be replayed"),
 ])
-def test_a_source_that_is_none(source, arguments, said):
-    with pytest.raises(lz.errors.LayerZeroError, match=said):
+def test_a_source_that_is_none(source, arguments, message):
+    with pytest.raises(lz.errors.LayerZeroError, match=message):
         calls_for(source, arguments=arguments)
 
 
-@pytest.mark.parametrize(("call", "said"), [
+@pytest.mark.parametrize(("call", "message"), [
     (Call("rms_norm", {"y": TensorSpec((2,), "float32")}), "no parameter 'y'"),
     (Call("rms_norm"), "needs x"), (Call("rms_norm", {"x": TensorSpec((2, 2), "float31")}),
                                     "no dtype 'float31'"),
     (Call("rms_norms", {}), "there is no op"),
 ])
-def test_a_call_that_was_written_wrongly_is_named(call, said):
-    with pytest.raises(lz.errors.LayerZeroError, match=said):
+def test_a_call_that_was_written_wrongly_is_named(call, message):
+    with pytest.raises(lz.errors.LayerZeroError, match=message):
         merge([call])
 
 

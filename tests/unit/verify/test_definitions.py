@@ -294,9 +294,9 @@ def test_shape_dtype_and_what_is_not_finite():
     assert compare("o", x.double(), x, limits).status == "INCORRECT_DTYPE"
     assert not compare("o", torch.tensor([1.0, 5.0, -math.inf]), x, limits).passed
     assert not compare("o", torch.tensor([math.nan, math.inf, -math.inf]), x, limits).passed
-    told = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
-    assert told.passed
-    assert told.metrics.undefined == 1
+    messages = compare("o", torch.zeros(2), torch.tensor([math.nan, 0.0]), limits)
+    assert messages.passed
+    assert messages.metrics.undefined == 1
     # integers
     assert not compare("o", torch.tensor([1, 2]), torch.tensor([1, 3]),
                        ElementTolerance(9.0, 9.0)).passed
@@ -738,8 +738,8 @@ def run(capsys):
     def call(*words):
         with pytest.raises(SystemExit) as stop:
             main(["verify", "definitions", *map(str, words), "--device", "cpu"])
-        code, told = int(stop.value.code or 0), capsys.readouterr()
-        return code, told.err if code == 2 else told.out
+        code, output = int(stop.value.code or 0), capsys.readouterr()
+        return code, output.err if code == 2 else output.out
 
     return call
 
@@ -782,14 +782,14 @@ def test_the_command_writes_tests_and_names_what_is_wrong(run, tmp_path):
     run("--op-type", "rope", "--dir", FOLDER, "--trust", FOLDER, "--write-tests", tmp_path)
     # as the reference computes
     assert "READING = 1 " in (tmp_path / "cases" / "rope" / "rope_pairs_d16_r8.py").read_text()
-    for words, said in (
+    for words, message in (
             ((NORM.name, "--size", "tiny"), "--size must be one of"),
             ((NORM.name, "nucleus_v30", "--dir", FOLDER), "no definition 'nucleus_v30' among"),
             ((NORM.name, "--op-type", "rope", "--dir", FOLDER), "is of the type 'rope'"),
             (("--op-type", "ropes", "--dir", FOLDER), "did you mean 'rope'?"),
             (("--dir", tmp_path / "empty"), "there is none")):
         code, out = run(*words)
-        assert code == 2 and said in out and len(out.splitlines()) == 1
+        assert code == 2 and message in out and len(out.splitlines()) == 1
 
 
 def test_a_wrong_name_is_named_where_other_json_files_lie(run, tmp_path):

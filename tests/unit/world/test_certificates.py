@@ -32,9 +32,9 @@ def own_cache(tmp_path, monkeypatch, world):
 def test_round_trip_and_standing():
     kernel = torch_rms_norm()
     assert certificates.statuses([kernel], HERE)[kernel.id].code is lz.Code.UNCERTIFIED
-    made = certificate(kernel)
-    assert certificates.read(certificates.write(made, HERE)) == made
-    assert certificates.statuses([kernel], HERE)[kernel.id] == made
+    cert = certificate(kernel)
+    assert certificates.read(certificates.write(cert, HERE)) == cert
+    assert certificates.statuses([kernel], HERE)[kernel.id] == cert
     assert certificates.certified_ids([kernel], HERE) == {kernel.id}
 
 

@@ -165,10 +165,10 @@ def test_a_store_that_cannot_be_opened_is_an_event(perfdb, happened, setting, wo
     lz.rms_norm(rows())
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
-    told = of(StoreTrouble, happened)
-    assert told and word in told[0].problem
-    assert "2 measurements are kept in memory" in told[-1].action
-    assert "secret" not in str(told) and "secret" not in measurements.status().text
+    events = of(StoreTrouble, happened)
+    assert events and word in events[0].problem
+    assert "2 measurements are kept in memory" in events[-1].action
+    assert "secret" not in str(events) and "secret" not in measurements.status().text
     assert source_of("fake.one") == "measured" and not measurements.status().ok
 
 
@@ -250,7 +250,7 @@ def test_our_own_kernels_are_known_by_their_source_and_each_by_its_own():
 def test_a_build_does_not_depend_on_what_the_process_has_imported():
     """Else a process that loaded one module more would find neither its measurements nor its
     proofs."""
-    told = python("""
+    output = python("""
         import importlib, json, pkgutil
         import layerzero as lz
         from layerzero.machine import builds
@@ -269,7 +269,7 @@ def test_a_build_does_not_depend_on_what_the_process_has_imported():
         from layerzero.world import snapshot as world
         print(json.dumps({k.id: builds.build_of(k) for k in world.current().catalog.kernels}))
     """)
-    assert json.loads(told) == json.loads(fresh)
+    assert json.loads(output) == json.loads(fresh)
 
 
 def plugin(tmp_path, monkeypatch, name, **files):
@@ -481,9 +481,9 @@ def test_show_says_how_each_row_stands(run, perfdb):
     assert run("perf", "show")[1].strip().startswith(f"{perfdb}: no measurements")
     fill(perfdb)
     code, out, _ = run("perf", "show", "--all", "--json")
-    told = json.loads(out)
-    assert code == 0 and told["counts"] == STANDINGS
-    assert sum(told["counts"].values()) == len(told["measurements"]) == 6
+    data = json.loads(out)
+    assert code == 0 and data["counts"] == STANDINGS
+    assert sum(data["counts"].values()) == len(data["measurements"]) == 6
     code, out, _ = run("perf", "show")
     assert code == 0 and out.count("fake.one") == 2 and "1 of another machine" in out
     lz.configure(perfdb_ttl=30)
@@ -498,8 +498,8 @@ def test_prune_removes_what_is_stale_here_and_leaves_other_machines_alone(run, p
     assert run("perf", "prune", "--dry-run")[1] == "2 measurements would be removed\n"
     assert run("perf", "prune")[1] == "2 measurements removed\n"
     assert run("perf", "prune")[1] == "0 measurements removed\n"
-    told = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
-    assert told == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
+    data = json.loads(run("perf", "show", "--all", "--json")[1])["counts"]
+    assert data == {k: n for k, n in STANDINGS.items() if not k.startswith("stale")}
     assert run("perf", "prune", "--older-than", "30", "--kernel",
                "fake.*")[1] == "1 measurements removed\n"
     assert run("perf", "prune", "--all")[1] == "3 measurements removed\n"

@@ -67,8 +67,8 @@ def test_a_policy_file_may_write_it_as_a_list(tmp_path):
 
 def test_the_default_hides_nothing_but_secrets():
     assert Policy().setting("redact") == "" and redaction.active() == frozenset()
-    said = "cannot read /home/me/a.json of shape (3, 4): 'hello'"
-    assert redaction.text(said) == said
+    message = "cannot read /home/me/a.json of shape (3, 4): 'hello'"
+    assert redaction.text(message) == message
 
 
 # secrets, always

@@ -307,28 +307,28 @@ def test_an_unknown_fact_deep_inside_a_rule_is_refused():
         kernel("mine.deep", lambda x: x, requires=(rule,))
 
 
-@pytest.mark.parametrize(("run", "said"), [
+@pytest.mark.parametrize(("run", "message"), [
     (lambda x, axis: x, "wants a parameter 'axis'; lz.rms_norm has x, weight, eps"),
     (lambda *args: args[0], r"takes \*args or \*\*kwargs"),
     (lambda x, **rest: x, r"takes \*args or \*\*kwargs"),
     (lz.kernels.direct(torch.rms_norm, "x", "axis"),
      "wants 'axis'; lz.rms_norm has x, weight, eps")])
-def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, run, said):
+def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, run, message):
     lz.register(kernel("mine.wrong", run))
     torch.testing.assert_close(lz.rms_norm(rows()), RMS_NORM.reference(rows()))
     refusals = of(BackendUnavailable, happened)
     assert [e.kernel for e in refusals] == ["mine.wrong"]
-    with pytest.raises(NamedKernelRefused, match=said):
+    with pytest.raises(NamedKernelRefused, match=message):
         lz.rms_norm(rows(), backend="mine.wrong")
     assert any(c.name == "loading mine.wrong" and not c.ok for c in lz.doctor().checks)
 
 
-@pytest.mark.parametrize(("declared", "said"), [
+@pytest.mark.parametrize(("declared", "message"), [
     ({"prior": 0.0}, "prior must be > 0"), ({"prior": -1.0}, "prior must be > 0"),
     ({"workspace": "hidden *"}, "does not parse"),
     ({"workspace": "hiden * 2"}, "hiden"), ({"workspace": "hidden.real"}, "Attribute")])
-def test_a_declaration_that_contradicts_itself_is_refused(declared, said):
-    with pytest.raises((RegistrationError, SpecError), match=said):
+def test_a_declaration_that_contradicts_itself_is_refused(declared, message):
+    with pytest.raises((RegistrationError, SpecError), match=message):
         kernel("mine.bad", lambda x: x, **declared)
 
 
@@ -359,13 +359,13 @@ def test_an_op_whose_name_torch_knows_otherwise_is_refused_whole(world, example)
     assert op.name not in worlds.current().catalog.ops
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"cases": ()}, "no cases"),
     ({"family": "norm", "shapes": {"x": "*rows width", "scale": "width", "shift": "width"},
                                    "exact": (), "flops": "1", "bytes": "1"}, "must declare hidden"),
     ({"derived": {"half": "hidden / 2"}}, "hidden / 2"), ({"flops": "rows * hiden"}, "hiden")])
-def test_an_op_that_lacks_something_is_refused(example, changes, said):
-    with pytest.raises(SpecError, match=said):
+def test_an_op_that_lacks_something_is_refused(example, changes, message):
+    with pytest.raises(SpecError, match=message):
         dataclasses.replace(example[0], **changes)
 
 

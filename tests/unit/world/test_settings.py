@@ -51,7 +51,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
     file = tmp_path / "policy.yaml"
     file.write_text("settings: {cache_size: 11, breaker_threshold: 11, breaker_cooldown: 11}\n"
                     "rules:\n  - lock: reference.rms_norm\n    op: rms_norm\n")
-    said = python("""
+    output = python("""
         import layerzero as lz
         from helpers import rows, Fake, register
         def row():
@@ -65,7 +65,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
         register(fake := Fake())
         lz.rms_norm(rows(), backend="fake.one"); print(fake.calls)
         """, LAYERZERO_POLICY=str(file), LAYERZERO_CACHE_SIZE="22", LAYERZERO_BREAKER_COOLDOWN="22")
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         f"11:file 22:environment 22.0:environment None:default {REFERENCE}",
         f"11:file 33:programmatic 22.0:environment None:default {REFERENCE}",
         f"11:file 44:context 44.0:context None:default {REFERENCE}",
@@ -74,7 +74,7 @@ def test_from_the_default_up_to_the_call(tmp_path):
 
 
 def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
-    said = python("""
+    output = python("""
         import layerzero as lz
         from helpers import rows
         try:
@@ -83,9 +83,9 @@ def test_a_bad_environment_is_named_whole_and_nothing_of_it_applies():
             print(e)
         print(lz.doctor().ok)
         """, LAYERZERO_STRICT_MOD="1", LAYERZERO_CACHE_SIZE="many")
-    assert ("did you mean 'LAYERZERO_STRICT_MODE'" in said
-            and "cache_size must be a whole number" in said)
-    assert said.splitlines()[-1] == "False"
+    assert ("did you mean 'LAYERZERO_STRICT_MODE'" in output
+            and "cache_size must be a whole number" in output)
+    assert output.splitlines()[-1] == "False"
 
 
 def test_a_call_is_above_a_block_is_above_the_program():
@@ -465,13 +465,13 @@ def test_a_policy_that_names_no_kernel_is_told_when_it_is_read_and_by_the_doctor
                     "  - boost: {torch.rms_nrm: 2.0}\n")
     with caplog.at_level(logging.WARNING, "layerzero"):
         lz.load_config(file)
-    told = ["policy.yaml:3: deny: no kernel of lz.attention is called 'flash_atn.v2'; did you mean "
-            "'flash_attn.v2'?",
-            "policy.yaml:5: boost: no kernel is called 'torch.rms_nrm'; did you mean "
-            "'torch.rms_norm'?"]
-    assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in told]
+    messages = ["policy.yaml:3: deny: no kernel of lz.attention is called 'flash_atn.v2'; "
+                "did you mean 'flash_attn.v2'?",
+                "policy.yaml:5: boost: no kernel is called 'torch.rms_nrm'; did you mean "
+                "'torch.rms_norm'?"]
+    assert [record.getMessage() for record in caplog.records] == [f"policy: {t}" for t in messages]
     checks = [check for check in lz.doctor().checks if check.name == "policy names"]
-    assert [check.detail for check in checks] == told and not any(check.ok for check in checks)
+    assert [check.detail for check in checks] == messages and not any(check.ok for check in checks)
     caplog.clear()
     lz.configure(cache_size=99)                # says nothing again
     assert not caplog.records

@@ -265,7 +265,7 @@ def test_a_real_interrupt_by_a_handler_of_the_program_goes_on():
 
 
 def test_ctrl_c_ends_a_program_whose_subscriber_loops():
-    said = python("""
+    output = python("""
         import os, signal, threading, layerzero as lz
         def loop(event):
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -279,20 +279,20 @@ def test_ctrl_c_ends_a_program_whose_subscriber_loops():
             stop()
             print("ended")
     """)
-    assert said == "ended"
+    assert output == "ended"
 
 
 # no lock is held
 
 def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path):
     """Every lock of the package is asked, at every event of a day in the life of the library."""
-    told, trouble, emit = [], [], events.emit
+    messages, trouble, emit = [], [], events.emit
 
     def owned():
         return [lock for lock in list(locks._all_locks) if lock._is_owned()]
 
     def sink(event):
-        told.append(type(event))
+        messages.append(type(event))
         if owned():
             trouble.append((event, "told"))
 
@@ -316,7 +316,7 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
         wait_for(lambda: health_of("fake.first").state == "half_open")
         lz.rms_norm(rows())
         policy.write_text("version: 1\nsettings: {cache_size: what}\n")
-        wait_for(lambda: any(kind.__name__ == "PolicyRejected" for kind in told))
+        wait_for(lambda: any(kind.__name__ == "PolicyRejected" for kind in messages))
         bad = lz.Kernel("fake.unloadable", lz.op("rms_norm"), lambda: __import__("nowhere_at_all"),
                         prior=1e9,
                         less_work="none")
@@ -331,7 +331,7 @@ def test_no_event_is_told_or_emitted_while_a_lock_is_held(monkeypatch, tmp_path)
         stop()
         lz.configure(learn=False)
         learning.reset()
-    assert {Selected, HealthChanged, Fallback, WorldPublished, Evicted} <= set(told)
+    assert {Selected, HealthChanged, Fallback, WorldPublished, Evicted} <= set(messages)
     assert trouble == []
 
 

@@ -181,7 +181,7 @@ def test_what_was_learned_about_is_freed(tmp_path):
 
 def test_what_waits_to_be_compiled_is_freed(monkeypatch):
     go, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(compiling, "compile_now", lambda *given: begun.set()
+    monkeypatch.setattr(compiling, "compile_now", lambda *args: begun.set()
                         or (go.wait(60) and None))
     dispatcher = dispatcher_of("rms_norm")
     blocking, waiting = Fake("fake.blocks", jit=True), Fake("fake.waits", jit=True)

@@ -62,7 +62,7 @@ def world():
 
 
 @pytest.fixture
-def happened(world):
+def emitted(world):
     """Every event of the test, in order."""
     seen: list = []
     stop = lz.subscribe(seen.append)
@@ -126,7 +126,7 @@ def register(*fakes: Fake) -> None:
         lz.register(fake.kernel)
 
 
-def only(*patterns: str, op: str = "*") -> None:
+def allow_only(*patterns: str, op: str = "*") -> None:
     """From now on just these kernels may serve: not even the reference."""
     ids = [k.id for k in worlds.current().catalog.kernels if k.id not in patterns]
     lz.configure(rules=(lz.PolicyRule.of("deny", ids, op),))
@@ -140,7 +140,7 @@ def outcome(fn, call):
         return "raised", type(e), str(e)
 
 
-def same(a, b):
+def same_outcome(a, b):
     """Are these outcomes equal, in every bit of a tensor and every word of an error?"""
     if a[0] != b[0] or a[0] == "raised":
         return a == b
@@ -162,7 +162,7 @@ def faults_of(kernel: str) -> int:
     return incidents.faults_of(kernel, dispatcher_of(op.name).calls_of(kernel))[0]
 
 
-def cool(group: str) -> None:
+def end_cooldown(group: str) -> None:
     """Ends the cooling of a breaker now, however long it was to last; the clock does the rest."""
     def ended(world):
         breaker = replace(world.health[group], until=time.monotonic())
@@ -183,7 +183,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 150.0) -> object:
     return result
 
 
-def of(kind: type, events: list) -> list:
+def events_of(kind: type, events: list) -> list:
     return [e for e in events if isinstance(e, kind)]
 
 
@@ -191,7 +191,7 @@ def rows(n: int = 3, hidden: int = 16, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def normed(x: torch.Tensor) -> torch.Tensor:
+def normalized(x: torch.Tensor) -> torch.Tensor:
     return RMS_NORM.reference(x)
 
 

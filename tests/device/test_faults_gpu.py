@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, health_of, of, policy, python, world
+from helpers import RMS_NORM, emitted, events_of, health_of, policy, python, world
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
@@ -20,7 +20,7 @@ from layerzero.spec.event import Fallback
 from layerzero.spec.reason import Code
 from layerzero.verify.kernel.probing import probe
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def alive() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
+def test_out_of_memory_falls_to_a_kernel_that_needs_less(emitted):
     def greedy(x, weight=None, eps=1e-6):
         torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
         return x
@@ -50,7 +50,7 @@ def test_out_of_memory_falls_to_a_kernel_that_needs_less(happened):
     x = rows()
     for _ in range(3):
         torch.testing.assert_close(lz.rms_norm(x), RMS_NORM.reference(x))
-    events = of(Fallback, happened)
+    events = events_of(Fallback, emitted)
     assert (len(events) == 3 and {(e.kernel, e.reason.code) for e in events}
             == {("greedy.norm", Code.OUT_OF_MEMORY)})
     assert health_of("greedy.norm") is None                # it may fit the next time

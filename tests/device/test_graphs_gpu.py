@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, of, only, world
+from helpers import RMS_NORM, allow_only, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.machine import hardware
@@ -23,7 +23,7 @@ from layerzero.verify.certification.certify import certify
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry import certificates
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -183,7 +183,7 @@ def test_where_no_kernel_is_safe_the_error_says_so():
     kernel = liar(waits)
     lz.register(kernel)
     assert not is_graph_safe(kernel)
-    only(kernel.id, op="rms_norm")
+    allow_only(kernel.id, op="rms_norm")
     lz.configure(graph_strict_mode=True)
     with pytest.raises(lz.errors.NoKernelFoundError) as caught:
         lz.rms_norm(rows())
@@ -205,7 +205,7 @@ def test_the_certificate_says_what_the_capture_has_shown():
 
 # what a graph holds
 
-def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(happened):
+def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_disabled(emitted):
     kernel = lz.Kernel("mine.norm", RMS_NORM, lambda: sound, NO_OFFSET, prior=1e6,
                        less_work="a test", package="torch")
     lz.register(kernel)
@@ -216,7 +216,7 @@ def test_a_graph_keeps_its_kernels_through_other_worlds_and_says_when_one_is_dis
     assert held.calls == {"rms_norm": {"mine.norm": 1}} and graph.layerzero is held
     lz.configure(rules=(lz.PolicyRule.of("deny", "mine.norm", "rms_norm"),))
     lz.unregister("mine.norm")
-    assert [e.kernel for e in of(GraphKernelDisabled, happened)] == ["mine.norm"]
+    assert [e.kernel for e in events_of(GraphKernelDisabled, emitted)] == ["mine.norm"]
     x.copy_(rows(seed=2))
     graph.replay()
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, happened, of, world
+from helpers import RMS_NORM, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
@@ -24,7 +24,7 @@ from layerzero.verify.certification.capture import capture_cases
 from layerzero.verify.kernel.contract import check_case
 from layerzero.world import snapshot as worlds
 
-__all__ = ["happened", "world"]                # fixtures
+__all__ = ["emitted", "world"]                # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,16 +53,16 @@ def test_it_keeps_the_contract(mine, dtype):
     assert len(ran) >= 2 and all(r.passed for r in ran), [str(r) for r in results]
 
 
-def test_compiled_once_then_hits_and_an_event_says_which(mine, happened):
+def test_compiled_once_then_hits_and_an_event_says_which(mine, emitted):
     lz.register(mine.MINE)
     x = rows()
     for _ in range(5):
         torch.testing.assert_close(lz.rms_norm(x, backend="mine.rms_norm"), RMS_NORM.reference(x))
     (row,) = [r for r in triton_cache() if r.kernel == "mine.rms_norm"]
-    made = [e for e in of(TritonCompiled, happened) if e.kernel == "mine.rms_norm"]
+    made = [e for e in events_of(TritonCompiled, emitted) if e.kernel == "mine.rms_norm"]
     assert row.hits >= 4 and len(made) <= 1
     assert all(e.cache in ("compiled", "disk", "memory") for e in made)
-    assert lz.stats().events.get("triton_compiled", 0) == len(of(TritonCompiled, happened))
+    assert lz.stats().events.get("triton_compiled", 0) == len(events_of(TritonCompiled, emitted))
 
 
 @pytest.mark.parametrize("hidden", [1, 2, 16, 17, 48, 1000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import Fake, happened, register, world
+from helpers import Fake, emitted, register, world
 
 import layerzero as lz
 from layerzero.cli.commands.prove.kernels import match_kernels, verify_kernels
@@ -15,7 +15,7 @@ from layerzero.world import snapshot as worlds
 from layerzero.world.registry import certificates
 from layerzero.world.registry.certificates import Certificate
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 HERE = hardware.probe("cpu")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, normed, only, register, rows
+from helpers import Fake, allow_only, normalized, register, rows
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling, learning
@@ -101,7 +101,7 @@ def take_every_lock() -> None:
 
 
 def check(x: torch.Tensor, where: str) -> None:
-    wanted = normed(x)
+    wanted = normalized(x)
     torch.testing.assert_close(in_another_thread(lambda: lz.rms_norm(x), where), wanted)
     torch.testing.assert_close(lz.rms_norm(x), wanted)
     in_another_thread(take_every_lock, where)
@@ -258,7 +258,7 @@ def test_calls_that_are_learned_from_and_their_result(tmp_path):
     lz.configure(learn=True, perfdb=str(tmp_path / "perf.sqlite"))
     try:
         register(Fake("fake.first"), Fake("fake.second", prior=9e5))
-        only("fake.first", "fake.second")
+        allow_only("fake.first", "fake.second")
 
         def prepare():
             learning.reset()
@@ -329,8 +329,8 @@ def test_a_child_that_was_forked_after_an_interrupt_works():
             code = 1
             try:
                 lz.configure(strict_mode=False)
-                code = (0 if torch.equal(lz.rms_norm(x), normed(x))
-                        or torch.allclose(lz.rms_norm(x), normed(x)) else 2)
+                code = (0 if torch.equal(lz.rms_norm(x), normalized(x))
+                        or torch.allclose(lz.rms_norm(x), normalized(x)) else 2)
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -128,7 +128,7 @@ def generate(model, inputs=None, new: int = 14, **options):
 
 
 @torch.no_grad()
-def decoded(model, ids, before: int = 5, cache=None):
+def decode(model, ids, before: int = 5, cache=None):
     """The logits of the tokens after the first few, one by one."""
     cache = model(ids[:, :before], past_key_values=cache, use_cache=True).past_key_values
     return torch.cat([model(ids[:, i:i + 1], past_key_values=cache)[0]
@@ -138,19 +138,19 @@ def decoded(model, ids, before: int = 5, cache=None):
 @pytest.mark.parametrize("name", MORE)
 def test_the_same_logits(name):
     model, ids = build(name), models.tokens(2, 14)
-    expected = decoded(model, ids)
+    expected = decode(model, ids)
     report = accelerate(model, measure=False, patch=False)
-    torch.testing.assert_close(decoded(model, ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decode(model, ids), expected, rtol=1e-4, atol=1e-4)
     assert report.error < 1e-4 and not report.declined and report.served["step"] >= 9, str(report)
     report.undo()
-    assert torch.equal(decoded(model, ids), expected)
+    assert torch.equal(decode(model, ids), expected)
 
 
 @pytest.mark.parametrize("name", MAX_USED)
 def test_the_same_tokens(name):
     model, batch = build(name), models.padded(9)
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    logits = decoded(model, models.tokens(1, 12))
+    logits = decode(model, models.tokens(1, 12))
     alone, padded = generate(model), generate(model, batch)
     report = accelerate(model, measure=False)
     assert torch.equal(generate(model), alone) and torch.equal(generate(model, batch), padded)
@@ -159,7 +159,7 @@ def test_the_same_tokens(name):
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     report.undo()
     # to the last bit
-    assert torch.equal(decoded(model, models.tokens(1, 12)), logits)
+    assert torch.equal(decode(model, models.tokens(1, 12)), logits)
     assert all(v.stride() == state[k].stride() for k, v in model.state_dict().items())
 
 
@@ -184,9 +184,9 @@ def test_fixed_buffers(name, monkeypatch):
                                   "mixtral", "Cohere2"])
 def test_in_a_cuda_graph(name):
     model, ids = build(name, torch.float16).cuda(), models.tokens(2, 40).cuda()
-    expected = decoded(model, ids)
+    expected = decode(model, ids)
     report = accelerate(model, measure=False, patch=False)
-    result = decoded(model, ids)
+    result = decode(model, ids)
     assert sum(report.served.values()) >= 35, str(report)
     assert float((result.float() - expected.float()).norm() / expected.float().norm()) < 5e-2, str(
         report)
@@ -195,11 +195,11 @@ def test_in_a_cuda_graph(name):
 @pytest.mark.parametrize("name", ["gemma2", "phi", "qwen2_moe"])
 def test_bfloat16_is_no_worse_than_stock(name):
     ids = models.tokens(1, 24)
-    exact = decoded(build(name, torch.bfloat16).float(), ids)
+    exact = decode(build(name, torch.bfloat16).float(), ids)
     model = build(name, torch.bfloat16)
 
     def error():
-        return float((decoded(model, ids).float() - exact).norm() / exact.norm())
+        return float((decode(model, ids).float() - exact).norm() / exact.norm())
 
     stock = error()
     report = accelerate(model, measure=False)
@@ -272,9 +272,9 @@ def test_a_step_that_breaks_leaves_a_quantized_or_static_cache_as_it_was(monkeyp
 
 def test_a_window_in_a_cache_that_keeps_everything():
     model, ids = build("gemma3"), models.tokens(1, 20)
-    expected = decoded(model, ids, cache=DynamicCache())
+    expected = decode(model, ids, cache=DynamicCache())
     report = accelerate(model, measure=False)
-    torch.testing.assert_close(decoded(model, ids, cache=DynamicCache()), expected, rtol=1e-4,
+    torch.testing.assert_close(decode(model, ids, cache=DynamicCache()), expected, rtol=1e-4,
                                atol=1e-4)
     assert report.served["step"] >= 15 and not report.declined
 
@@ -401,13 +401,13 @@ def test_what_a_kernel_of_the_plain_step_must_not_serve(name, what):
 
 def test_two_models_in_turns_share_nothing():
     ids, pair = models.tokens(1, 14), [build("gemma3"), build("gemma3", seed=3)]
-    expected = [decoded(model, ids) for model in pair]
+    expected = [decode(model, ids) for model in pair]
     reports = [accelerate(model, measure=False) for model in pair]
-    for result, want in zip([decoded(model, ids) for model in pair], expected):
+    for result, want in zip([decode(model, ids) for model in pair], expected):
         torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
     reports[0].undo()
-    torch.testing.assert_close(decoded(pair[1], ids), expected[1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(decoded(pair[0], ids), expected[0]) and reports[1].served
+    torch.testing.assert_close(decode(pair[1], ids), expected[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(decode(pair[0], ids), expected[0]) and reports[1].served
 
 
 def test_arguments_by_position_as_the_model_takes_them():
@@ -461,7 +461,7 @@ def test_weights_loaded_in_place_are_seen_by_every_part():
         model, other, ids = build(name), build(name, seed=3), models.tokens(1, 12)
         report = accelerate(model, measure=False)
         model.load_state_dict(other.state_dict())
-        torch.testing.assert_close(decoded(model, ids), decoded(other, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decode(model, ids), decode(other, ids), rtol=1e-4, atol=1e-4)
         assert not report.declined
 
 

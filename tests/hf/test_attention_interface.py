@@ -245,7 +245,8 @@ def by_pattern(pattern: Pattern, queries: int, keys: int) -> torch.Tensor:
     return mask
 
 
-def asked(queries, keys, q_offset=0, kv_offset=0, window=None, padding=None, function=None, **more):
+def mask_arguments(queries, keys, q_offset=0, kv_offset=0, window=None, padding=None, function=None,
+                   **more):
     causal = masking_utils.causal_mask_function
     function = (function or (causal if window is None
                              else masking_utils.sliding_window_causal_mask_function(window)))
@@ -265,7 +266,7 @@ def test_a_pattern_says_what_its_mask_says():
         if kv_offset > q_offset:
             continue
         keys = q_offset + queries - kv_offset + more_keys
-        inputs = asked(queries, keys, q_offset, kv_offset, window)
+        inputs = mask_arguments(queries, keys, q_offset, kv_offset, window)
         stock = masking_utils.sdpa_mask(**{**inputs, "allow_is_causal_skip": False})[0, 0]
         mine = attention_mask(**inputs)
         # then is_causal must say it, top-left and past the keys not there
@@ -282,8 +283,8 @@ def test_a_pattern_says_what_its_mask_says():
 
 def test_a_bidirectional_window_has_a_pattern():
     function = masking_utils.sliding_window_bidirectional_mask_function(2)
-    inputs = asked(7, 7, function=function, allow_is_causal_skip=False,
-                   allow_is_bidirectional_skip=True, local_size=2)
+    inputs = mask_arguments(7, 7, function=function, allow_is_causal_skip=False,
+                            allow_is_bidirectional_skip=True, local_size=2)
     mask = attention_mask(**inputs)
     assert torch.equal(by_pattern(pattern_of(mask), 7, 7), mask[0, 0])
 
@@ -291,9 +292,9 @@ def test_a_bidirectional_window_has_a_pattern():
 def test_padding_has_no_pattern_unless_it_slid_out_of_the_window():
     padding = torch.ones(2, 8, dtype=torch.bool)
     padding[1, :2] = False
-    mask = attention_mask(**asked(3, 8, 5, padding=padding))
+    mask = attention_mask(**mask_arguments(3, 8, 5, padding=padding))
     assert pattern_of(mask) is None and not mask[1, ..., :2].any()
-    slid = attention_mask(**asked(1, 8, 7, window=3, padding=padding))
+    slid = attention_mask(**mask_arguments(1, 8, 7, window=3, padding=padding))
     assert pattern_of(slid) == Pattern(5, 8, False, -1, -1)
 
 
@@ -303,14 +304,14 @@ def test_other_shapes_have_no_pattern():
         masking_utils.causal_mask_function,
         masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)))
     for function in (chunked, packed):
-        inputs = asked(6, 6, function=function, allow_is_causal_skip=False)
+        inputs = mask_arguments(6, 6, function=function, allow_is_causal_skip=False)
         assert pattern_of(attention_mask(**inputs)) is None
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_changed_mask_has_no_pattern(inference):
     with torch.inference_mode(inference):
-        mask = attention_mask(**asked(3, 8, 5, batch_size=1))
+        mask = attention_mask(**mask_arguments(3, 8, 5, batch_size=1))
         assert pattern_of(mask) == Pattern(0, 8, True, -1, -1)
         assert pattern_of(mask[..., :7]) is None and pattern_of(mask.clone()) is None
         assert masks.pattern_of(mask, 3, 7) is None            # for other keys than it was made for

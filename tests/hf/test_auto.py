@@ -140,7 +140,7 @@ def test_an_attention_that_is_registered_stays(saved):
     assert "attn_implementation='exact' was chosen for it and stays" in str(auto)
 
 
-def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, happened):
+def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, emitted):
     def broken(model, **options):
         raise RuntimeError("no luck")
 
@@ -149,7 +149,7 @@ def test_an_error_leaves_the_model_as_it_was(saved, monkeypatch, happened):
         model = AutoModelForCausalLM.from_pretrained(saved)
     assert patched(model) == 0
     assert "LlamaForCausalLM: left as it was\nRuntimeError: no luck" in str(auto)
-    assert [e.op for e in happened if isinstance(e, Fallback)] == ["auto"]
+    assert [e.op for e in emitted if isinstance(e, Fallback)] == ["auto"]
 
 
 def test_a_load_that_fails_says_what_it_said(tmp_path, saved):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 DEVICE = {"on the device": 1}
 
 
-class Told:
+class RecordingStreamer:
     """A streamer that remembers."""
 
     def __init__(self, most: int = 1000) -> None:
@@ -117,7 +117,7 @@ def test_more_tokens_than_the_first_buffers_hold(stock, served, monkeypatch):
 
 
 def test_a_streamer_gets_every_token_in_order_and_none_after_the_end(stock, served):
-    expected, streamer = Told(), Told()
+    expected, streamer = RecordingStreamer(), RecordingStreamer()
     want = generate(stock, new=30, eos_token_id=51, streamer=expected)
     assert torch.equal(generate(served, new=30, eos_token_id=51, streamer=streamer), want)
     assert streamer.tokens == expected.tokens and streamer.ended and len(streamer.tokens) < 30
@@ -157,7 +157,7 @@ def test_a_cache_goes_on_where_it_was(stock, served):
 
 
 def test_whoever_interrupts_finds_the_cache_of_the_tokens_he_saw(served):
-    cache, streamer = transformers.DynamicCache(config=served.config), Told(most=4)
+    cache, streamer = transformers.DynamicCache(config=served.config), RecordingStreamer(most=4)
     with pytest.raises(RuntimeError, match="went away"):
         generate(served, new=20, past_key_values=cache, streamer=streamer)
     # the prompt, then two tokens that were computed on after the streamer's third

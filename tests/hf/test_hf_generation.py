@@ -30,7 +30,7 @@ def pair(family: str, **changes):
             tiny(family, attn_implementation="layerzero", **changes))
 
 
-def generated(model, inputs, new: int = 7, **how) -> torch.Tensor:
+def generate(model, inputs, new: int = 7, **how) -> torch.Tensor:
     torch.manual_seed(0)
     options = {"do_sample": False, "max_new_tokens": new, "disable_compile": True,
                "pad_token_id": 0, **how}
@@ -43,7 +43,7 @@ def test_the_same_tokens_in_every_way(family):
     stock, mine = pair(family)
     for way, how in WAYS.items():
         inputs = padded(pads=(0, 5)) if way != "chunks" else {"input_ids": tokens(2, 12)}
-        assert torch.equal(generated(stock, inputs, **how), generated(mine, inputs, **how)), way
+        assert torch.equal(generate(stock, inputs, **how), generate(mine, inputs, **how)), way
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
@@ -54,8 +54,8 @@ def test_encoder_decoders(family):
         model_inputs["attention_mask"][1, -4:] = 0
     for way in ("dynamic", "static", "beam"):
         options = {**WAYS[way], "suppress_tokens": [0]} if family == "whisper" else WAYS[way]
-        assert torch.equal(generated(stock, model_inputs, **options),
-                           generated(mine, model_inputs, **options)), way
+        assert torch.equal(generate(stock, model_inputs, **options),
+                           generate(mine, model_inputs, **options)), way
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
@@ -64,9 +64,9 @@ def test_a_sliding_window_cache_and_a_plain_one(family):
     everything."""
     stock, mine = pair(family)
     inputs = {"input_ids": tokens(2, 9)}
-    want = generated(stock, inputs, new=14)
+    want = generate(stock, inputs, new=14)
     for make in (lambda: transformers.DynamicCache(config=stock.config), transformers.DynamicCache):
-        assert torch.equal(generated(mine, inputs, new=14, past_key_values=make()), want)
+        assert torch.equal(generate(mine, inputs, new=14, past_key_values=make()), want)
 
 
 @pytest.mark.parametrize("backend, module", [("quanto", "optimum.quanto"), ("hqq", "hqq")])
@@ -77,7 +77,7 @@ def test_quantized_cache(backend, module):
     stock, mine = pair("llama")
     how = {"cache_implementation": "quantized", "cache_config": {"backend": backend, "nbits": 4}}
     inputs = {"input_ids": tokens(2, 12)}
-    assert torch.equal(generated(stock, inputs, **how), generated(mine, inputs, **how))
+    assert torch.equal(generate(stock, inputs, **how), generate(mine, inputs, **how))
 
 
 class RoundedLayer(transformers.cache_utils.QuantizedLayer):
@@ -102,8 +102,8 @@ def test_a_cache_that_rounds(family):
     def cache():
         return transformers.Cache(layers=[RoundedLayer(residual_length=4) for _ in range(2)])
 
-    rounded = generated(stock, inputs, past_key_values=cache())
-    assert torch.equal(rounded, generated(mine, inputs, past_key_values=cache()))
+    rounded = generate(stock, inputs, past_key_values=cache())
+    assert torch.equal(rounded, generate(mine, inputs, past_key_values=cache()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -112,9 +112,9 @@ def test_assisted_by_a_smaller_model_and_by_the_prompt(family):
     inputs = {"input_ids": tokens(1, 10), "attention_mask": torch.ones(1, 10, dtype=torch.long)}
     draft = tiny(family, seed=0, num_hidden_layers=1, layer_types=None,
                  attn_implementation="layerzero")
-    want = generated(stock, inputs, new=16)
-    assert torch.equal(generated(mine, inputs, new=16, assistant_model=draft), want)
-    assert torch.equal(generated(mine, inputs, new=16, prompt_lookup_num_tokens=3), want)
+    want = generate(stock, inputs, new=16)
+    assert torch.equal(generate(mine, inputs, new=16, assistant_model=draft), want)
+    assert torch.equal(generate(mine, inputs, new=16, prompt_lookup_num_tokens=3), want)
 
 
 def word_tokenizer():
@@ -152,7 +152,7 @@ def test_text_to_text():
         else:
             inputs = tokenizer(texts, padding=True, return_tensors="pt",
                                return_token_type_ids=False)
-            messages.append(tokenizer.batch_decode(generated(model, inputs, new=8)))
+            messages.append(tokenizer.batch_decode(generate(model, inputs, new=8)))
     assert messages[0] == messages[1]
 
 
@@ -167,9 +167,9 @@ def test_a_real_model_speaks_the_same_words():
         pytest.skip(str(e))
     model = build_llama(read.config, read.weights)
     inputs = {"input_ids": torch.tensor([read.tokenize("The capital of France is")])}
-    want = generated(model, inputs, new=6)
+    want = generate(model, inputs, new=6)
     model.set_attn_implementation("layerzero")
-    assert torch.equal(generated(model, inputs, new=6), want)
+    assert torch.equal(generate(model, inputs, new=6), want)
     assert "Paris" in read.detokenize(want[0].tolist())
 
 
@@ -194,7 +194,7 @@ def test_on_a_gpu_the_same_tokens(family):
     generate itself."""
     stock, mine = (model.cuda() for model in pair(family))
     inputs = {k: v.cuda() for k, v in padded(pads=(0, 5)).items()}
-    want = generated(stock, inputs, new=12)
+    want = generate(stock, inputs, new=12)
     for how in ({}, {"cache_implementation": "static"},
                 {"cache_implementation": "static", "disable_compile": False}):
-        assert torch.equal(generated(mine, inputs, new=12, **how), want), how
+        assert torch.equal(generate(mine, inputs, new=12, **how), want), how

@@ -44,7 +44,7 @@ def test_a_signature_that_is_none(tmp_path, wanted):
         hub_of(tmp_path / "r", signature="yes")
 
 
-def forged(signed: bytes) -> str:
+def forge_signature(signed: bytes) -> str:
     """A bundle as it should be, by somebody who may not sign."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -84,7 +84,8 @@ def forged(signed: bytes) -> str:
 def signed(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))         # where keys are kept
     folder = build(tmp_path / "r", id="_sign_c", digest=True)
-    (folder / "metadata.json.sigstore").write_text(forged((folder / "metadata.json").read_bytes()))
+    signature = forge_signature((folder / "metadata.json").read_bytes())
+    (folder / "metadata.json.sigstore").write_text(signature)
     return tmp_path / "r"
 
 

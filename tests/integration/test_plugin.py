@@ -45,8 +45,8 @@ def metadata(target: Path, name: str, version: str, entries: dict[str, dict[str,
     (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
-def broken(target: Path, name: str, text: str, group: str = "layerzero.backends",
-           needs: str = "layerzero>=0.1,<1") -> None:
+def write_plugin(target: Path, name: str, text: str, group: str = "layerzero.backends",
+                 needs: str = "layerzero>=0.1,<1") -> None:
     """A plugin called `name` whose module says `text`."""
     target.mkdir(exist_ok=True)
     (target / f"lz_{name}.py").write_text(textwrap.dedent(text))
@@ -111,27 +111,28 @@ def test_an_upgrade_on_the_path_is_the_one_that_is_used(tmp_path):
 def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "typo", """
+    write_plugin(site, "typo", """
         import layerzero as lz
         from layerzero.spec.rules import at_most
         KERNELS = (lz.Kernel("typo.kernel", lz.op("attention"), lambda: None, requires=(at_most("hed_dim", 64),)),)
         """)
-    broken(site, "twice", """
+    write_plugin(site, "twice", """
         import layerzero as lz
         KERNELS = (lz.Kernel("twice.fine", lz.op("rms_norm"), lambda: None, prior=1e9, less_work="a test"),
                    lz.Kernel("torch.rms_norm", lz.op("rms_norm"), lambda: None))
         """)
-    broken(site, "unknown_op", """
+    write_plugin(site, "unknown_op", """
         import dataclasses, layerzero as lz
         KERNELS = (lz.Kernel("unknown.kernel", dataclasses.replace(lz.op("rms_norm"), name="rms_morn"), lambda: None),)
         """)
-    broken(site, "missing", "import no_such_library_at_all")
-    broken(site, "syntax", "KERNELS = (")
-    broken(site, "exits", "import sys; sys.exit('not on this machine')")
-    broken(site, "strange", "class Refusal(Exception): pass\nraise Refusal('of its own kind')")
-    broken(site, "nothing", "VALUE = 3")
-    broken(site, "wrong_thing", "KERNELS = ('a kernel',)")
-    broken(site, "no_cases", """
+    write_plugin(site, "missing", "import no_such_library_at_all")
+    write_plugin(site, "syntax", "KERNELS = (")
+    write_plugin(site, "exits", "import sys; sys.exit('not on this machine')")
+    write_plugin(site, "strange",
+                 "class Refusal(Exception): pass\nraise Refusal('of its own kind')")
+    write_plugin(site, "nothing", "VALUE = 3")
+    write_plugin(site, "wrong_thing", "KERNELS = ('a kernel',)")
+    write_plugin(site, "no_cases", """
         import dataclasses, layerzero as lz
         OP = dataclasses.replace(lz.op("rms_norm"), name="other_norm", cases=())
         """, group="layerzero.ops")
@@ -159,7 +160,7 @@ def test_broken_plugins_are_refused_by_name_and_all_else_works(tmp_path):
 def test_a_plugin_that_only_fails_when_it_is_loaded_costs_its_own_kernel(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "late", """
+    write_plugin(site, "late", """
         import layerzero as lz
         def load_missing():
             import no_such_library_at_all
@@ -214,7 +215,7 @@ print(json.dumps({
 def test_a_policy_of_a_plugin_is_advice(tmp_path):
     site = tmp_path / "site"
     install(site)
-    broken(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
+    write_plugin(site, "sizes", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies")
     answer = run(ADVICE, site)
     assert (answer["why"] == ["DENIED_BY_POLICY: denied by lz-plugin-example 1.0"]
             and answer["wide"] == "example.rms_norm")
@@ -236,7 +237,7 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(tmp_path):
             "setting": "POLICY = {'settings': {'cash_size': 3}}",
             "exits": "raise SystemExit('no')", "a": "POLICY = {'settings': {'cache_size': 33}}",
             "b": "POLICY = {'settings': {'cache_size': 34}}"}.items():
-        broken(site, name, text, "layerzero.policies")
+        write_plugin(site, name, text, "layerzero.policies")
     answer = run(ADVICE, site)
     assert answer["wide"] == "example.rms_norm" and answer["sizes"][0] in (33, 34)
     late = "b" if "b" in answer["refused"] else "a"
@@ -256,14 +257,14 @@ def test_a_plugin_for_another_release_is_refused_before_it_is_imported(tmp_path)
                "k3": "layerzero>=7; python_version < '3'"}
     others = {"k4": "layerzero>=7,<8", "k5": "layerzero<0.1"}
     for name, needs in {**fitting, **others}.items():
-        broken(site, name, f"""
+        write_plugin(site, name, f"""
             from pathlib import Path
             Path({str(tmp_path / name)!r}).write_text("imported")
             import layerzero as lz
             KERNELS = (lz.Kernel("{name}.kernel", lz.op("rms_norm"), lambda: None),)
             """, needs=needs)
-    broken(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
-           needs="layerzero>=7")
+    write_plugin(site, "policy", "POLICY = {'settings': {'cache_size': 33}}", "layerzero.policies",
+                 needs="layerzero>=7")
     answer = run("""
         import json
         import layerzero as lz

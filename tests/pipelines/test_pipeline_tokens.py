@@ -46,7 +46,7 @@ CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor 
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
-def trained(size: int = 320, digits: bool = False) -> Tokenizer:
+def train_tokenizer(size: int = 320, digits: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,7 +60,8 @@ def trained(size: int = 320, digits: bool = False) -> Tokenizer:
 
 
 def fast(size: int = 320, **changes: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(**{"tokenizer_object": trained(size), "pad_token": "<pad>",
+    return PreTrainedTokenizerFast(**{"tokenizer_object": train_tokenizer(size),
+                                      "pad_token": "<pad>",
                                       "bos_token": "<s>", "eos_token": "</s>",
                                       "model_max_length": 5000, "chat_template": CHAT, **changes})
 
@@ -151,7 +152,7 @@ def gguf(path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
 
 
 def test_the_tokenizer_inside_a_gguf_file(tmp_path):
-    tokenizer = trained()
+    tokenizer = train_tokenizer()
     path = gguf(tmp_path / "model.gguf", tokenizer)
     for source in (path, str(path), tmp_path):
         assert [lz.tokenize(text, tokenizer_for(source)).ids for text in CORPUS] == [
@@ -165,7 +166,7 @@ def test_the_tokenizer_inside_a_gguf_file(tmp_path):
 
 @pytest.mark.parametrize(("pre", "digits"), [("llama-bpe", "3"), ("qwen2", "1")])
 def test_how_a_gguf_file_says_that_text_is_cut(pre, digits, tmp_path):
-    tokenizer = trained()
+    tokenizer = train_tokenizer()
     pattern = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1," + digits + r"}|"
                r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -194,7 +195,7 @@ def test_smollm2s_own():
 
 
 def test_damaged_gguf_files(tmp_path):
-    whole = gguf(tmp_path / "whole.gguf", trained()).read_bytes()
+    whole = gguf(tmp_path / "whole.gguf", train_tokenizer()).read_bytes()
     path = tmp_path / "bad.gguf"
     huge = bytearray(whole)
     huge[24:32] = struct.pack("<Q", 1 << 60)   # the length of the first name
@@ -208,7 +209,7 @@ def test_damaged_gguf_files(tmp_path):
     with pytest.raises(lz.errors.DataError, match="cannot be read"):
         tokenizer_for(tmp_path / "none.gguf")
     with pytest.raises(lz.errors.DataError, match=r"got 'odd' with the pre-tokenizer 'default'"):
-        tokenizer_for(gguf(tmp_path / "odd.gguf", trained(), model="odd"))
+        tokenizer_for(gguf(tmp_path / "odd.gguf", train_tokenizer(), model="odd"))
 
 
 # inside pipelines
@@ -353,8 +354,8 @@ def test_a_tokenizer_that_encodes_its_own_way_is_left():
         def _encode_plus(self, *args: Any, **kwargs: Any) -> Any:
             return super()._encode_plus(*args, **kwargs)
 
-    own = Own(tokenizer_object=trained(), pad_token="<pad>")
-    for wrong in (own, trained(), None, llama()):
+    own = Own(tokenizer_object=train_tokenizer(), pad_token="<pad>")
+    for wrong in (own, train_tokenizer(), None, llama()):
         with pytest.raises(lz.errors.ConfigError,
                            match="wanted a fast tokenizer of transformers 5"):
             patch_tokenizer(wrong)
@@ -375,7 +376,7 @@ def test_digits_that_are_cut_first_change_nothing(middle, end):
         assert got.ids == theirs.ids and got.offsets == theirs.offsets
 
 
-DIGITS = trained(digits=True)
+DIGITS = train_tokenizer(digits=True)
 
 
 def test_a_gguf_model_brings_its_tokenizer():

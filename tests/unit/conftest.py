@@ -5,7 +5,7 @@ the native path.
 import shutil
 
 import pytest
-from helpers import frozen_heap, happened, path, world
+from helpers import emitted, frozen_heap, path, world
 from random_calls import register_synthetic
 
 from layerzero.dispatch import dispatcher as dispatch
@@ -13,7 +13,7 @@ from layerzero.dispatch import native
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.world import snapshot as worlds
 
-__all__ = ["frozen_heap", "happened", "path", "world"]
+__all__ = ["emitted", "frozen_heap", "path", "world"]
 
 
 @pytest.fixture(scope="session")

@@ -337,19 +337,19 @@ def test_a_demo_without_time_says_what_it_could_not_show():
 QUICK = Pace(1e-12, 1e-12, 1e-12)
 
 
-def fitted(seconds=45.0, **paces):
+def fit_sizes(seconds=45.0, **paces):
     return fit(SIZES["cpu"], {"float32": QUICK, "bfloat16": QUICK, **paces}, seconds)
 
 
 def test_a_quick_machine_shows_the_largest_sizes_in_every_dtype():
-    fit = fitted()
+    fit = fit_sizes()
     assert (fit.sizes, fit.left_out) == (SIZES["cpu"][0], ())
     assert fit.rows == tuple((d, step) for d in ("float32", "bfloat16")
                              for step in fit.sizes.steps)
 
 
 def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
-    fit = fitted(bfloat16=Pace(1e-9, 1e-9, 1e-9))
+    fit = fit_sizes(bfloat16=Pace(1e-9, 1e-9, 1e-9))
     assert fit.sizes == SIZES["cpu"][0]
     assert [str(left) for left in fit.left_out] == [
         "bfloat16, prefill 512: one pass is expected to take 6.3 s, and 20 do not fit; "
@@ -360,13 +360,13 @@ def test_a_dtype_that_takes_a_hundred_times_as_long_is_shown_where_it_fits():
 @pytest.mark.parametrize(("pace", "place"), [(1e-11, 0), (1e-10, 1), (2e-9, 2), (1e-7, 3),
                                              (1.0, 3)])
 def test_a_slower_machine_shows_smaller_sizes(pace, place):
-    fit = fitted(float32=Pace(pace, pace, pace))
+    fit = fit_sizes(float32=Pace(pace, pace, pace))
     assert fit.sizes == SIZES["cpu"][place] and len(fit.rows) + len(fit.left_out) == 6
 
 
 def test_where_nothing_fits_one_row_is_tried_all_the_same():
     slow = Pace(1.0, 1.0, 1.0)
-    fit = fitted(float32=slow, bfloat16=slow)
+    fit = fit_sizes(float32=slow, bfloat16=slow)
     assert [dtype for dtype, _ in fit.rows] == ["float32"] and len(fit.left_out) == 5
 
 

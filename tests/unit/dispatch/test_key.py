@@ -10,7 +10,7 @@ import random
 import pytest
 import synthetic
 import torch
-from helpers import qkv
+from helpers import events_of, path_of, qkv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import EDGES, MAKERS, neighbour, register_synthetic, synthetic_sweeps, tensor
@@ -21,6 +21,7 @@ from layerzero.dispatch import facts as reading
 from layerzero.operate.inspection import dispatcher_of
 from layerzero.selection.key import compile_key
 from layerzero.spec.errors import InvalidCall
+from layerzero.spec.event import Selected
 from layerzero.spec.grid import bucket, bucket_bottom, bucket_label, bucket_top
 from layerzero.spec.rules import at_least, at_most
 from layerzero.world import snapshot as worlds
@@ -182,17 +183,13 @@ def test_a_kv_cache_that_grows_inside_a_bucket_keeps_its_key():
         assert lengths == list(range(bucket_bottom(lengths[0]), lengths[-1] + 1))
 
 
-def test_a_decode_loop_selects_once_per_bucket(world, happened, path):
-    from helpers import of, path_of
-
-    from layerzero.spec.event import Selected
-
+def test_a_decode_loop_selects_once_per_bucket(world, emitted, path):
     run = path_of("attention", path)
     q = torch.randn(1, 2, 1, 16)
     for n in range(33, 129):
         k = torch.randn(1, 2, n, 16)
         run(q, k, k, is_causal=True, causal_align="bottom_right")
-    assert len(of(Selected, happened)) == 4, "33-48, 49-64, 65-96, 97-128"
+    assert len(events_of(Selected, emitted)) == 4, "33-48, 49-64, 65-96, 97-128"
 
 
 def test_sizes_that_validity_needs_are_kept_exactly():
@@ -234,7 +231,6 @@ def test_a_policy_rule_with_a_number_splits_the_key(world):
 
 
 def test_a_context_override_with_a_number_splits_the_key(world, path):
-    from helpers import path_of
     run = path_of("attention", path)
     short, long = qkv(2, 700), qkv(2, 701)
     assert key("attention", *short) == key("attention", *long)

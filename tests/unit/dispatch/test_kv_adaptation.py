@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ATTENTION, of, path_of, python, qkv
+from helpers import ATTENTION, events_of, path_of, python, qkv
 
 import layerzero as lz
 from layerzero.spec.event import Adapted, Selected
@@ -51,29 +51,29 @@ def test_without_leave_it_is_refused_with_advice(path, dtype, stored):
 @pytest.mark.parametrize("case", [{}, {"lengths_q": (3, 1, 9), "layout": "HND"},
                                   {"lse": True, "lengths_q": (2, 5, 1)}],
                          ids=["decode", "prefill", "lse"])
-def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, happened, dtype, stored, case):
+def test_with_leave_the_pages_are_cast_and_an_event_says_so(path, emitted, dtype, stored, case):
     inputs = values(dtype, stored=stored, **case)
     lz.configure(allow_adaptation=True)
     call = path_of(PAGED, path)
     cast = {**inputs, **{n: inputs[n].to(inputs["query"].dtype) for n in CACHES}}
     want = call(**cast)
-    assert not of(Adapted, happened)
+    assert not events_of(Adapted, emitted)
     # every time, not only where a choice is made
     for _ in range(3):
         # another kernel may serve what had to be cast
         torch.testing.assert_close(call(**inputs), want, atol=1e-2, rtol=2e-2)
-    events = of(Adapted, happened)
+    events = events_of(Adapted, emitted)
     assert [(e.op, e.transforms)
             for e in events] == [("paged_attention", ("cast(key_cache)", "cast(value_cache)"))] * 3
 
 
-def test_only_the_cache_that_differs_is_cast(happened):
+def test_only_the_cache_that_differs_is_cast(emitted):
     inputs = values(stored="")
     inputs["value_cache"] = inputs["value_cache"].bfloat16()
     lz.configure(allow_adaptation=True)
     want = lz.paged_attention(**{**inputs, "value_cache": inputs["value_cache"].float()})
     torch.testing.assert_close(lz.paged_attention(**inputs), want)
-    assert [e.transforms for e in of(Adapted, happened)] == [("cast(value_cache)",)]
+    assert [e.transforms for e in events_of(Adapted, emitted)] == [("cast(value_cache)",)]
 
 
 def test_explain_shows_the_cast_and_what_it_costs():
@@ -103,7 +103,7 @@ def test_what_is_cast_are_the_pages_of_the_table_not_the_pool():
 
 
 @pytest.mark.parametrize("layer", ["call", "context"])
-def test_leave_may_be_given_for_one_call_or_a_block(path, happened, layer):
+def test_leave_may_be_given_for_one_call_or_a_block(path, emitted, layer):
     inputs = values(stored="float16")
     call = path_of(PAGED, path)
     want = call(**{**inputs, **{n: inputs[n].float() for n in CACHES}})
@@ -113,7 +113,7 @@ def test_leave_may_be_given_for_one_call_or_a_block(path, happened, layer):
         with lz.prefer(allow_adaptation=True):
             got = call(**inputs)
     torch.testing.assert_close(got, want)
-    assert len(of(Adapted, happened)) == 1
+    assert len(events_of(Adapted, emitted)) == 1
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         call(**inputs)
 
@@ -125,13 +125,13 @@ def test_strict_mode_wins(path):
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_a_quantized_cache_without_its_scales_stays_refused(path, happened, stored):
+def test_a_quantized_cache_without_its_scales_stays_refused(path, emitted, stored):
     inputs = values(stored=stored, scales="one")
     lz.configure(allow_adaptation=True)
     path_of(PAGED, path)(**inputs)                          # with them it needs no leave
     with pytest.raises(lz.errors.InvalidCall, match="KV_CACHE_DTYPE_MISMATCH"):
         path_of(PAGED, path)(**{**inputs, "value_scale": None})
-    assert not of(Adapted, happened)
+    assert not events_of(Adapted, emitted)
 
 
 def test_another_mistake_beside_it_is_not_adapted(path):
@@ -143,13 +143,13 @@ def test_another_mistake_beside_it_is_not_adapted(path):
 
 @pytest.mark.parametrize("kernel", ["torch.paged_gather", "torch.paged_pieces",
                                     "reference.paged_attention"])
-def test_a_kernel_may_be_named(kernel, happened):
+def test_a_kernel_may_be_named(kernel, emitted):
     inputs = values(stored="bfloat16")
     lz.configure(allow_adaptation=True)
     want = lz.paged_attention(**{**inputs, **{n: inputs[n].float() for n in CACHES}},
                               backend=kernel)
     torch.testing.assert_close(lz.paged_attention(**inputs, backend=kernel), want)
-    assert {e.kernel for e in of(Selected, happened)} == {kernel}
+    assert {e.kernel for e in events_of(Selected, emitted)} == {kernel}
 
 
 def test_gradients_flow_to_the_cache_as_it_was_given():
@@ -171,7 +171,7 @@ def test_gradients_flow_to_the_cache_as_it_was_given():
                                   {"kind": "chunked", "chunk_size": 8},
                                   {"kind": "contiguous", "sequences": 2, "max_len": 16}],
                          ids=lambda k: k["kind"])
-def test_a_cache_object_under_a_wider_query(happened, kind):
+def test_a_cache_object_under_a_wider_query(emitted, kind):
     cache = lz.kv_cache(**kind, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
     query, keys = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_a_cache_object_under_a_wider_query(happened, kind):
     want = ATTENTION.reference(query, stored, stored, is_causal=True, layout="bshd")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert [e.transforms
-            for e in of(Adapted, happened)] == [("cast(key_cache)", "cast(value_cache)")]
+            for e in events_of(Adapted, emitted)] == [("cast(key_cache)", "cast(value_cache)")]
 
 
 def test_explain_shows_the_cast_of_mixed_dtypes_too():

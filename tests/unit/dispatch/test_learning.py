@@ -12,7 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, faults_of, normed, of, only, path_of, python, register, rows
+from helpers import (
+    RMS_NORM,
+    Fake,
+    allow_only,
+    events_of,
+    faults_of,
+    normalized,
+    path_of,
+    python,
+    register,
+    rows,
+)
 
 import layerzero as lz
 from layerzero.dispatch import native, protection
@@ -60,7 +71,7 @@ def fakes(clock: Clock, **times: float) -> dict[str, Fake]:
     made = {name: Fake(f"fake.{name}", prior=1e6 - i, before=clock.takes(us))
             for i, (name, us) in enumerate(times.items())}
     register(*made.values())
-    only(*(fake.id for fake in made.values()))
+    allow_only(*(fake.id for fake in made.values()))
     return made
 
 
@@ -68,7 +79,7 @@ def serve(x: torch.Tensor, calls: int = 300, call=None) -> None:
     """Calls of one kind; the first makes the entry, and its candidates are ready before the second.
     """
     for i in range(calls):
-        torch.testing.assert_close((call or lz.rms_norm)(x), normed(x))
+        torch.testing.assert_close((call or lz.rms_norm)(x), normalized(x))
         if i == 0:
             assert learning.flush()
         if not learning._kinds:
@@ -86,11 +97,11 @@ def is_learned(x: torch.Tensor) -> bool:
     return isinstance(entry_of(x).run, exploring.Exploring)
 
 
-def test_the_fastest_serves_when_it_is_settled(path, learn, clock, happened):
+def test_the_fastest_serves_when_it_is_settled(path, learn, clock, emitted):
     candidates = fakes(clock, first=100.0, slow=180.0, fast=60.0)
     x, call = rows(), path_of("rms_norm", path)
     serve(x, call=call)
-    started, learned = of(LearningStarted, happened), of(Learned, happened)
+    started, learned = events_of(LearningStarted, emitted), events_of(Learned, emitted)
     assert [(e.kernel, set(e.candidates))
             for e in started] == [("fake.first", {f.id for f in candidates.values()})]
     assert [(e.kernel, e.clear) for e in learned] == [("fake.fast", True)]
@@ -140,14 +151,14 @@ def test_what_it_cost_is_counted(learn, clock):
     assert "1 are learned" in check.detail and "which cost" in check.detail
 
 
-def test_a_tie_goes_to_torch(learn, clock, happened):
+def test_a_tie_goes_to_torch(learn, clock, emitted):
     own = Fake("fake.own", baseline=True, before=clock.takes(100.0))
     other = Fake("fake.other", before=clock.takes(99.0))
     register(own, other)
-    only(own.id, other.id)
+    allow_only(own.id, other.id)
     x = rows()
     serve(x)
-    assert of(Learned, happened)[0].kernel == "fake.own"
+    assert events_of(Learned, emitted)[0].kernel == "fake.own"
     assert lz.which("rms_norm", x) == "fake.own"
 
 
@@ -186,7 +197,7 @@ def test_the_budget_stops_exploring(learn, clock, monkeypatch):
 
 
 def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(learn, clock,
-                                                                              happened):
+                                                                              emitted):
     """Deciding takes longer than short calls: it would use up what they earn, for ever."""
     fakes(clock, first=100.0, fast=60.0)
     x, budget = rows(), exploring.account.budget
@@ -200,12 +211,12 @@ def test_with_the_budget_used_up_nothing_is_decided_until_there_is_some_again(le
     assert kind.trial.calls == before and kind.calls >= 500
     budget.count(lost_us=-2 * budget.allowance_us)
     serve(x)
-    [learned] = of(Learned, happened)
+    [learned] = events_of(Learned, emitted)
     assert learned.kernel == "fake.fast" and learned.calls > 500
 
 
 def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, monkeypatch,
-                                                                 happened):
+                                                                 emitted):
     """Two of three samples of the fastest hold a wait of 10 ms in which the thread did not work."""
     worked, waits = Clock(), itertools.cycle((0.0, 0.01, 0.01))
     monkeypatch.setattr(exploring, "_cpu_time", worked)
@@ -219,7 +230,7 @@ def test_a_call_during_which_the_cpu_was_taken_away_says_nothing(learn, clock, m
     candidates = fakes(clock, first=100.0, fast=60.0)
     candidates["first"].before, candidates["fast"].before = takes(100.0, False), takes(60.0, True)
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
     assert learning.status().seconds == pytest.approx(0.0, abs=1e-4)
 
 
@@ -234,7 +245,7 @@ def test_idle_time_earns_no_budget(learn, clock, monkeypatch):
     assert exploring.account.budget.total_us <= exploring.MAX_GAP * 1e6 + 1e3
 
 
-def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):
+def test_a_first_call_that_takes_long_is_no_sample(learn, clock, emitted):
     candidates = fakes(clock, first=100.0, fast=60.0)
     usual, calls = candidates["fast"].before, [50_000.0]
 
@@ -244,7 +255,7 @@ def test_a_first_call_that_takes_long_is_no_sample(learn, clock, happened):
 
     candidates["fast"].before = before
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
 
 
 # whom it leaves alone
@@ -304,7 +315,7 @@ def test_never_in_another_mode(learn, clock, changed):
 def test_never_while_torch_traces(learn):
     traced = torch.compile(lambda x: lz.rms_norm(x), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(traced(rows()), normed(rows()))
+        torch.testing.assert_close(traced(rows()), normalized(rows()))
     learning.flush()
     assert learning.status() == (0, 0, 0, 0, 0.0, 0.0)
 
@@ -342,18 +353,18 @@ def test_a_kind_that_was_measured_is_not_learned(learn, clock):
 
 # faults, threads, processes
 
-def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, happened):
+def test_a_candidate_that_throws_is_blamed_and_leaves(path, learn, clock, emitted):
     candidates = fakes(clock, first=100.0, broken=60.0, fast=80.0)
     candidates["broken"].fault = ValueError("no luck")
     serve(rows(), call=path_of("rms_norm", path))
     assert candidates["broken"].calls == 1
     assert faults_of("fake.broken") == 1 and faults_of("fake.first") == 0
-    assert [e.kernel for e in of(Fallback, happened)] == ["fake.broken"]
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert [e.kernel for e in events_of(Fallback, emitted)] == ["fake.broken"]
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
 
 
 @pytest.mark.parametrize("first_replayable", [False, True])
-def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, happened,
+def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(learn, clock, emitted,
                                                                             first_replayable):
     if native.module() is None:
         pytest.skip("nothing is replayed without the native path")
@@ -362,13 +373,13 @@ def test_a_kernel_whose_launches_are_replayed_is_timed_as_it_will_be_called(lear
     broken = Fake("fake.broken", before=clock.takes(50.0), prior=1e6 - 2, replayable=True,
                   fault=ValueError("no luck"))
     register(first, fast, broken)
-    only(first.id, fast.id, broken.id)
+    allow_only(first.id, fast.id, broken.id)
     before = dict(lz.stats().calls.get("rms_norm", {}))
     serve(rows())
-    assert of(Learned, happened)[0].kernel == "fake.fast"
+    assert events_of(Learned, emitted)[0].kernel == "fake.fast"
     assert broken.calls == 1 and faults_of("fake.broken") == 1
     assert [(e.kernel, e.served_by)
-            for e in of(Fallback, happened)] == [("fake.broken", "fake.first")]
+            for e in events_of(Fallback, emitted)] == [("fake.broken", "fake.first")]
     after = lz.stats().calls["rms_norm"]
     assert {f.id: after.get(f.id, 0) - before.get(f.id, 0) for f in (first, fast, broken)} == {
         # one of the first was a fallback
@@ -380,7 +391,7 @@ def test_what_serves_anyway_may_fail_too(learn, clock):
     candidates["first"].fault = ValueError("no luck")
     x = rows()
     for _ in range(10):
-        torch.testing.assert_close(lz.rms_norm(x), normed(x))
+        torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert faults_of("fake.first") >= 1
 
 
@@ -395,7 +406,7 @@ def test_a_candidate_that_cannot_be_loaded_is_left_out(learn, clock):
     assert "fake.gone" in worlds.current().unloadable and candidates["fast"].calls > 0
 
 
-def test_several_threads_learn_one_kind_together(learn, clock, happened):
+def test_several_threads_learn_one_kind_together(learn, clock, emitted):
     candidates = fakes(clock, first=100.0, slow=400.0, fast=50.0)
     x, wrong = rows(), []
     lz.rms_norm(x)
@@ -414,7 +425,7 @@ def test_several_threads_learn_one_kind_together(learn, clock, happened):
         t.join()
     assert not wrong and sum(f.calls for f in candidates.values()) == 802
     learning.flush()
-    assert len(of(Learned, happened)) == 1 and learning.status().learning == 0
+    assert len(events_of(Learned, emitted)) == 1 and learning.status().learning == 0
 
 
 def test_a_call_does_not_wait_for_another_thread(learn, clock):
@@ -462,7 +473,7 @@ def test_a_fork_in_the_middle(learn, clock):
 
 # the store and the world
 
-def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, happened):
+def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, emitted):
     fakes(clock, first=100.0, fast=60.0)
     first, second = rows(), rows(hidden=32)
     lz.rms_norm(first), lz.rms_norm(second)
@@ -471,10 +482,10 @@ def test_kinds_that_are_settled_together_cost_one_new_world(learn, clock, happen
     learning._worker._last = time.monotonic() + 60.0
     for _ in range(100):
         lz.rms_norm(first), lz.rms_norm(second)
-    assert not of(Learned, happened)
+    assert not events_of(Learned, emitted)
     learning.flush()
-    assert len(of(Learned, happened)) == 2
-    assert [e.cause for e in of(WorldPublished, happened)].count("measured") == 1
+    assert len(events_of(Learned, emitted)) == 2
+    assert [e.cause for e in events_of(WorldPublished, emitted)].count("measured") == 1
 
 
 def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, tmp_path):
@@ -499,25 +510,25 @@ def test_it_is_written_to_the_store_and_the_next_process_starts_with_it(learn, t
     assert output == f"{plan.kernel} measured {plan.steps[0].score.samples}"
 
 
-def test_what_is_written_says_what_selection_counts(learn, clock, happened):
+def test_what_is_written_says_what_selection_counts(learn, clock, emitted):
     """A copy of the inputs is timed with the kernel and counted apart."""
     first = Fake("fake.first", before=clock.takes(100.0), prior=2.0)
     copies = Fake("fake.copies", before=clock.takes(60.0), prior=1.9, requires=(contiguous("x"),))
     register(first, copies)
-    only(first.id, copies.id)
+    allow_only(first.id, copies.id)
     x = rows(64, 128)[:, ::2]
     serve(x)
-    assert of(Learned, happened)[0].kernel == "fake.copies"
+    assert events_of(Learned, emitted)[0].kernel == "fake.copies"
     step = next(s for s in lz.explain("rms_norm", x).steps if s.kernel == "fake.copies")
     assert step.score.transform_us > 0 and step.score.total_us == pytest.approx(60.0, rel=0.05)
 
 
-def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, happened):
+def test_a_kind_without_a_clear_result_is_not_learned_again(learn, clock, monkeypatch, emitted):
     monkeypatch.setattr(trial, "MAX_CALLS", 2)
     fakes(clock, first=100.0, fast=60.0)
     x = rows()
     serve(x, 10)
-    assert [e.clear for e in of(Learned, happened)] == [False]
+    assert [e.clear for e in events_of(Learned, emitted)] == [False]
     assert not is_learned(x) and learning.status().unclear == 1
     assert all(s.score.source != "measured" for s in lz.explain("rms_norm", x).steps)
 

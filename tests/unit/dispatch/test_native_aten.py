@@ -14,7 +14,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import outcome, qkv, rows, same
+from helpers import outcome, qkv, rows, same_outcome
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,8 +89,8 @@ def test_every_case_of_the_contract_is_the_same_by_both_paths(both, kernel):
             if values.get("dropout_p"):
                 continue                       # drawn anew in each call
             kinds.add(dispatcher.native.compiled.kind(**values))
-            assert (same(first, outcome(dispatcher.public, call))
-                    and same(first, outcome(dispatcher.python_call, call))), case
+            assert (same_outcome(first, outcome(dispatcher.public, call))
+                    and same_outcome(first, outcome(dispatcher.python_call, call))), case
     assert operator in kinds and kinds <= {operator, "python", None}
 
 
@@ -120,8 +120,8 @@ def test_odd_numbers_are_the_same_by_both_paths(locked, op, odd):
     lz.configure(breaker_threshold=10**9)
     values = {**dict(zip((p.name for p in dispatcher.op.params), plain(op))), **odd}
     for _ in range(2):
-        assert same(outcome(dispatcher.public, ((), values)),
-                    outcome(dispatcher.python_call, ((), values)))
+        assert same_outcome(outcome(dispatcher.public, ((), values)),
+                            outcome(dispatcher.python_call, ((), values)))
 
 
 def test_what_an_operator_throws_comes_out_as_pythons_own_exception(locked):

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from helpers import ATTENTION, RMS_NORM, Fake, only, outcome, qkv, register, rows, same
+from helpers import (
+    ATTENTION,
+    RMS_NORM,
+    Fake,
+    allow_only,
+    outcome,
+    qkv,
+    register,
+    rows,
+    same_outcome,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import MAKERS, neighbour, synthetic_sweeps
@@ -34,7 +44,7 @@ def keys_of(dispatcher, call):
             dispatcher.native.compiled.key(*args, **kwargs))
 
 
-def shuffled(rng, dispatcher, call):
+def shuffle_arguments(rng, dispatcher, call):
     """The same call with its arguments given otherwise: by position, by name, at their defaults, in
     another order."""
     values = dispatcher.order_arguments(*call)
@@ -61,7 +71,8 @@ def test_the_same_calls_share_keys(both, op):
     without = shared = 0
     swept = ((call,) for call in synthetic_sweeps()) if op == "synthetic" else ()
     drawn = (MAKERS[op](rng) for _ in range(1500))
-    varied = ((call, neighbour(rng, call), shuffled(rng, dispatcher, call)) for call in drawn)
+    varied = ((call, neighbour(rng, call),
+               shuffle_arguments(rng, dispatcher, call)) for call in drawn)
     for calls in itertools.chain(swept, varied):
         for each in calls:
             python, compiled = keys_of(dispatcher, each)
@@ -123,7 +134,7 @@ def test_modes_that_rules_read_split_both_keys(both):
 def test_a_pair_of_calls_has_one_key_or_two(both, rng, name):
     dispatcher = both(name)
     call = MAKERS[name](rng)
-    near = shuffled(rng, dispatcher, neighbour(rng, call))
+    near = shuffle_arguments(rng, dispatcher, neighbour(rng, call))
     (a, x), (b, y) = keys_of(dispatcher, call), keys_of(dispatcher, near)
     assert (a is None) == (x is None) and (b is None) == (y is None)
     assert (a == b) == (x == y)
@@ -179,12 +190,12 @@ def test_both_find_the_same_entry_and_give_the_same_result(both, op):
     contract = dispatcher.op
     for case in contract.cases:
         values = contract.inputs(**case)
-        call = shuffled(rng, dispatcher, ((), values))
+        call = shuffle_arguments(rng, dispatcher, ((), values))
         first = outcome(dispatcher.public, call)
         again = outcome(dispatcher.public, call)
         assert first[0] == "returned", first
-        assert same(first, again)
-        assert same(first, outcome(dispatcher.python_call, call))
+        assert same_outcome(first, again)
+        assert same_outcome(first, outcome(dispatcher.python_call, call))
         key = dispatcher.key_of(*dispatcher.order_arguments(*call))
         entry = dispatcher.native.compiled.lookup(*call[0], **call[1])
         if key is None:
@@ -254,7 +265,7 @@ WRONG = [
 ]
 
 
-def materialised(value):
+def materialize(value):
     q, k, v = qkv(heads=4)
     makers = {0: q, 1: k, 2: v, "int": torch.ones(8, 8, dtype=torch.int32),
               "mask": torch.ones(8, 8, dtype=torch.bool), "long": torch.randn(1, 4, 9, 16),
@@ -279,8 +290,8 @@ def test_a_bad_call_raises_the_same_by_both_paths(both, args, kwargs, remembered
             dispatcher.public(*qkv(heads=4), is_causal=True, window_left=1)
             dispatcher.public(*qkv(heads=4), torch.ones(8, 8, dtype=torch.bool))
     tensors = {"attn_mask", "alibi_slopes", "query"}
-    call = (tuple(materialised(a) if i < 4 else a for i, a in enumerate(args)),
-            {k: materialised(v) if k in tensors else v for k, v in kwargs.items()})
+    call = (tuple(materialize(a) if i < 4 else a for i, a in enumerate(args)),
+            {k: materialize(v) if k in tensors else v for k, v in kwargs.items()})
     compiled, python = outcome(dispatcher.public, call), outcome(dispatcher.python_call, call)
     assert python[0] == "raised" and compiled == python
 
@@ -295,7 +306,7 @@ def test_random_damage_raises_or_returns_the_same(both, name):
     lz.configure(breaker_threshold=10**9)
     raised = 0
     for _ in range(600):
-        args, kwargs = shuffled(rng, dispatcher, ((), dispatcher.op.inputs()))
+        args, kwargs = shuffle_arguments(rng, dispatcher, ((), dispatcher.op.inputs()))
         args = list(args)
         for _ in range(rng.choice((1, 1, 2))):
             spot = rng.choice([*range(len(args)), *kwargs, "new", "fewer"])
@@ -310,7 +321,7 @@ def test_random_damage_raises_or_returns_the_same(both, name):
                 kwargs[spot] = rng.choice(junk)
         call = tuple(args), kwargs
         compiled, python = outcome(dispatcher.public, call), outcome(dispatcher.python_call, call)
-        assert same(compiled, python), (call, compiled, python)
+        assert same_outcome(compiled, python), (call, compiled, python)
         raised += compiled[0] == "raised"
     assert 50 < raised < 590
 
@@ -532,7 +543,7 @@ def test_failing_kernels_leak_no_references(both):
         raise RuntimeError("boom")
 
     lz.register(lz.Kernel("fake.broken", RMS_NORM, lambda: broken, prior=1e6, less_work="a test"))
-    only("fake.broken", op="rms_norm")
+    allow_only("fake.broken", op="rms_norm")
     lz.configure(breaker_threshold=10**9)
     dispatcher, x = both("rms_norm"), rows()
     for _ in range(3):
@@ -554,7 +565,7 @@ def test_an_exception_keeps_its_traceback(both, path_name):
 
     lz.register(lz.Kernel("fake.deep", RMS_NORM, lambda: deep_inside, prior=1e6,
                           less_work="a test"))
-    only("fake.deep", op="rms_norm")
+    allow_only("fake.deep", op="rms_norm")
     lz.configure(breaker_threshold=10**9)
     run = getattr(both("rms_norm"), path_name)
     for _ in range(3):

@@ -80,7 +80,7 @@ def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
         read_json(tmp_path / "x.json", "a thing")
 
 
-def test_one_bad_definition_does_not_stop_a_folder(tmp_path, happened):
+def test_one_bad_definition_does_not_stop_a_folder(tmp_path, emitted):
     good = {"name": "good", "op_type": "norm", "axes": {"n": {"type": "var"}}, "outputs": {"y": {
         "shape": ["n"], "dtype": "float32"}}, "inputs": {"x": {"shape": ["n"], "dtype": "float32"}},
         "reference": "def run(x):\n    return x\n"}
@@ -93,18 +93,18 @@ def test_one_bad_definition_does_not_stop_a_folder(tmp_path, happened):
         (tmp_path / f"{name}.json").write_bytes(content if isinstance(content, bytes)
                                                 else content.encode())
     (definition,) = find_definitions(tmp_path)
-    refused = [event for event in happened if event.name == "file_refused"]
+    refused = [event for event in emitted if event.name == "file_refused"]
     assert (definition.name == "good" and len(refused) == len(bad)
             and all(event.problem for event in refused))
 
 
-def test_what_stands_before_the_damage_is_read(tmp_path, happened):
+def test_what_stands_before_the_damage_is_read(tmp_path, emitted):
     one = {"op": "rms_norm", "arguments": {"x": {"shape": [4, 64], "dtype": "float32"}}}
     (tmp_path / "1.jsonl").write_bytes(json.dumps(one).encode() + b"\n\xff\n"
                                        + json.dumps(one).encode() + b"\n")
     (tmp_path / "2.jsonl").write_text(json.dumps(one) + "\n")
     (call,) = read_recordings(tmp_path)
-    assert (call.count == 2 and [event.path for event in happened if event.name == "file_refused"]
+    assert (call.count == 2 and [event.path for event in emitted if event.name == "file_refused"]
             == [
          str(tmp_path / "1.jsonl")])
 

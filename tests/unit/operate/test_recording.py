@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, normed, path_of, qkv, register, rows
+from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
@@ -108,7 +108,7 @@ def test_who_served_after_a_fault_is_named(path):
     register(broken, sound)
     x = rows()
     with record() as recorder:
-        assert torch.equal(path_of("rms_norm", path)(x), normed(x))
+        assert torch.equal(path_of("rms_norm", path)(x), normalized(x))
     assert [(c.name, c.count) for c in recorder.calls] == [("served by fake.sound", 1)]
 
 

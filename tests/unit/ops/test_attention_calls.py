@@ -382,7 +382,7 @@ def test_meta_tensors_give_meta_results():
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
+def test_mixed_dtypes_are_named_or_cast_where_allowed(world, emitted, odd):
     q, k, v = qkv()
     lz.attention(q, k, v)
     mixed = [t.half() if i == odd else t for i, t in enumerate((q, k, v))]
@@ -392,7 +392,7 @@ def test_mixed_dtypes_are_named_or_cast_where_allowed(world, happened, odd):
     assert out.dtype == mixed[0].dtype
     torch.testing.assert_close(out.double(), exact(*(t.to(out.dtype) for t in mixed)), rtol=4e-3,
                                atol=4e-3)
-    assert [e for e in happened if isinstance(e, Adapted)]
+    assert [e for e in emitted if isinstance(e, Adapted)]
     lz.configure(strict_mode=True)
     assert refused(*mixed).codes == (Code.MIXED_DTYPES,)
     lz.configure(strict_mode=False, allow_adaptation=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import of, path_of
+from helpers import events_of, path_of
 from torch import Tensor
 
 import layerzero as lz
@@ -215,7 +215,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Code, str]] = {
 
 @pytest.mark.parametrize("warm", [False, True], ids=["miss", "hit"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[Any]) -> None:
+def test_a_bad_call_is_named(name: str, warm: bool, path: str, emitted: list[Any]) -> None:
     """Also where the same kind of call was served before, so that nothing is looked up again; no
     kernel is blamed."""
     change, code, word = BAD[name]
@@ -227,21 +227,21 @@ def test_a_bad_call_is_named(name: str, warm: bool, path: str, happened: list[An
         run(**{**inputs, **change(inputs)})
     assert caught.value.codes[0] == code
     assert word in str(caught.value)
-    assert not of(HealthChanged, happened) and not of(Fallback, happened)
+    assert not events_of(HealthChanged, emitted) and not events_of(Fallback, emitted)
     run(**inputs)
 
 
 @pytest.mark.parametrize("backend", REAL)
 @pytest.mark.parametrize("name", ["page too large", "page negative", "context too long",
                                   "context negative"])
-def test_each_kernel_checks_what_it_reads(name: str, backend: str, happened: list[Any]) -> None:
+def test_each_kernel_checks_what_it_reads(name: str, backend: str, emitted: list[Any]) -> None:
     change, code, word = BAD[name]
     inputs = values(context=(17, 5, 40))
     lz.paged_attention(**inputs, backend=backend)
     with pytest.raises(lz.errors.InvalidCall) as caught:
         lz.paged_attention(**{**inputs, **change(inputs)}, backend=backend)
     assert caught.value.codes == (code,) and word in str(caught.value)
-    assert not of(HealthChanged, happened)
+    assert not events_of(HealthChanged, emitted)
 
 
 def test_pages_that_lie_beyond_the_pool_are_not_read_as_neighbours(

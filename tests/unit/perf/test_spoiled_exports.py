@@ -118,7 +118,7 @@ ODD = (
 )
 
 
-def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happened):
+def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, emitted):
     """Every field replaced by every odd value, in the head, the device and a row: DataError, or a
     table that works."""
     data = json.loads(TABLE.read_text())
@@ -141,7 +141,7 @@ def test_a_spoiled_table_of_the_package_costs_itself(tmp_path, monkeypatch, happ
             shipped.read(tmp_path / "table.json", ops)
         except DataError:
             refused += 1
-        happened.clear()
+        emitted.clear()
         perf_loading.shipped_table(worlds.current().catalog, device)
         if old is None:
             del owner[key]

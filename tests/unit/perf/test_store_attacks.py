@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from helpers import of, rows
+from helpers import events_of, rows
 from stored import measured
 
 import layerzero as lz
@@ -143,14 +143,14 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, happened, capsys, what):
+def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, emitted, capsys, what):
     path = folder / "perf.sqlite"
     held = FOREIGN[what](path)
     before = tree(folder)
     lz.configure(perfdb=str(path))
     lz.rms_norm(rows())
     measurements.record([measured(1)], {"here": Rates(1.0, 2.0)})
-    event = of(StoreTrouble, happened)[-1]
+    event = events_of(StoreTrouble, emitted)[-1]
     assert (
         "2 measurements are kept in memory" in event.action
         and event.problem
@@ -190,15 +190,15 @@ def test_no_name_of_a_file_is_special(folder, name):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "perf.sqlite/below"])
-def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, happened, name):
+def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, emitted, name):
     (folder / "perf.sqlite").write_text("a file, and no folder")
     lz.configure(perfdb=f"{folder}/{name}")
     lz.rms_norm(rows())
     measurements.record([measured(1)])
-    assert "1 measurements are kept in memory" in of(StoreTrouble, happened)[-1].action
+    assert "1 measurements are kept in memory" in events_of(StoreTrouble, emitted)[-1].action
 
 
-def test_a_link_to_a_store_is_the_store(folder, happened):
+def test_a_link_to_a_store_is_the_store(folder, emitted):
     """What SQLite keeps beside a file is beside the file, not beside the link; so is what is set
     aside."""
     (folder / "real").mkdir()
@@ -212,7 +212,7 @@ def test_a_link_to_a_store_is_the_store(folder, happened):
         assert len(list(store.rows())) == 2
     real.write_bytes(real.read_bytes()[:5000])
     measurements.record([measured(3)])
-    assert "set aside as store.corrupt-" in of(StoreTrouble, happened)[-1].action
+    assert "set aside as store.corrupt-" in events_of(StoreTrouble, emitted)[-1].action
     assert link.is_symlink() and sorted(p.name.partition("-2")[0] for p in folder.rglob("*")) == [
         "link",
         "real",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Fake, of, register, rows
+from helpers import Fake, events_of, register, rows
 from stored import measured
 
 import layerzero as lz
@@ -65,7 +65,7 @@ def fakes() -> list[Fake]:
     return [Fake(f"fake.k{i}") for i in range(KERNELS)]
 
 
-def spoiled(draw: random.Random, data: bytes) -> bytes:
+def damage_bytes(draw: random.Random, data: bytes) -> bytes:
     """`data` with one of the damages that disks, file systems and people do."""
     classes = [
         draw.randrange(100),
@@ -95,7 +95,7 @@ def spoiled(draw: random.Random, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder, happened, seed):
+def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder, emitted, seed):
     """40 damages a seed: in the file, in its log, in the index of the log; read, written, read
     again."""
     path, draw = folder / "perf.sqlite", random.Random(seed)
@@ -115,7 +115,7 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
             old.unlink()
         spoil = draw.choice(list(whole))
         for end, data in whole.items():
-            Path(f"{path}{end}").write_bytes(spoiled(draw, data) if end == spoil else data)
+            Path(f"{path}{end}").write_bytes(damage_bytes(draw, data) if end == spoil else data)
         before = path.read_bytes()
         state.reset()
         view, _ = perf_loading.load(policy, kernels)  # as a new process does
@@ -137,7 +137,7 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
 
 
 @pytest.mark.parametrize("at", range(100))
-def test_every_byte_of_the_header(folder, at, happened):
+def test_every_byte_of_the_header(folder, at, emitted):
     """Damaged in each of four ways; a store that lost its id is left alone, any other is read, or
     set aside."""
     path = folder / "perf.sqlite"
@@ -161,7 +161,7 @@ def test_every_byte_of_the_header(folder, at, happened):
                 assert store.get("torch.k", measured(99).bucket, measured(99).place) == measured(99)
 
 
-def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, happened):
+def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, emitted):
     """The structure was whole when it was loaded; the copy in memory is spoiled afterwards."""
     path = folder / "perf.sqlite"
     fake = Fake("fake.one")
@@ -172,7 +172,7 @@ def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, happen
     source = worlds.current().perf._source
     source._connection.execute("DROP TABLE measurements")
     lz.rms_norm(rows())
-    event = of(StoreTrouble, happened)[-1]
+    event = events_of(StoreTrouble, emitted)[-1]
     assert (
         "no such table" in event.problem
         and "set aside when something is to be written" in event.action

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import of, python, rows
+from helpers import events_of, python, rows
 from stored import measured
 
 import layerzero as lz
@@ -37,14 +37,14 @@ def path(tmp_path, monkeypatch, world):
     return folder_
 
 
-def kept(path: Path) -> list[Measurement]:
+def stored_rows(path: Path) -> list[Measurement]:
     with SqliteStore(path, read_only=True) as store:
         return sorted(store.rows())
 
 
-def waits(happened: list, count: int, word: str) -> None:
+def waits(emitted: list, count: int, word: str) -> None:
     """The last trouble is about `word`, and says that so many wait; they decide all the same."""
-    event = of(StoreTrouble, happened)[-1]
+    event = events_of(StoreTrouble, emitted)[-1]
     assert word in event.problem and f"{count} measurements are kept in memory" in event.action, (
         event
     )
@@ -53,50 +53,50 @@ def waits(happened: list, count: int, word: str) -> None:
     assert all(perf.get(m.kernel, m.bucket, m.place) == m for m in state.unsaved.rows.values())
 
 
-def works_again(happened: list, path: Path, want: list[Measurement], written: int) -> None:
+def works_again(emitted: list, path: Path, want: list[Measurement], written: int) -> None:
     measurements.retry_save()
-    assert kept(path) == sorted(want) and not state.unsaved
-    assert [e.written for e in of(StoreRecovered, happened)] == [written]
+    assert stored_rows(path) == sorted(want) and not state.unsaved
+    assert [e.written for e in events_of(StoreRecovered, emitted)] == [written]
     assert measurements.status().ok
     measurements.retry_save()  # nothing is left to do
-    assert len(of(StoreRecovered, happened)) == 1
+    assert len(events_of(StoreRecovered, emitted)) == 1
 
 
 # what may stand in the way, and goes away
 
 
-def test_a_later_schema(path, happened):
+def test_a_later_schema(path, emitted):
     measurements.record([measured(0)])
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 99")
     other.close()
     measurements.record([measured(1)])
     measurements.record([measured(2)])
-    waits(happened, 2, "schema 99")
-    told = len(happened)
+    waits(emitted, 2, "schema 99")
+    told = len(emitted)
     measurements.retry_save()  # the same trouble is not told again
-    assert len(happened) == told
+    assert len(emitted) == told
     with sqlite3.connect(path) as other:
         other.execute("PRAGMA user_version = 3")
     other.close()
-    works_again(happened, path, [measured(0), measured(1), measured(2)], 2)
+    works_again(emitted, path, [measured(0), measured(1), measured(2)], 2)
 
 
-def test_a_lock_that_does_not_end(path, happened, monkeypatch):
+def test_a_lock_that_does_not_end(path, emitted, monkeypatch):
     measurements.record([measured(0)])
     monkeypatch.setattr(perf_loading, "WRITE_SECONDS", 0.05)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     measurements.record([measured(1)], {"here": Rates(3.0, 4.0)})
-    waits(happened, 2, "locked")
+    waits(emitted, 2, "locked")
     other.execute("ROLLBACK")
     other.close()
-    works_again(happened, path, [measured(0), measured(1)], 2)
+    works_again(emitted, path, [measured(0), measured(1)], 2)
     with SqliteStore(path, read_only=True) as store:
         assert store.rates() == {"here": Rates(3.0, 4.0)}
 
 
-def test_pages_run_out(path, happened, monkeypatch):
+def test_pages_run_out(path, emitted, monkeypatch):
     """SQLite's own "database or disk is full"."""
     connect = SqliteStore._connect
 
@@ -111,8 +111,8 @@ def test_pages_run_out(path, happened, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(SqliteStore, "_connect", small)
         measurements.record([measured(i) for i in range(1, 200)])
-        waits(happened, 199, "full")
-    works_again(happened, path, [measured(i) for i in range(200)], 199)
+        waits(emitted, 199, "full")
+    works_again(emitted, path, [measured(i) for i in range(200)], 199)
 
 
 def fill(path: Path) -> None:
@@ -126,7 +126,7 @@ def fill(path: Path) -> None:
         os.close(file)
 
 
-def test_a_full_disk(path, happened, tmp_path):
+def test_a_full_disk(path, emitted, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -140,38 +140,38 @@ def test_a_full_disk(path, happened, tmp_path):
         lz.rms_norm(rows())
         measurements.reload_measurements()
         measurements.record([measured(i) for i in range(1, 300)])
-        waits(happened, 299, "")
+        waits(emitted, 299, "")
         (disk / "filler").unlink()
-        works_again(happened, disk / "perf.sqlite", [measured(i) for i in range(300)], 299)
+        works_again(emitted, disk / "perf.sqlite", [measured(i) for i in range(300)], 299)
         fill(disk / "filler")
         lz.configure(perfdb=str(disk / "new.sqlite"))  # nor can a new one be made
         measurements.record([measured(1000)])
-        waits(happened, 1, "")
+        waits(emitted, 1, "")
     finally:
         lz.configure(perfdb="off")
         subprocess.run(["umount", "-l", disk], capture_output=True)
 
 
-def test_a_limit_on_the_size_of_files(path, happened):
+def test_a_limit_on_the_size_of_files(path, emitted):
     measurements.record([measured(0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
     try:
         measurements.record([measured(i) for i in range(1, 300)])
-        waits(happened, 299, "")
+        waits(emitted, 299, "")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    works_again(happened, path, [measured(i) for i in range(300)], 299)
+    works_again(emitted, path, [measured(i) for i in range(300)], 299)
 
 
-def test_a_folder_that_is_a_file_for_a_while(path, happened):
+def test_a_folder_that_is_a_file_for_a_while(path, emitted):
     lz.configure(perfdb=str(path / "deep" / "perf.sqlite"))
     path.write_text("in the way")
     measurements.record([measured(0)])
-    waits(happened, 1, "perf.sqlite")
+    waits(emitted, 1, "perf.sqlite")
     assert path.read_text() == "in the way"
     path.unlink()
-    works_again(happened, path / "deep" / "perf.sqlite", [measured(0)], 1)
+    works_again(emitted, path / "deep" / "perf.sqlite", [measured(0)], 1)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -213,7 +213,7 @@ def test_what_may_not_be_written_for_a_while(kind, tmp_path):
     assert lines[-1] == "0 [1] 2"
 
 
-def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
+def test_a_file_system_without_shared_memory(path, emitted, monkeypatch):
     """No log then: SQLite keeps its journal, and everything else is as ever."""
     connect = SqliteStore._connect
     monkeypatch.setattr(
@@ -221,12 +221,13 @@ def test_a_file_system_without_shared_memory(path, happened, monkeypatch):
     )
     for i in range(5):
         measurements.record([measured(i)])
-    assert kept(path) == [measured(i) for i in range(5)] and of(StoreTrouble, happened) == []
+    assert stored_rows(path) == [measured(i) for i in range(5)] and events_of(StoreTrouble,
+                                                                              emitted) == []
     with SqliteStore(path) as store:
         assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_after_a_while_it_is_tried_again_by_itself(path, happened, monkeypatch):
+def test_after_a_while_it_is_tried_again_by_itself(path, emitted, monkeypatch):
     monkeypatch.setattr(perf_loading, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(measurements, "_retry", None)  # another test's
     path.write_text("in the way")
@@ -234,12 +235,12 @@ def test_after_a_while_it_is_tried_again_by_itself(path, happened, monkeypatch):
     assert state.unsaved
     path.unlink()
     end = time.monotonic() + 30
-    while not of(StoreRecovered, happened) and time.monotonic() < end:
+    while not events_of(StoreRecovered, emitted) and time.monotonic() < end:
         time.sleep(0.02)
-    assert kept(path) == [measured(0)] and not state.unsaved
+    assert stored_rows(path) == [measured(0)] and not state.unsaved
 
 
-def test_what_waits_survives_another_setting_and_a_reload(path, happened):
+def test_what_waits_survives_another_setting_and_a_reload(path, emitted):
     """The world is loaded anew; what is in no store yet is part of it."""
     kernel = worlds.current().catalog.by_id["reference.rms_norm"]
     path.write_text("in the way")
@@ -266,7 +267,7 @@ def test_what_waits_does_not_grow_with_what_is_measured_again(path):
     }
 
 
-def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, happened):
+def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, emitted):
     """One thread takes the store away and gives it back; four record."""
     measurements.record([measured(9999)])
     done = threading.Event()
@@ -294,7 +295,7 @@ def test_threads_that_record_while_the_store_comes_and_goes_lose_nothing(path, h
     done.set()
     spoiler.join(60)
     measurements.retry_save()
-    assert {m.sizes for m in kept(path)} == {
+    assert {m.sizes for m in stored_rows(path)} == {
         f"rows={n} hidden=64"
         for n in (9999, *(100 * who + i for who in range(4) for i in range(15)))
     }
@@ -323,7 +324,8 @@ def test_at_the_end_of_the_process_it_is_tried_once_more_and_a_loss_is_said(tmp_
         LAYERZERO_CACHE_DIR=str(tmp_path),
     )
     if healed:
-        assert output.startswith("store_recovered") and len(kept(tmp_path / "perf.sqlite")) == 1
+        assert (output.startswith("store_recovered")
+                and len(stored_rows(tmp_path / "perf.sqlite")) == 1)
     else:
         assert output == "store_trouble 1 measurements are lost with this process"
 
@@ -340,14 +342,14 @@ def test_a_clock_that_is_set_back_costs_no_measurement(path, monkeypatch):
     measurements.record([measured(0, at=0.0, median_us=2.0)], {"here": Rates(2.0, 2.0)})
     row = measured(0)
     assert worlds.current().perf.get(row.kernel, row.bucket, row.place).median_us == 2.0
-    (stored,) = kept(path)
+    (stored,) = stored_rows(path)
     assert stored.median_us == 2.0 and stored.at <= real() - 364 * 86400
     with SqliteStore(path, read_only=True) as store:
         assert store.rates() == {"here": Rates(2.0, 2.0)}
     monkeypatch.undo()
     with SqliteStore(path) as store:
         store.put([measured(0, median_us=3.0, at=time.time())])
-    assert kept(path)[0].median_us == 3.0
+    assert stored_rows(path)[0].median_us == 3.0
 
 
 def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypatch):
@@ -360,7 +362,7 @@ def test_a_row_of_the_future_gives_way_to_what_is_measured_today(path, monkeypat
     monkeypatch.setattr(time, "time", real)
     with SqliteStore(path, read_only=True) as store:
         (seen,) = store.view({"torch.k": "v1"})
-    assert seen.at <= real() and kept(path)[0].at > real()
+    assert seen.at <= real() and stored_rows(path)[0].at > real()
     with SqliteStore(path) as store:
         # an hour ago, and kept in memory until now
         store.put([measured(0, at=real() - 3600, median_us=2.0)])

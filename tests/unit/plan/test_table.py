@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import random_calls
 import torch
-from helpers import Fake, of, only, path_of, python, qkv, register, rows
+from helpers import Fake, allow_only, events_of, path_of, python, qkv, register, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +66,7 @@ def table(world) -> Table:
         device="cpu")
 
 
-def preferring(table: Table, last: str) -> Table:
+def prefer(table: Table, last: str) -> Table:
     """The same table with another kernel first."""
     def turned(row: Row) -> Row:
         ours = [c for c in row.choices if c.kernel == last]
@@ -175,19 +175,19 @@ def test_what_compiles_on_first_use_is_listed_and_compiled_before_it_serves(worl
 
 # in force
 
-def test_calls_in_a_range_take_the_tables_kernel(table, happened, path):
-    lz.tables.use_table(preferring(table, "reference.rms_norm"))
+def test_calls_in_a_range_take_the_tables_kernel(table, emitted, path):
+    lz.tables.use_table(prefer(table, "reference.rms_norm"))
     x, w = torch.randn(30, 64), torch.randn(64)
     call = path_of("rms_norm", path)
     torch.testing.assert_close(call(x, w), lz.op("rms_norm").reference(x, w))
-    assert [e.kernel for e in of(Selected, happened)] == ["reference.rms_norm"]
+    assert [e.kernel for e in events_of(Selected, emitted)] == ["reference.rms_norm"]
     call(x[:20], w)                                            # another bucket of the same range
-    assert [e.kernel for e in of(Selected, happened)] == ["reference.rms_norm"] * 2
-    assert not of(PlanMissed, happened)
+    assert [e.kernel for e in events_of(Selected, emitted)] == ["reference.rms_norm"] * 2
+    assert not events_of(PlanMissed, emitted)
 
 
 def test_explain_says_that_it_came_from_the_table(table):
-    ours = preferring(table, "reference.rms_norm")
+    ours = prefer(table, "reference.rms_norm")
     lz.tables.use_table(ours)
     x, w = torch.randn(30, 64), torch.randn(64)
     plan = lz.explain("rms_norm", x, w)
@@ -199,12 +199,12 @@ def test_explain_says_that_it_came_from_the_table(table):
     assert lz.Plan.from_json(json.loads(json.dumps(plan.to_json()))).table == ours.id
 
 
-def test_a_call_outside_is_selected_at_run_time_and_recorded(table, happened, path):
+def test_a_call_outside_is_selected_at_run_time_and_recorded(table, emitted, path):
     lz.tables.use_table(table)
     x, w = torch.randn(200, 64), torch.randn(64)
     torch.testing.assert_close(path_of("rms_norm", path)(x, w), lz.op("rms_norm").reference(x, w),
                                rtol=1e-5, atol=1e-6)
-    (missed,) = of(PlanMissed, happened)
+    (missed,) = events_of(PlanMissed, emitted)
     assert missed.reason.code is Code.PLAN_BUCKET_MISS and "rows=200" in missed.reason.message
     assert missed.kernel == lz.which("rms_norm", x, w)
     plan = lz.explain("rms_norm", x, w)
@@ -215,31 +215,31 @@ def test_a_call_outside_is_selected_at_run_time_and_recorded(table, happened, pa
     assert lz.stats().events["plan_missed"] == 1
 
 
-def test_the_key_tells_the_ends_of_a_range_apart(table, happened, path):
+def test_the_key_tells_the_ends_of_a_range_apart(table, emitted, path):
     """A range that ends inside a bucket: the remembered choice of one side is not given to the
     other."""
     cut = tuple(replace(r, sizes=tuple((n, s._replace(high=110) if n == "rows" else s)
                                        for n, s in r.sizes))
                 for r in table.rows)
-    lz.tables.use_table(preferring(replace(table, rows=cut), "reference.rms_norm"))
+    lz.tables.use_table(prefer(replace(table, rows=cut), "reference.rms_norm"))
     w = torch.randn(64)
     for n, inside in ((100, True), (110, True), (111, False), (128, False), (101, True)):
         assert (lz.explain("rms_norm", torch.randn(n, 64), w).table != "") is inside
         path_of("rms_norm", path)(torch.randn(n, 64), w)
-    assert [e.kernel == "reference.rms_norm" for e in of(Selected, happened)] == [True, False]
+    assert [e.kernel == "reference.rms_norm" for e in events_of(Selected, emitted)] == [True, False]
 
 
-def test_an_override_is_another_policy_and_asks_the_engine(table, happened):
-    lz.tables.use_table(preferring(table, "reference.rms_norm"))
+def test_an_override_is_another_policy_and_asks_the_engine(table, emitted):
+    lz.tables.use_table(prefer(table, "reference.rms_norm"))
     x, w = torch.randn(30, 64), torch.randn(64)
     with lz.prefer("torch.rms_norm"):
         assert lz.which("rms_norm", x, w) == "torch.rms_norm"
         lz.rms_norm(x, w)
     assert lz.which("rms_norm", x, w, backend="torch") == "torch.rms_norm"
-    assert not of(PlanMissed, happened)
+    assert not events_of(PlanMissed, emitted)
 
 
-def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, happened):
+def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, emitted):
     bad = Fake("fake.bad")
     register(bad)
     table = lz.tables.solve([norm(4)], device="cpu")
@@ -254,24 +254,24 @@ def test_a_kernel_that_fails_is_replaced_by_the_next_of_the_row(world, happened)
     assert lz.explain("rms_norm", x, w).table == table.id
 
 
-def test_a_row_whose_kernels_are_all_out_is_a_miss(world, happened):
+def test_a_row_whose_kernels_are_all_out_is_a_miss(world, emitted):
     bad = Fake("fake.bad")
     register(bad)
     table = lz.tables.solve([norm(4)], device="cpu")
     bare = replace(table.rows[0], choices=table.rows[0].choices[:1])
-    lz.tables.use_table(stamped(replace(table, rows=(bare,)),
-                                builds={"fake.bad": table.stamp.builds["fake.bad"]}))
+    lz.tables.use_table(with_stamp(replace(table, rows=(bare,)),
+                                   builds={"fake.bad": table.stamp.builds["fake.bad"]}))
     bad.fault = RuntimeError("broken")
     for _ in range(3):
         with pytest.raises(lz.errors.KernelExecutionError):
             lz.rms_norm(torch.randn(4, 64), torch.randn(64))
     lz.rms_norm(torch.randn(4, 64), torch.randn(64))
-    assert "out of service" in of(PlanMissed, happened)[-1].reason.message
+    assert "out of service" in events_of(PlanMissed, emitted)[-1].reason.message
 
 
 def test_taking_it_away(table):
-    lz.tables.use_table(preferring(table, "reference.rms_norm"))
-    assert lz.tables.table_in_force().id == preferring(table, "reference.rms_norm").id
+    lz.tables.use_table(prefer(table, "reference.rms_norm"))
+    assert lz.tables.table_in_force().id == prefer(table, "reference.rms_norm").id
     lz.tables.use_table(None)
     assert lz.tables.table_in_force() is None
     assert lz.which("rms_norm", torch.ones(30, 64), torch.ones(64)) == next(
@@ -280,7 +280,7 @@ def test_taking_it_away(table):
 
 # drift
 
-def stamped(table: Table, **changes) -> Table:
+def with_stamp(table: Table, **changes) -> Table:
     return replace(table, stamp=replace(table.stamp, **changes))
 
 
@@ -298,32 +298,32 @@ def stamped(table: Table, **changes) -> Table:
 ])
 def test_drift_is_refused_and_named(table, change, message):
     with pytest.raises(DataError, match="Run lz solve again") as refused:
-        lz.tables.use_table(stamped(table, **change(table.stamp)))
+        lz.tables.use_table(with_stamp(table, **change(table.stamp)))
     assert message in str(refused.value) and set(refused.value.codes) == {Code.PLAN_DRIFT}
     assert lz.tables.table_in_force() is None
 
 
 def test_which_of_two_twins_and_how_much_memory_is_no_drift(table):
     device = replace(table.stamp.device, index=3, total_memory=1)
-    check_table(stamped(table, device=device), worlds.current())
+    check_table(with_stamp(table, device=device), worlds.current())
 
 
 def test_a_device_that_is_not_here_is_refused(table):
     device = replace(table.stamp.device, type="xpu", vendor="intel", isa=(),
                      gpu_generation="unknown")
     with pytest.raises(DataError, match="Run lz solve again"):
-        lz.tables.use_table(stamped(table, device=device))
+        lz.tables.use_table(with_stamp(table, device=device))
 
 
 @pytest.mark.parametrize("change", [
     lambda: lz.configure(deterministic=True), lambda: register(Fake("fake.new"))],
                          ids=["policy", "kernels"])
-def test_drift_while_in_force_turns_it_off_and_says_so(table, happened, change):
-    lz.tables.use_table(preferring(table, "reference.rms_norm"))
+def test_drift_while_in_force_turns_it_off_and_says_so(table, emitted, change):
+    lz.tables.use_table(prefer(table, "reference.rms_norm"))
     change()
     x, w = torch.randn(30, 64), torch.randn(64)
     lz.rms_norm(x, w)
-    assert of(PlanMissed, happened)[-1].reason.code is Code.PLAN_DRIFT
+    assert events_of(PlanMissed, emitted)[-1].reason.code is Code.PLAN_DRIFT
     assert lz.explain("rms_norm", x, w).missed.code is Code.PLAN_DRIFT
     with pytest.raises(DataError, match="is refused"):
         lz.tables.use_table(table)
@@ -470,7 +470,8 @@ def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     table = lz.tables.solve(solved, device="cpu", fill=op != "synthetic")
     find, world = lowering.compiled_find(table), worlds.current()
     known = [facts_of(c, world, "cpu")[1] for c in solved]
-    asked = [*known, *(moved(rng, dispatcher_of(op).op, rng.choice(known)) for _ in range(2500))]
+    asked = [*known,
+             *(random_neighbour(rng, dispatcher_of(op).op, rng.choice(known)) for _ in range(2500))]
     for args, kwargs in (make(rng) for _ in range(500)):
         try:
             asked.append(cpu_facts(op, args, kwargs))
@@ -492,7 +493,7 @@ def test_lowered_table_and_rules_agree_on_random_calls(op, world):
     assert hits > 150 and misses > 300
 
 
-def moved(rng: random.Random, op: lz.Op, facts: dict) -> dict:
+def random_neighbour(rng: random.Random, op: lz.Op, facts: dict) -> dict:
     """A call that differs a little in one or two sizes, as its facts."""
     new = dict(facts)
     names = [n for n in (*op.dims, *(p.name for p in op.params if p.kind == "int"))
@@ -648,7 +649,7 @@ def test_every_row_of_a_models_table_is_proven(world):
 
 
 def test_only_named_kernels_are_in_a_table_under_a_lock(world):
-    only("torch.rms_norm", "reference.rms_norm", op="rms_norm")
+    allow_only("torch.rms_norm", "reference.rms_norm", op="rms_norm")
     lz.lock("rms_norm", "reference.rms_norm")
     table = lz.tables.solve([norm(4)], device="cpu")
     assert [c.kernel for c in table.rows[0].choices] == ["reference.rms_norm"]

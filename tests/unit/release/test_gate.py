@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fake, happened, register, world
+from helpers import Fake, emitted, register, world
 
 import layerzero as lz
 from layerzero.cli import main
@@ -36,7 +36,7 @@ from layerzero.verify.model.families import FAMILIES, model_cells
 from layerzero.world import snapshot as worlds
 from layerzero.world.registry.catalog import Catalog
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 ROOT = Path(__file__).parents[3]
 FULL = os.environ.get("LZ_TEST_FULL") == "1"
 
@@ -190,7 +190,7 @@ def test_names_that_fit_nothing_are_errors(tmp_path: Path) -> None:
 
 # The command.
 
-def asked(root: Path, **more: Any) -> GateOptions:
+def gate_options(root: Path, **more: Any) -> GateOptions:
     return GateOptions(targets.target_of(hardware.probe("cpu")), "cpu", "quick", root, **more)
 
 
@@ -203,7 +203,7 @@ def test_reports_are_written_beside_the_summary(tmp_path: Path, capsys: pytest.C
                         lambda kernel: iter(["claims <the> moon"] if kernel.id == "torch.mlp"
                                             else []))
     folder = tmp_path / "new" / "folder"
-    assert run(asked(tmp_path, families=["image"]), ("static", "models"), out=folder) == 1
+    assert run(gate_options(tmp_path, families=["image"]), ("static", "models"), out=folder) == 1
     out = capsys.readouterr().out
     assert ("torch.mlp: claims <the> moon" in out and "FAILED: " in out
             and "not asked: correctness, schema" in out)
@@ -236,7 +236,7 @@ def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no disk")
 
     monkeypatch.setattr(schemas, "check", broken)
-    report = run_gate(asked(tmp_path), ("schema",))
+    report = run_gate(gate_options(tmp_path), ("schema",))
     assert (not report["passed"]
             and "RuntimeError: no disk" in report["stages"][0]["checks"][0]["findings"][0][
                 "problem"])
@@ -245,7 +245,7 @@ def test_a_stage_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("world")
 def test_a_wrong_kernel_fails_the_contract() -> None:
     register(Halved("fake.half", prior=1e6))
-    report = run_gate(asked(ROOT), ("correctness",))
+    report = run_gate(gate_options(ROOT), ("correctness",))
     (check,) = report["stages"][0]["checks"]
     assert [f["subject"] for f in check["findings"]] == ["fake.half"] and check["asked"] > 40
 
@@ -314,8 +314,9 @@ def always(ratio: float, **others: float) -> performance.Timer:
 
 
 def baseline_in(tmp_path: Path, **changed: Any) -> Path:
-    path = tmp_path / "benchmarks" / "baselines" / f"{asked(tmp_path).target}.json"
-    baseline = Baseline(asked(tmp_path).target, hardware.probe("cpu").name, str(torch.__version__),
+    path = tmp_path / "benchmarks" / "baselines" / f"{gate_options(tmp_path).target}.json"
+    baseline = Baseline(gate_options(tmp_path).target, hardware.probe("cpu").name,
+                        str(torch.__version__),
                         "2026-01-01",
                         dict.fromkeys(CALLS, TIMED))
     replace(baseline, **changed).save(path)
@@ -323,13 +324,13 @@ def baseline_in(tmp_path: Path, **changed: Any) -> Path:
 
 
 def slower(path: Path, first: performance.Timer, again: performance.Timer) -> list[str]:
-    every = performance.compare(path, asked(path).target, "cpu", 0.1, first, again)
+    every = performance.compare(path, gate_options(path).target, "cpu", 0.1, first, again)
     return [f"{f.check}/{f.subject}: {f.problem}" for check in every for f in check.findings]
 
 
 def test_a_regression_is_beyond_the_threshold_with_its_whole_interval_and_again(
         tmp_path: Path) -> None:
-    path, target = baseline_in(tmp_path), asked(tmp_path).target
+    path, target = baseline_in(tmp_path), gate_options(tmp_path).target
     assert Baseline.load(path).least("mlp decode") == pytest.approx(1.9 * 0.85)
     assert slower(path, always(2.0), always(0.0)) == []
     # 1.68 is inside: noise does not decide
@@ -380,11 +381,12 @@ def test_the_committed_baselines_can_be_read() -> None:
 
 # Waivers over baselines.
 
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *waivers: Waiver) -> dict[str, Any]:
+def run_performance_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                         *waivers: Waiver) -> dict[str, Any]:
     baseline_in(tmp_path)
     monkeypatch.setattr(performance, "in_this_process", always(2.0, mlp_decode=1.0))
     monkeypatch.setattr(performance, "in_new_process", always(1.0))
-    return run_gate(asked(tmp_path), ("performance",), waivers, today=date(2026, 6, 15))
+    return run_gate(gate_options(tmp_path), ("performance",), waivers, today=date(2026, 6, 15))
 
 
 def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -> Waiver:
@@ -393,16 +395,16 @@ def waiver(what: str = "performance/*/mlp decode", day: int = 15, **more: Any) -
 
 def test_a_clock_that_was_set_back_revives_no_waiver(tmp_path: Path) -> None:
     baseline_in(tmp_path)
-    path = asked(tmp_path).baseline_file
+    path = gate_options(tmp_path).baseline_file
     path.write_text(json.dumps({**json.loads(path.read_text()), "made": "2999-01-01"}))
     old = Waiver("performance/*/mlp decode", "as long as it lasts", date(2998, 12, 31))
-    assert run_gate(asked(tmp_path), ("schema",), (old,))["waivers"][0]["state"] == "expired"
+    assert run_gate(gate_options(tmp_path), ("schema",), (old,))["waivers"][0]["state"] == "expired"
 
 
 def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not judged(tmp_path, monkeypatch)["passed"]
-    report = judged(tmp_path, monkeypatch, waiver())
+    assert not run_performance_gate(tmp_path, monkeypatch)["passed"]
+    report = run_performance_gate(tmp_path, monkeypatch, waiver())
     assert report["passed"] and [w["state"] for w in report["waivers"]] == ["used"]
     assert list(report["waived"]) == [f"performance/{report['target']}/mlp decode"]
     assert [s["state"] for s in report["stages"]] == ["waived", "passed"]
@@ -410,7 +412,7 @@ def test_a_waiver_lets_one_threshold_pass_until_its_day(tmp_path: Path,
 
 def test_an_expired_waiver_fails_and_says_so(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    report = judged(tmp_path, monkeypatch, waiver(day=14))
+    report = run_performance_gate(tmp_path, monkeypatch, waiver(day=14))
     assert (not report["passed"] and report["waived"] == {}
             and [w["state"] for w in report["waivers"]] == ["expired"])
     assert "expired on 2026-06-14" in report["stages"][-1]["checks"][0]["findings"][0]["problem"]
@@ -418,9 +420,10 @@ def test_an_expired_waiver_fails_and_says_so(tmp_path: Path,
 
 def test_an_unused_waiver_is_told_and_one_of_another_target_is_not(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    report = judged(tmp_path, monkeypatch, waiver(), waiver("performance/*/rope decode"),
-                    waiver(target="cdna1"),
-                    waiver("soak/trend/RSS"))
+    report = run_performance_gate(tmp_path, monkeypatch, waiver(),
+                                  waiver("performance/*/rope decode"),
+                                  waiver(target="cdna1"),
+                                  waiver("soak/trend/RSS"))
     assert (report["passed"] and [w["state"] for w in report["waivers"]]
             == ["used", "unused", "not asked", "not asked"])
     note = report["stages"][-1]["checks"][0]["note"]
@@ -519,7 +522,7 @@ def test_without_quick_a_kernel_is_verified_once_and_then_its_certificate_holds(
     register(Halved("fake.half", prior=1e6))
     monkeypatch.setattr(stages, "_can_run",
                         lambda kernel, device: kernel.id in ("torch.layer_norm", "fake.half"))
-    usual = replace(asked(ROOT), lane="usual")
+    usual = replace(gate_options(ROOT), lane="usual")
     for proven, verified in ((0, 1), (1, 0)):
         (check,) = stages.run_stage("correctness", usual)
         assert [f.subject for f in check.findings] == ["fake.half"] and check.asked == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import happened, world
+from helpers import emitted, world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import MAKERS, neighbour
@@ -29,7 +29,7 @@ from layerzero.spec.rules.predicate import PREDICATES
 from layerzero.world import context
 from layerzero.world.config import programmatic_layer
 
-__all__ = ["happened", "world"]
+__all__ = ["emitted", "world"]
 steady = settings(deadline=None, max_examples=60, derandomize=True,
                   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

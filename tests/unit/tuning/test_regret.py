@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from helpers import Fake, only, register
+from helpers import Fake, allow_only, register
 
 import layerzero as lz
 from layerzero.cli import main
@@ -29,7 +29,7 @@ from layerzero.tuning.regret import (
 NORM = Call("rms_norm", {"x": TensorSpec((4, 64), "float32")}, count=3, name="here")
 
 
-def noisy(us: float, seed: int, rounds: int = 40, noise: float = 0.2) -> list[float]:
+def noisy_times(us: float, seed: int, rounds: int = 40, noise: float = 0.2) -> list[float]:
     chance = random.Random(seed)
     return [us * (1 + chance.uniform(-noise, noise)) for _ in range(rounds)]
 
@@ -61,7 +61,7 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
     it is not."""
     honest, naive = [], []
     for trial in range(30):
-        rounds = {f"k{i}": noisy(10.0, 100 * trial + i) for i in range(20)}
+        rounds = {f"k{i}": noisy_times(10.0, 100 * trial + i) for i in range(20)}
         honest.append(regret(rounds, "k0"))
         naive.append(ratio(rounds, "k0", fastest(rounds, "k0")) - 1.0)
     assert sorted(naive)[15] > 0.05
@@ -69,7 +69,7 @@ def test_being_the_luckiest_of_many_equals_is_no_merit():
 
 
 def test_a_true_difference_survives_the_noise():
-    regrets = [regret({"a": noisy(15.0, 2 * t), "b": noisy(10.0, 2 * t + 1)},
+    regrets = [regret({"a": noisy_times(15.0, 2 * t), "b": noisy_times(10.0, 2 * t + 1)},
                       "a") for t in range(20)]
     assert 0.4 < sorted(regrets)[10] < 0.6
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_replayed_is_skipped_with_its_reason(world):
     report = regrets.replay([wrong, NORM], seconds=0.0, watch=Costs({}))
     assert (len(report.rows) == 1 and report.skipped[0].call is wrong
             and "weight" in report.skipped[0].why)
-    only("fake.nobody")
+    allow_only("fake.nobody")
     assert "NoKernelFoundError" in replay(NORM, Costs({})).skipped[0].why
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ATTENTION, Fake, only, register
+from helpers import ATTENTION, Fake, allow_only, register
 
 import layerzero as lz
 from layerzero import cli
@@ -84,11 +84,11 @@ def script(world, monkeypatch):
 
 def serve(*fakes: Fake) -> None:
     register(*fakes)
-    only(*(fake.id for fake in fakes))
+    allow_only(*(fake.id for fake in fakes))
     lz.configure(perfdb="off")
 
 
-def explained(n: int = 8, hidden: int = 32):
+def explain_norm(n: int = 8, hidden: int = 32):
     return lz.explain("rms_norm", torch.ones(n, hidden))
 
 
@@ -98,12 +98,12 @@ def test_the_measured_best_is_chosen_from_then_on(script):
     praised, humble = script.fake("fake.praised", 90.0,
                                   prior=50.0), script.fake("fake.humble", 40.0)
     serve(praised, humble)
-    assert explained().kernel == "fake.praised"
+    assert explain_norm().kernel == "fake.praised"
     report = tune([norm()])
     tuned = report.tuned[0]
     assert (tuned.best, tuned.chosen, tuned.before, tuned.sure, tuned.tied) == (
         "fake.humble", "fake.humble", "fake.praised", 1.0, ())
-    plan = explained()
+    plan = explain_norm()
     assert plan.kernel == "fake.humble" and {s.score.source for s in plan.steps} == {"measured"}
     assert [k.kernel for k in tuned.kernels] == ["fake.humble", "fake.praised"]
 
@@ -116,7 +116,7 @@ def test_of_two_that_run_the_same_torch_functions_the_default_stays(script):
                                                       ("torch.entry",))
     assert {k.kernel: k.summary.median for k in tuned.kernels} == {"torch.usual": 20.0,
                                                                    "torch.entry": 20.0}
-    assert explained().kernel == "torch.usual"
+    assert explain_norm().kernel == "torch.usual"
 
 
 def test_a_kernel_whose_work_torch_does_not_see_is_not_called_the_same(script):
@@ -141,7 +141,7 @@ def test_real_times_decide_the_same_way(world):
                        prior=50.0), Fake("fake.quick", prior=1.0)
     serve(slow, quick)
     tuned = tune([norm()], rounds=10).tuned[0]
-    assert (tuned.best, tuned.chosen) == ("fake.quick", "fake.quick") == (explained().kernel,
+    assert (tuned.best, tuned.chosen) == ("fake.quick", "fake.quick") == (explain_norm().kernel,
                                                                           tuned.best)
     assert tuned.winner.summary.samples == 10
 
@@ -152,14 +152,14 @@ def test_noise_that_all_share_does_not_hide_who_is_faster(script):
           script.fake("fake.b", *(100 * n for n in [1, 1, *noise])))
     tuned = tune([norm()]).tuned[0]
     assert ((tuned.best, tuned.chosen, tuned.sure) == ("fake.b", "fake.b", 1.0)
-            and explained().kernel == "fake.b")
+            and explain_norm().kernel == "fake.b")
 
 
 def test_noise_in_a_kernel_that_is_far_behind_does_not_bring_it_back(script):
     serve(script.fake("fake.noisy", 900.0, 900.0, 900.0, 90_000.0, 5000.0, prior=100.0),
           script.fake("fake.b", 100.0))
     tuned = tune([norm()]).tuned[0]
-    assert tuned.chosen == explained().kernel == "fake.b"
+    assert tuned.chosen == explain_norm().kernel == "fake.b"
 
 
 def test_a_quiet_spread_is_written_down_as_it_is(script):
@@ -181,7 +181,7 @@ def test_what_cannot_be_told_apart_is_a_tie_and_stays_one_choice(script):
                                                           "fake.second")
         assert tuned.certainty == "tie with fake.first"
         assert len({(m.median_us, m.spread, m.samples) for m in tuned.measurements}) == 1
-        assert explained().kernel == "fake.second"
+        assert explain_norm().kernel == "fake.second"
 
 
 def test_the_gain_is_over_the_baseline_and_the_roofline_is_the_device_s(script):
@@ -258,7 +258,7 @@ def test_who_is_far_behind_is_timed_a_little_and_measured_all_the_same(script):
     assert (tuned["fake.slow"].summary.samples,
             tuned["fake.awful"].summary.samples) == (FIRST_ROUNDS, 1)
     assert tuned["fake.best"].summary.samples >= MIN_ROUNDS
-    assert {s.score.source for s in explained().steps} == {"measured"}
+    assert {s.score.source for s in explain_norm().steps} == {"measured"}
 
 
 def test_one_unlucky_call_does_not_make_a_kernel_hopeless(script):
@@ -370,21 +370,21 @@ def test_without_a_certificate_nothing_is_timed_where_policy_demands_one(script)
 def test_what_policy_denies_is_not_timed(script):
     denied = script.fake("fake.denied", 1.0)
     register(denied, script.fake("fake.one", 10.0))
-    only("fake.one")
+    allow_only("fake.one")
     assert tune([norm()]).tuned[0].best == "fake.one" and denied.calls == 0
 
 
 def test_what_compiles_is_compiled_first_and_is_warm_afterwards(script):
     jit, plain = script.fake("fake.jit", 5.0, jit=True), script.fake("fake.plain", 10.0)
     serve(jit, plain)
-    assert explained().why_not("fake.jit")[0].code is Code.JIT_NOT_WARMED
+    assert explain_norm().why_not("fake.jit")[0].code is Code.JIT_NOT_WARMED
     look, first = jit.before, [True]
     jit.before = lambda: (look(), time.sleep(0.05) if first and first.pop() else None)
     tuned = tune([norm()]).tuned[0]
     rows = {m.kernel: m for m in tuned.measurements}
     assert (rows["fake.jit"].compile_us > 0 and rows["fake.jit"].median_us == 5.0
             and rows["fake.plain"].compile_us == 0)
-    assert tuned.chosen == explained().kernel == "fake.jit"
+    assert tuned.chosen == explain_norm().kernel == "fake.jit"
     # for this kind of call, not for others
     assert {entry[0] for entry in worlds.current().warmed} == {"fake.jit"}
     # no call: it would be compiled meanwhile
@@ -561,9 +561,9 @@ def test_measurements_are_kept_on_disk_for_the_next_process(script, tmp_path):
     worlds.publish(lambda w: w.replace(perf=w.perf.including((), {place: ROOF})), "rates")
     tune([norm()])
     lz.configure(perfdb="off")
-    assert explained().steps[0].score.source == "less work"
+    assert explain_norm().steps[0].score.source == "less work"
     lz.configure(perfdb=str(tmp_path / "perf.sqlite"))
-    assert explained().steps[0].score.source == "measured"
+    assert explain_norm().steps[0].score.source == "measured"
 
 
 # the command

@@ -55,7 +55,8 @@ def references(tmp_path_factory) -> Iterator[References]:
         yield opened
 
 
-def made(name: str = "one", reference: str = "def run(x):\n    return x\n", **changes) -> dict:
+def definition_json(name: str = "one", reference: str = "def run(x):\n    return x\n",
+                    **changes) -> dict:
     data = {"name": name, "op_type": "other",
             "axes": {"n": {"type": "var"}, "m": {"type": "const", "value": 4}},
             "inputs": {"x": {"shape": ["n", "m"], "dtype": "float32"}},
@@ -99,7 +100,7 @@ def test_a_definition_comes_back_as_it_was_written(name):
 ])
 def test_a_mistake_is_named_with_its_place(changes, words):
     with pytest.raises(DataError) as e:
-        Definition.from_json(made(**changes))
+        Definition.from_json(definition_json(**changes))
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
@@ -124,7 +125,7 @@ def test_a_folder_is_searched_by_name_and_type_and_says_what_it_lacks(tmp_path):
         find_definitions(tmp_path / "nowhere")
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "one.json").write_text(json.dumps(made()))
+        (tmp_path / folder / "one.json").write_text(json.dumps(definition_json()))
     with pytest.raises(DataError, match="more than one definition is called 'one'"):
         find_definitions(tmp_path)
 
@@ -216,17 +217,18 @@ def test_an_axis_that_is_not_variable_is_refused():
 
 
 def test_an_input_nobody_understands_is_named():
-    data = made(inputs={"flavour": {"shape": ["n"], "dtype": "int32"}})
+    data = definition_json(inputs={"flavour": {"shape": ["n"], "dtype": "int32"}})
     with pytest.raises(DataError,
                        match=r"nothing is known of the input 'flavour' \(int32, axes n\)"):
         generate(Definition.from_json(data))
 
 
 def test_experts_that_share_their_storage_still_differ():
-    data = made(axes={"e": {"type": "const", "value": 40}, "r": {"type": "const", "value": 1024},
-                      "c": {"type": "const", "value": 2048}},
-                inputs={"w": {"shape": ["e", "r", "c"], "dtype": "float32"}},
-                outputs={"y": {"shape": ["e"], "dtype": "float32"}})
+    data = definition_json(axes={"e": {"type": "const", "value": 40},
+                                 "r": {"type": "const", "value": 1024},
+                                 "c": {"type": "const", "value": 2048}},
+                           inputs={"w": {"shape": ["e", "r", "c"], "dtype": "float32"}},
+                           outputs={"y": {"shape": ["e"], "dtype": "float32"}})
     w = generate(Definition.from_json(data))["w"]
     assert tuple(w.shape) == (40, 1024, 2048)
     assert w.untyped_storage().nbytes() < 16 << 20
@@ -436,13 +438,13 @@ def test_drawn_tokens_are_judged_by_what_the_filters_leave():
 # references
 
 def run_text(references: References, folder: Path, text: str):
-    return references.run(stored(folder, made(reference=text)), {"x": torch.ones(2, 4)})
+    return references.run(stored(folder, definition_json(reference=text)), {"x": torch.ones(2, 4)})
 
 
 def test_code_of_a_folder_that_is_not_trusted_does_not_run(tmp_path):
     mark = tmp_path / "ran"
-    definition = stored(tmp_path,
-                        made(reference=f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"))
+    code = f"open({str(mark)!r}, 'w')\ndef run(x):\n    return x\n"
+    definition = stored(tmp_path, definition_json(reference=code))
     with References([FOLDER]) as references:
         ran = references.run(definition, {"x": torch.ones(2, 4)})
         assert ran.status == "untrusted"
@@ -459,8 +461,10 @@ def test_code_of_a_folder_that_is_not_trusted_does_not_run(tmp_path):
 
 
 def test_a_reference_has_its_time(tmp_path, references):
-    slow = stored(tmp_path, made(reference="import time\ndef run(x):\n    time.sleep(600)\n"))
-    good = stored(tmp_path, made("two", "def run(x):\n    print('noise')\n    return x + 1\n"))
+    slow = stored(tmp_path,
+                  definition_json(reference="import time\ndef run(x):\n    time.sleep(600)\n"))
+    good = stored(tmp_path,
+                  definition_json("two", "def run(x):\n    print('noise')\n    return x + 1\n"))
     usual = references.timeout_s
     assert references.run(good, {"x": torch.ones(2, 4)}).ok                 # the process is up
     references.timeout_s = 0.5
@@ -491,7 +495,7 @@ def test_a_reference_that_wants_too_much_memory_is_told_apart(tmp_path, referenc
 
 
 def test_inputs_are_given_by_name_whatever_their_order(tmp_path, references):
-    data = made(reference="def run(y, x):\n    return x - y\n", inputs={
+    data = definition_json(reference="def run(y, x):\n    return x - y\n", inputs={
         n: {"shape": ["n", "m"], "dtype": "float32"} for n in ("x", "y")}, outputs={
         "z": {"shape": ["n", "m"], "dtype": "float32"}})
     ran = references.run(stored(tmp_path, data),
@@ -613,9 +617,9 @@ def test_flashinfer_bench_runs_our_solutions(dataset):
     for name in ("norm_h48_one_plus", "rope_pairs_d16_r8"):
         run = PythonBuilder().build(trace_set.definitions[name], trace_set.solutions[name][0])
         inputs = generate(ALL[name])
-        made = run(*inputs.values())
+        outputs = run(*inputs.values())
         want = answers(ALL[name])[1 if name.startswith("rope") else 0](inputs)
-        first = made[0] if isinstance(made, (tuple, list)) else made
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         assert torch.equal(first, next(iter(want.values())))
 
 

@@ -57,7 +57,7 @@ def test_another_driver_is_another_device():
     lambda d: d["certificate"].update(build="other"),
     lambda d: d.update(seal="0" * 64), lambda d: d.pop("seal"),
     lambda d: d["certificate"].update(kernel="a.b")])
-def test_a_tampered_file_is_refused_and_told(edit, happened):
+def test_a_tampered_file_is_refused_and_told(edit, emitted):
     kernel = torch_rms_norm()
     path = certificates.write(certificate(kernel, worst=0.9), HERE)
     data = json.loads(path.read_text())
@@ -65,7 +65,7 @@ def test_a_tampered_file_is_refused_and_told(edit, happened):
     path.write_text(json.dumps(data))
     status = certificates.statuses([kernel], HERE)[kernel.id]
     assert status.code is lz.Code.CERTIFICATE_REFUSED
-    assert [e.kernel for e in happened if isinstance(e, CertificateRefused)] == [kernel.id]
+    assert [e.kernel for e in emitted if isinstance(e, CertificateRefused)] == [kernel.id]
 
 
 @pytest.mark.parametrize("text", [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, of, python, register, rows
+from helpers import RMS_NORM, Fake, events_of, python, register, rows
 
 import layerzero as lz
 from layerzero.cli import main
@@ -160,34 +160,35 @@ def test_a_policy_file_may_switch_it_off(tmp_path, perfdb):
     # nobody listens there, or the extra is not installed
     ("postgresql://me:secret@127.0.0.1:9/db", ""),
 ])
-def test_a_store_that_cannot_be_opened_is_an_event(perfdb, happened, setting, word):
+def test_a_store_that_cannot_be_opened_is_an_event(perfdb, emitted, setting, word):
     lz.configure(perfdb=setting)
     lz.rms_norm(rows())
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
-    events = of(StoreTrouble, happened)
+    events = events_of(StoreTrouble, emitted)
     assert events and word in events[0].problem
     assert "2 measurements are kept in memory" in events[-1].action
     assert "secret" not in str(events) and "secret" not in measurements.status().text
     assert source_of("fake.one") == "measured" and not measurements.status().ok
 
 
-def test_a_store_that_is_locked_for_writing_costs_only_the_keeping(perfdb, happened, monkeypatch):
+def test_a_store_that_is_locked_for_writing_costs_only_the_keeping(perfdb, emitted, monkeypatch):
     register(Fake("fake.one"))
     measurements.record([torchs_own(), timing("fake.one", 5.0)])
     monkeypatch.setattr(perf_loading, "WRITE_SECONDS", 0.1)
     other = sqlite3.connect(perfdb, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    happened.clear()
+    emitted.clear()
     measurements.record([timing("fake.one", 4.0)])
     other.execute("ROLLBACK")
     other.close()
-    (event,) = of(StoreTrouble, happened)
+    (event,) = events_of(StoreTrouble, emitted)
     assert "locked" in event.problem
     assert next(iter(worlds.current().perf)).median_us == 4.0
     measurements.record([timing("fake.one", 3.0)])
     assert measurements.status().ok                            # it works again
-    assert of(StoreRecovered, happened)[0].written == 1  # of the same row the newer one was left
+    assert events_of(StoreRecovered,
+                     emitted)[0].written == 1  # of the same row the newer one was left
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="there are no users here")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ATTENTION, RMS_NORM, of, path_of, qkv, rows
+from helpers import ATTENTION, RMS_NORM, events_of, path_of, qkv, rows
 
 import layerzero as lz
 from layerzero.operate.inspection import dispatcher_of
@@ -182,7 +182,7 @@ def test_parameters_may_be_called_anything(world, names):
 
 # a kernel from outside
 
-def test_a_kernel_from_outside_serves(world, happened, path):
+def test_a_kernel_from_outside_serves(world, emitted, path):
     calls = []
 
     def doubled(x, weight=None, eps=1e-6):
@@ -197,7 +197,7 @@ def test_a_kernel_from_outside_serves(world, happened, path):
     torch.testing.assert_close(run(rows(3, 33)), RMS_NORM.reference(rows(3, 33)))
     assert lz.validate("rms_norm", "mine.doubled", rows(3, 33))[0].code is Code.SHAPE_UNSUPPORTED
     assert lz.validate("rms_norm", "mine.doubled", rows()) == ()
-    assert [e for e in of(WorldPublished, happened) if e.cause == "register:mine.doubled"]
+    assert [e for e in events_of(WorldPublished, emitted) if e.cause == "register:mine.doubled"]
     lz.unregister("mine.doubled")
     torch.testing.assert_close(run(rows()), RMS_NORM.reference(rows()))
     assert len(calls) == 2
@@ -313,10 +313,10 @@ def test_an_unknown_fact_deep_inside_a_rule_is_refused():
     (lambda x, **rest: x, r"takes \*args or \*\*kwargs"),
     (lz.kernels.direct(torch.rms_norm, "x", "axis"),
      "wants 'axis'; lz.rms_norm has x, weight, eps")])
-def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, happened, run, message):
+def test_a_wrong_signature_is_named_and_costs_only_that_kernel(world, emitted, run, message):
     lz.register(kernel("mine.wrong", run))
     torch.testing.assert_close(lz.rms_norm(rows()), RMS_NORM.reference(rows()))
-    refusals = of(BackendUnavailable, happened)
+    refusals = events_of(BackendUnavailable, emitted)
     assert [e.kernel for e in refusals] == ["mine.wrong"]
     with pytest.raises(NamedKernelRefused, match=message):
         lz.rms_norm(rows(), backend="mine.wrong")

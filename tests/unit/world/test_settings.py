@@ -16,8 +16,8 @@ from helpers import (
     ATTENTION,
     RMS_NORM,
     Fake,
-    normed,
-    of,
+    events_of,
+    normalized,
     path_of,
     python,
     qkv,
@@ -128,7 +128,7 @@ def test_lock_unlock_and_the_locks_in_force(path):
     fake = Fake()
     register(fake)
     lz.lock("rms_norm", REFERENCE)
-    torch.testing.assert_close(call(x), normed(x))
+    torch.testing.assert_close(call(x), normalized(x))
     assert fake.calls == 0 and served() == REFERENCE
     (op, lock), = lz.get_locks().items()
     assert op == "rms_norm"
@@ -299,7 +299,7 @@ def test_disabled_leaves_torchs_own_default(path):
     call, fake = path_of(RMS_NORM, path), Fake()
     register(fake)
     with lz.disabled():
-        torch.testing.assert_close(call(rows()), normed(rows()))
+        torch.testing.assert_close(call(rows()), normalized(rows()))
         plan = lz.explain("rms_norm", rows())
         assert (plan.kernel == TORCH and [r.code for r in plan.why_not("fake.one")]
                 == [Code.LZ_DISABLED])
@@ -376,7 +376,7 @@ def test_to_take_back_locks_keeps_what_was_said_before_a_time_boxed_change():
 
 # the file
 
-def test_a_file_is_read_again_when_it_changes(tmp_path, path, happened):
+def test_a_file_is_read_again_when_it_changes(tmp_path, path, emitted):
     call, fake, file = path_of(RMS_NORM, path), Fake(), tmp_path / "policy.yaml"
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
@@ -388,10 +388,10 @@ def test_a_file_is_read_again_when_it_changes(tmp_path, path, happened):
     file.write_text("settings: {policy_poll: 0.02, breaker_threshold: 7}\n")
     wait_for(lambda: settings("breaker_threshold") == (7, "file"))           # by the clock
     call(rows())
-    assert fake.calls == 1 and of(PolicyRejected, happened) == []
+    assert fake.calls == 1 and events_of(PolicyRejected, emitted) == []
 
 
-def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, happened, caplog):
+def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, emitted, caplog):
     call, fake, file = path_of(RMS_NORM, path), Fake(), tmp_path / "policy.yaml"
     register(fake)
     file.write_text("settings: {policy_poll: 0.02}\nrules:\n  - deny: fake.one\n")
@@ -400,9 +400,9 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     bad.write_text(
         "settings: {policy_poll: 0.02, strict_mod: true}\nrules:\n  - denny: fake.one\n")
     bad.replace(file)
-    wait_for(lambda: of(PolicyRejected, happened))
+    wait_for(lambda: events_of(PolicyRejected, emitted))
     time.sleep(0.1)
-    (event,) = of(PolicyRejected, happened)
+    (event,) = events_of(PolicyRejected, emitted)
     assert ("policy.yaml:1" in event.error and "strict_mode" in event.error
             and "policy.yaml:3" in event.error)
     assert "policy_rejected" in caplog.text
@@ -410,7 +410,7 @@ def test_a_broken_file_keeps_the_old_policy_and_says_so_once(tmp_path, path, hap
     # not half of it either
     assert fake.calls == 0 and settings("strict_mode") == (False, "default")
     file.unlink()
-    wait_for(lambda: len(of(PolicyRejected, happened)) == 2)
+    wait_for(lambda: len(events_of(PolicyRejected, emitted)) == 2)
     call(rows())
     assert fake.calls == 0
     file.write_text("settings: {policy_poll: 0.02}\n")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, health_of, normed, only, register, rows
+from helpers import RMS_NORM, Fake, allow_only, health_of, normalized, register, rows
 
 import layerzero as lz
 from layerzero.dispatch import wrapping
@@ -65,7 +65,7 @@ def test_a_kernel_that_served_calls_is_freed(path):
     call = (dispatcher_of("rms_norm").public if path == "native"
             else dispatcher_of("rms_norm").python_call)
     for _ in range(3):
-        torch.testing.assert_close(call(x), normed(x))
+        torch.testing.assert_close(call(x), normalized(x))
         call(rows(hidden=8), policy={"cache_ttl": 5.0})
         call(rows(hidden=4), backend="fake.one")
     with lz.prefer("fake.one"):
@@ -125,7 +125,7 @@ def test_a_call_that_began_before_holds_nothing_against_a_kernel_that_is_gone():
     fake = Fake("fake.one", fault=RuntimeError("boom"), before=leave)
     register(fake, Fake("fake.two", prior=1e5))
     lz.configure(breaker_threshold=1, breaker_cooldown=600.0)
-    torch.testing.assert_close(lz.rms_norm(x), normed(x))
+    torch.testing.assert_close(lz.rms_norm(x), normalized(x))
     assert health_of("fake.one") is None and remembers("fake.one") == []
     references = {"kernel": weakref.ref(fake.kernel), "fake": weakref.ref(fake)}
     del fake
@@ -145,7 +145,7 @@ def test_an_op_is_freed_with_its_kernels():
     fake = Fake("fake.scaled", op=op)
     register(fake)
     x = rows()
-    torch.testing.assert_close(lz.scaled_for_test(x), normed(x))
+    torch.testing.assert_close(lz.scaled_for_test(x), normalized(x))
     assert fake.calls == 1
     dispatcher = traces(fake) | {"dispatcher": weakref.ref(dispatchers["scaled_for_test"]),
                                  "op": weakref.ref(op)}
@@ -163,7 +163,7 @@ def test_what_was_learned_about_is_freed(tmp_path):
     try:
         first, second = Fake("fake.first"), Fake("fake.second", prior=9e5)
         register(first, second)
-        only("fake.first", "fake.second")
+        allow_only("fake.first", "fake.second")
         for _ in range(20):
             lz.rms_norm(rows())
         assert learning.flush(60)

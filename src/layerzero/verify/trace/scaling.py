@@ -23,7 +23,7 @@ ENOUGH = 1 << 30
 # two blocks of every usual size and more, so that an index of a block matters; what follows from
 # one is no other
 SMALLER = (384, 256, 640)
-LEAST = 512                                    # smaller axes are not what makes a tensor large
+MIN_AXIS = 512                                    # smaller axes are not what makes a tensor large
 VOCABULARY = 1 << 14
 
 
@@ -93,7 +93,7 @@ def _new_sizes(definition: Definition, kept: set[str]) -> dict[str, int]:
     fixed = [s.shape for s in definition.inputs.values() if s.shape and len(s.shape) > 1
              and all(a in known for a in s.shape)]
     large = dict.fromkeys([*(a for shape in fixed for a in shape[len(shape) > 2:]
-                             if known[a] >= LEAST),
+                             if known[a] >= MIN_AXIS),
                            # a vocabulary
                            *(a for s in definition.inputs.values() for a in s.shape or ()
                              if known.get(a, 0) > VOCABULARY)])

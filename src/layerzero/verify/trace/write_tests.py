@@ -318,9 +318,9 @@ def write_tests(folder: str | Path, definitions: Iterable[Definition],
         if too_large(definition):
             try:
                 used, changes = scaled(definition)
-                told = ", ".join(f"{axis} {new} instead of {old}"
-                                 for axis, (old, new) in changes.items())
-                note = f"Smaller than defined: {told}."
+                sizes = ", ".join(f"{axis} {new} instead of {old}"
+                                  for axis, (old, new) in changes.items())
+                note = f"Smaller than defined: {sizes}."
             except CannotScale as e:
                 note = f"As large as it is defined: {e}."
         path = Path("cases", _module(definition.op_type), f"{_module(definition.name)}.py")

@@ -2,8 +2,8 @@
 next call is right.
 
 An interrupt is raised at the Nth instruction of the call path (machine, world, dispatch, operate),
-for one N after the other. By default N goes
-through a sample that is the same in every run; SWEEP=all takes every N, which takes an hour.
+for one N after the other. By default N goes through a sample that is the same in every run;
+SWEEP=all takes every N, which takes an hour.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """FlashInfer on batches: decode and prefill over a paged cache, packed sequences, latent attention.
 
 Most of its batch kernels need a plan, made on the host from the lengths, that schedules the parts
-of the sequences. It
-costs far more than the attention of one layer, so the last few are cached with their wrappers: the
-same unchanged page table, lengths and configuration are planned once for all layers of a model. A
-plan reads the lengths on the host, so it cannot be part of a CUDA graph; the decode kernel without
-a plan (XQA) can.
+of the sequences. It costs far more than the attention of one layer, so the last few are cached with
+their wrappers: the same unchanged page table, lengths and configuration are planned once for all
+layers of a model. A plan reads the lengths on the host, so it cannot be part of a CUDA graph; the
+decode kernel without a plan (XQA) can.
 
 There is one float workspace per device and stream: kernels on one stream run in sequence.
 """

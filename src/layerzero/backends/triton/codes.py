@@ -1,9 +1,8 @@
 """Quantizes to int8 and fp8 codes and scales, bitwise equal to the reference.
 
 Each step rounds as the reference does: divisions are IEEE's (Triton's `/` is not), ties go to even.
-A program holds
-whole blocks: each row of a tile has its own scale, or all rows share one if a block has several
-rows.
+A program holds whole blocks: each row of a tile has its own scale, or all rows share one if a block
+has several rows.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.cli import main
 from layerzero.dispatch import facts as reading
 from layerzero.dispatch import native
 from layerzero.dispatch.dispatcher import dispatchers
@@ -245,6 +246,14 @@ def python(code: str, *, timeout: float = 240.0, **environ: str) -> str:
                           text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def run_lz(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Runs the command `lz` in this process; its exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
 
 
 def triton_interpreter_works() -> bool:

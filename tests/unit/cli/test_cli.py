@@ -12,9 +12,10 @@ import sys
 
 import pytest
 import torch
+from helpers import run_lz
 
 import layerzero as lz
-from layerzero.cli import _print_warning, main
+from layerzero.cli import _print_warning
 from layerzero.cli.arguments import parse_call
 from layerzero.cli.commands.measure.fit import SIZES, Pace, Sizes, fit
 from layerzero.cli.commands.measure.styles import STYLES, DecodeLayer
@@ -33,13 +34,7 @@ H100 = {"type": "cuda", "index": 0, "name": "NVIDIA H100 80GB HBM3", "vendor": "
 @pytest.fixture
 def run(capsys):
     """Run the command in this process: (exit code, stdout, stderr)."""
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def in_new_process(*words, code="from layerzero.cli import main; main()", **environ):

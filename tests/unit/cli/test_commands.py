@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from helpers import run_lz
 
-from layerzero.cli import main
 from layerzero.cli.app import app
 from layerzero.cli.options import ALIASES, DTYPES, dtype_name
 from layerzero.cli.panels import measure, prove
@@ -50,13 +50,7 @@ def example(command):
 
 @pytest.fixture
 def run(capsys):
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 # help and completion

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows
+from helpers import RMS_NORM, Fake, normalized, path_of, qkv, register, rows, run_lz
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
@@ -363,7 +363,5 @@ def test_parts_of_several_processes_become_one_workload(tmp_path):
     (("--", "no-such-command-at-all"), "there is no command"),
 ])
 def test_a_mistake_is_said_before_anything_runs(capsys, words, message):
-    from layerzero.cli import main
-    with pytest.raises(SystemExit) as stop:
-        main(["record", *words])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    code, _, err = run_lz(capsys, "record", *words)
+    assert code == 2 and message in err

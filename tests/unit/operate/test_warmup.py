@@ -23,13 +23,13 @@ from helpers import (
     normalized,
     register,
     rows,
+    run_lz,
     wait_for,
 )
 from torch.nn import Parameter
 
 import layerzero as lz
 from layerzero.backends.native import build as native_build
-from layerzero.cli import main
 from layerzero.dispatch.background import compiling, jit, sizes
 from layerzero.dispatch.facts import read
 from layerzero.files.calls import write_calls
@@ -600,27 +600,20 @@ def test_a_forked_child_waits_for_nothing_and_can_warm_up_itself(compiler):
 
 # lz warmup
 
-def run(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out, err
-
-
 def test_the_command_warms_up_and_says_what_is_ready(compiler, capsys, tmp_path):
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+    code, out, _ = run_lz(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
                        "cpu", "--json")
     data = json.loads(out)
     assert code == 0 and data["ok"] and data["calls"][0]["kernel"] == compiler.id == which(40)
     write_calls(tmp_path / "calls.jsonl", [norm(70), norm(200)])
-    code, out, _ = run(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
+    code, out, _ = run_lz(capsys, "warmup", "--calls", str(tmp_path / "calls.jsonl"), "--device",
                        "cpu")
     assert code == 0 and out.count(compiler.id) == 2 and "2 ready" in out
 
 
 def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
     compiler.fault = RuntimeError("no such instruction")
-    code, out, _ = run(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
+    code, out, _ = run_lz(capsys, "warmup", "rms_norm", "x=40x16", "--dtype", "float32", "--device",
                        "cpu")
     assert code == 1 and "no such instruction" in out
 
@@ -628,5 +621,5 @@ def test_the_command_ends_with_1_where_something_is_not_ready(compiler, capsys):
 @pytest.mark.parametrize("words", [(), ("rms_norm", "--model", "llama-3-8b"),
                                    ("--calls", "missing.jsonl")])
 def test_a_wrong_question_is_one_message(words, capsys):
-    code, _, err = run(capsys, "warmup", *words)
+    code, _, err = run_lz(capsys, "warmup", *words)
     assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1

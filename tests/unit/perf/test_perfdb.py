@@ -19,11 +19,12 @@ import pytest
 from helpers import events_of, python, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored import measurement
 
 import layerzero as lz
 from layerzero.perf import ownership, schema
 from layerzero.perf.interface import CorruptStore, NewerStore, StoreError
-from layerzero.perf.record import Measurement, PerfView, Rates
+from layerzero.perf.record import PerfView, Rates
 from layerzero.perf.store import SqliteStore, set_aside
 from layerzero.spec.errors import DataError
 from layerzero.spec.event import StoreTrouble
@@ -31,13 +32,6 @@ from layerzero.world import measurements
 from layerzero.world import snapshot as worlds
 
 ENVIRONMENT = {"device": {"name": "a processor"}, "machine": "here", "state": {"load_average": 0.5}}
-
-
-def measurement(i: int = 0, kernel: str = "torch.k", **changes) -> Measurement:
-    row = Measurement(kernel, "rms_norm", f"float32 rows={i} hidden=64", "0123456789abcdef-4t",
-                      10.0 + i / 3, 0.02, 50, "float32", f"rows={i} hidden=64", 1e6 / 7, 1e4, 12.5,
-                      13.0, 0.0, "v1", 1.7e9 + i, "")
-    return row._replace(**changes)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import events_of, rows
-from stored import measured
+from stored import measurement
 
 import layerzero as lz
 from layerzero.cli import main
@@ -149,7 +149,7 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, emitte
     before = tree(folder)
     lz.configure(perfdb=str(path))
     lz.rms_norm(rows())
-    measurements.record([measured(1)], {"here": Rates(1.0, 2.0)})
+    measurements.record([measurement(1)], {"here": Rates(1.0, 2.0)})
     event = events_of(StoreTrouble, emitted)[-1]
     assert (
         "2 measurements are kept in memory" in event.action
@@ -168,9 +168,9 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, emitte
     assert tree(folder) == before
     assert not measurements.status().ok
     lz.configure(perfdb=str(folder / "another.sqlite"))  # what the message says: a file of its own
-    measurements.record([measured(2)])
+    measurements.record([measurement(2)])
     with SqliteStore(folder / "another.sqlite") as store:
-        assert sorted(store.rows()) == [measured(1), measured(2)] and store.rates() == {
+        assert sorted(store.rows()) == [measurement(1), measurement(2)] and store.rates() == {
             "here": Rates(1.0, 2.0)
         }
     assert measurements.status().ok
@@ -183,10 +183,10 @@ def test_what_is_not_ours_is_refused_and_nothing_of_it_is_touched(folder, emitte
 )
 def test_no_name_of_a_file_is_special(folder, name):
     with SqliteStore(folder / name) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     assert (folder / name).read_bytes()[68:72] == ID
     with SqliteStore(folder / name, read_only=True) as store:
-        assert list(store.rows()) == [measured(1)]
+        assert list(store.rows()) == [measurement(1)]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "perf.sqlite/below"])
@@ -194,7 +194,7 @@ def test_a_name_that_no_file_can_have_is_an_event_and_no_failed_call(folder, emi
     (folder / "perf.sqlite").write_text("a file, and no folder")
     lz.configure(perfdb=f"{folder}/{name}")
     lz.rms_norm(rows())
-    measurements.record([measured(1)])
+    measurements.record([measurement(1)])
     assert "1 measurements are kept in memory" in events_of(StoreTrouble, emitted)[-1].action
 
 
@@ -204,14 +204,14 @@ def test_a_link_to_a_store_is_the_store(folder, emitted):
     (folder / "real").mkdir()
     real, link = folder / "real" / "store", folder / "link"
     with SqliteStore(real) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     link.symlink_to(real)
     lz.configure(perfdb=str(link))
-    measurements.record([measured(2)])
+    measurements.record([measurement(2)])
     with SqliteStore(real, read_only=True) as store:
         assert len(list(store.rows())) == 2
     real.write_bytes(real.read_bytes()[:5000])
-    measurements.record([measured(3)])
+    measurements.record([measurement(3)])
     assert "set aside as store.corrupt-" in events_of(StoreTrouble, emitted)[-1].action
     assert link.is_symlink() and sorted(p.name.partition("-2")[0] for p in folder.rglob("*")) == [
         "link",
@@ -221,7 +221,7 @@ def test_a_link_to_a_store_is_the_store(folder, emitted):
         "store.lock",
     ]
     with SqliteStore(link, read_only=True) as store:
-        assert list(store.rows()) == [measured(3)]
+        assert list(store.rows()) == [measurement(3)]
 
 
 def test_to_set_aside_follows_no_link_and_renames_nothing_of_others(folder):
@@ -229,7 +229,7 @@ def test_to_set_aside_follows_no_link_and_renames_nothing_of_others(folder):
     victim = folder / "victim"
     victim.write_text("precious")
     with SqliteStore(path) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
     path.write_bytes(path.read_bytes()[:5000])
     Path(f"{path}.lock").symlink_to(victim)
     from layerzero.perf.store import set_aside
@@ -253,7 +253,7 @@ def test_a_file_that_this_process_has_open_is_not_opened_beside_it(folder, monke
         ownership, "_read_head", lambda path, count: read.append(path) or first(path, count)
     )
     with SqliteStore(path) as store:
-        store.put([measured(1)])
+        store.put([measurement(1)])
         read.clear()
         with SqliteStore(path), SqliteStore(path, read_only=True) as reader:
             assert len(list(reader.rows())) == 1
@@ -279,7 +279,7 @@ def test_commands_that_read_change_nothing(folder, capsys, damage):
     path = folder / "perf.sqlite"
     if damage != "no file":
         with SqliteStore(path) as store:
-            store.put([measured(i) for i in range(300)])
+            store.put([measurement(i) for i in range(300)])
         data = path.read_bytes()
         at = data.index(b"float32 rows=17 ") + 14
         path.write_bytes(
@@ -309,11 +309,11 @@ def test_a_reader_beside_a_writer_sees_what_was_written(folder):
     path = folder / "perf.sqlite"
     with SqliteStore(path) as store:
         for i in range(20):
-            store.put([measured(i)])
+            store.put([measurement(i)])
             with SqliteStore(path, read_only=True) as reader:
                 assert len(list(reader.rows())) == len(reader.view({"torch.k": "v1"})) == i + 1
                 with pytest.raises(StoreError, match="readonly"):
-                    reader.put([measured(99)])
+                    reader.put([measurement(99)])
 
 
 def test_a_reader_does_not_wait_for_ever(folder):
@@ -335,8 +335,8 @@ def test_a_reader_does_not_wait_for_ever(folder):
     ("median_us", -1.0), ("median_us", float("inf")), ("spread", -1.0), ("at", float("-inf")),
     ("p99_us", float("inf")), ("flops", -1e18)])
 def test_a_row_that_cannot_be_is_not_believed_though_its_checksum_is_right(folder, column, value):
-    path, sound = folder / "perf.sqlite", measured(0)
-    forged = tuple(measured(1)._replace(**{column: value}))
+    path, sound = folder / "perf.sqlite", measurement(0)
+    forged = tuple(measurement(1)._replace(**{column: value}))
     with SqliteStore(path) as store:
         store.write([sound], {}, {})
     with sqlite3.connect(path) as other:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Fake, events_of, register, rows
-from stored import measured
+from stored import measurement
 
 import layerzero as lz
 from layerzero.machine import builds
@@ -47,7 +47,7 @@ def files_of(folder: Path, open_log: bool) -> dict[str, bytes]:
     path = folder / "original"
     kernels = [k.kernel for k in fakes()]
     files = [
-        measured(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS]))
+        measurement(i, kernels[i % KERNELS].id, build=builds.build_of(kernels[i % KERNELS]))
         for i in range(240)
     ]
     with SqliteStore(path) as store:
@@ -107,7 +107,7 @@ def test_no_damage_fails_a_call_or_is_believed_or_loses_what_is_measured(folder,
     policy, kernels, new = (
         worlds.current().policy,
         [f.kernel for f in candidates],
-        measured(9, "torch.new"),
+        measurement(9, "torch.new"),
     )
     refused = 0
     for _ in range(40):
@@ -142,7 +142,7 @@ def test_every_byte_of_the_header(folder, at, emitted):
     set aside."""
     path = folder / "perf.sqlite"
     with SqliteStore(path) as store:
-        store.put([measured(i) for i in range(40)])
+        store.put([measurement(i) for i in range(40)])
     data = path.read_bytes()
     lz.configure(perfdb="off")
     lz.configure(perfdb=str(path))
@@ -153,12 +153,13 @@ def test_every_byte_of_the_header(folder, at, emitted):
         path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
         state.reset()
         perf_loading.load(policy, ())
-        measurements._store_rows(policy, [measured(99)], {}, {})
+        measurements._store_rows(policy, [measurement(99)], {}, {})
         if state.unsaved:
             assert 60 <= at < 72  # a later schema, or no id of ours
         else:
             with SqliteStore(path, read_only=True) as store:
-                assert store.get("torch.k", measured(99).bucket, measured(99).place) == measured(99)
+                last = measurement(99)
+                assert store.get("torch.k", last.bucket, last.place) == last
 
 
 def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, emitted):
@@ -167,7 +168,7 @@ def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, emitte
     fake = Fake("fake.one")
     register(fake)
     with SqliteStore(path) as store:
-        store.put([measured(1, "fake.one", build=builds.build_of(fake.kernel))])
+        store.put([measurement(1, "fake.one", build=builds.build_of(fake.kernel))])
     lz.configure(perfdb=str(path))
     source = worlds.current().perf._source
     source._connection.execute("DROP TABLE measurements")
@@ -177,7 +178,7 @@ def test_damage_that_a_view_meets_while_it_is_asked_fails_no_call(folder, emitte
         "no such table" in event.problem
         and "set aside when something is to be written" in event.action
     )
-    measurements.record([measured(2)])  # looks at the file, which is sound
+    measurements.record([measurement(2)])  # looks at the file, which is sound
     assert not list(folder.glob("*corrupt*")) and measurements.status().ok
 
 
@@ -225,14 +226,14 @@ def test_a_process_that_is_killed_while_it_makes_a_store_leaves_one_that_works(f
             try:
                 monkeypatch.setattr(SqliteStore, "_connect", watched)
                 with SqliteStore(path) as store:
-                    store.put([measured(1)])
+                    store.put([measurement(1)])
             finally:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
         alive += not status
         kinds.add(ownership.inspect(path).kind)
         with SqliteStore(path) as store:
-            store.put([measured(2)])
+            store.put([measurement(2)])
             store.verify()
-            assert list(store.rows())[-1] == measured(2), (hook, last)
+            assert list(store.rows())[-1] == measurement(2), (hook, last)
     assert kinds == {"empty", "ours"} and alive < len(moments) / 2

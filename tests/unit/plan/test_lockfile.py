@@ -12,13 +12,12 @@ from importlib import metadata
 
 import pytest
 import torch
-from helpers import Fake, register
+from helpers import Fake, register, run_lz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_table import norm, preferring
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.files.calls import write_calls
 from layerzero.machine.builds import build_of
 from layerzero.plan.lockfile import (
@@ -242,13 +241,7 @@ def run(capsys, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_calls(tmp_path / "calls.jsonl", [norm(1), norm(100)])
 
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def test_solve_lock_check_and_diff(run, tmp_path):

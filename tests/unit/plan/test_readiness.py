@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Fake, register
+from helpers import Fake, register, run_lz
 
 import layerzero as lz
 from layerzero.backends.native import build
-from layerzero.cli import main
 from layerzero.dispatch.background import compiling
 from layerzero.machine.builds import build_of
 from layerzero.operate import readiness
@@ -488,13 +487,7 @@ def test_two_real_ranks_find_each_other_without_a_collective(tmp_path, how, stat
 @pytest.fixture
 def run(capsys, monkeypatch):
 
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(("ready", *words, "--device", "cpu"))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, "ready", *words, "--device", "cpu")
 
 
 def test_the_exit_code_says_whether_it_is_ready(run, tmp_path):

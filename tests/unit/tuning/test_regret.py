@@ -9,10 +9,9 @@ import random
 
 import pytest
 import torch
-from helpers import Fake, allow_only, register
+from helpers import Fake, allow_only, register, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.files.calls import write_calls
 from layerzero.spec.call import Call, TensorSpec
 from layerzero.tuning import regret as regrets
@@ -232,13 +231,7 @@ def test_an_unusual_call_is_replayed_as_what_is_served(world):
 
 @pytest.fixture
 def run(capsys, world):
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(["regret", *words, "--device", "cpu", "--seconds-per-call", "0"])
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, "regret", *words, "--device", "cpu", "--seconds-per-call", "0")
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, register
+from helpers import RMS_NORM, Fake, register, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.spec.errors import DataError, RegistrationError
 from layerzero.verify.comparison import TOLERANCES, ElementTolerance, compare, tolerance_of
 from layerzero.verify.trace import constraints, exports, solutions, traces
@@ -740,10 +739,8 @@ def test_written_tests_pass_and_can_fail(tmp_path):
 @pytest.fixture
 def run(capsys):
     def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(["verify", "definitions", *map(str, words), "--device", "cpu"])
-        code, output = int(stop.value.code or 0), capsys.readouterr()
-        return code, output.err if code == 2 else output.out
+        code, out, err = run_lz(capsys, "verify", "definitions", *words, "--device", "cpu")
+        return code, err if code == 2 else out
 
     return call
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, Fake, events_of, python, register, rows
+from helpers import RMS_NORM, Fake, events_of, python, register, rows, run_lz
 
 import layerzero as lz
-from layerzero.cli import main
 from layerzero.machine import builds
 from layerzero.machine import state as machine
 from layerzero.perf.interface import environment_id
@@ -449,13 +448,7 @@ def test_stores_of_two_machines_become_one_whatever_the_order(tmp_path):
 @pytest.fixture
 def run(capsys, perfdb):
     """Run the command in this process: (exit code, stdout, stderr)."""
-    def call(*words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return call
+    return lambda *words: run_lz(capsys, *words)
 
 
 def fill(perfdb):

@@ -15,7 +15,7 @@ import torch
 from helpers import Fake, register, run_lz
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_table import norm, preferring
+from test_table import norm, prefer
 
 import layerzero as lz
 from layerzero.files.calls import write_calls
@@ -179,7 +179,7 @@ def test_a_certificate_is_pinned_by_what_it_proves(table, tmp_path, monkeypatch)
 
 
 def test_a_lockfile_that_holds_can_be_put_in_force(table):
-    lock = Lockfile.of(preferring(table, "reference.rms_norm"), worlds.current())
+    lock = Lockfile.of(prefer(table, "reference.rms_norm"), worlds.current())
     lz.tables.use_lockfile(lock)
     x, w = torch.randn(30, 64), torch.randn(64)
     assert lz.which("rms_norm", x, w) == "reference.rms_norm"
@@ -260,7 +260,7 @@ def test_solve_lock_check_and_diff(run, tmp_path):
     code, out, _ = run("lock", "--check", "--json")
     assert (code == 1 and not json.loads(out)["ok"]
             and "version 0.0" in json.loads(out)["violations"][0]["text"])
-    preferring(table, "reference.rms_norm").save("other.json")
+    prefer(table, "reference.rms_norm").save("other.json")
     code, out, _ = run("diff", "dispatch_table.json", "other.json", "--json")
     (only,) = json.loads(out)["differences"]
     assert code == 1 and (only["verdict"], only["b"]) == ("different", "reference.rms_norm")

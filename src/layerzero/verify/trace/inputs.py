@@ -421,7 +421,7 @@ class _Maker:
             return torch.randperm(max(pool, math.prod(shape)), generator=self.gen)[
                 :math.prod(shape)].view(shape) % pool
         if low.endswith(("indices", "ids")):
-            return self._picked(shape)
+            return self._pick(shape)
         raise DataError(
             f"{self.d.name}: nothing is known of the input {name!r} ({spec.dtype}, axes "
             f"{', '.join(spec.shape or ())}) to make values for it; give it in a workload")
@@ -459,7 +459,7 @@ class _Maker:
         weights = torch.rand(shape, generator=self.gen).add(0.1).to(torch.bfloat16)
         return ids << 16 | (weights.view(torch.int16).to(torch.int64) & 0xFFFF)
 
-    def _picked(self, shape: tuple[int, ...]) -> Tensor:
+    def _pick(self, shape: tuple[int, ...]) -> Tensor:
         """Rows of different tokens of the cache, padded with -1 where there are not enough."""
         pool_axis = self._pool_axis()
         pool = self.sizes.get(pool_axis, self._bound(("pool_size",), 16)) * (self.page_size

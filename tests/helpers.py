@@ -37,6 +37,12 @@ from layerzero.world import snapshot as worlds
 
 ATTENTION, RMS_NORM = lz.op("attention"), lz.op("rms_norm")
 ROOT = Path(__file__).parents[1]
+# the pytestmark of a file whose tests need CUDA itself, not ROCm
+NVIDIA_ONLY = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
+                       reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from helpers import emitted, events_of, world
+from helpers import NVIDIA_ONLY, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.dispatch.background import compiling
@@ -16,11 +16,7 @@ from layerzero.spec.event import CompileQueued, CompileSkipped, KernelRefused
 
 __all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 def decode(keys: int, dim: int = 128) -> list[torch.Tensor]:

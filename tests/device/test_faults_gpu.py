@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, emitted, events_of, health_of, policy, python, world
+from helpers import NVIDIA_ONLY, RMS_NORM, emitted, events_of, health_of, policy, python, world
 
 import layerzero as lz
 from layerzero.machine.memory import free_bytes, headroom
@@ -22,11 +22,7 @@ from layerzero.verify.kernel.probing import probe
 
 __all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 FAULTS = Path(__file__).parents[1] / "faults"
 GIB = 1 << 30
 

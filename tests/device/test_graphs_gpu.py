@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import RMS_NORM, allow_only, emitted, events_of, world
+from helpers import NVIDIA_ONLY, RMS_NORM, allow_only, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.machine import hardware
@@ -25,11 +25,7 @@ from layerzero.world.registry import certificates
 
 __all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 @pytest.fixture(autouse=True)

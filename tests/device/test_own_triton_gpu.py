@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RMS_NORM, emitted, events_of, world
+from helpers import NVIDIA_ONLY, RMS_NORM, emitted, events_of, world
 
 import layerzero as lz
 from layerzero.operate.triton_kernels import TritonCompiled, triton_cache, triton_kernel
@@ -26,11 +26,7 @@ from layerzero.world import snapshot as worlds
 
 __all__ = ["emitted", "world"]                # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 HOME = Path(__file__).parents[1] / "interpreter"
 
 

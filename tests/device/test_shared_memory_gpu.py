@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import NVIDIA_ONLY
 
 import layerzero as lz
 from layerzero.world import snapshot as worlds
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip),
-                       reason="needs an NVIDIA GPU"),
-]
+pytestmark = NVIDIA_ONLY
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 192, 256])
